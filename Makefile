@@ -1,0 +1,45 @@
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+# The two commands of the README. Both make the environment on their first run.
+
+run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM tier too small for its optimizer state
+	$(BIN)/python examples/quickstart/fetch_smollm2.py
+	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
+
+test: $(VENV)/.installed ## the whole CPU test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+# For development
+
+check: $(VENV)/.lint-installed ## lint, format, types, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(VENV)/.lint-installed ## rewrite the files as check wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-slow: $(VENV)/.installed ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/.installed ## step time against plain PyTorch
+	$(BIN)/python bench/step.py $(ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[test,quickstart]"
+	touch $@
+
+$(VENV)/.lint-installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[lint]"
+	touch $@
+
+help: ## this list
+	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
+
+.PHONY: run test check format test-slow bench help
+.DEFAULT_GOAL := help

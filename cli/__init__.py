@@ -1,0 +1,1 @@
+"""The command megatrain-tier. Installed as megatrain_tier_cli."""

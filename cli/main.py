@@ -1,0 +1,137 @@
+"""The command group: which commands there are, and which exit code each failure has.
+
+Nothing heavy is imported here or by the command modules themselves, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_DOES_NOT_FIT = 3
+EXIT_DATA = 4
+EXIT_INTERRUPTED_AND_SAVED = 75
+
+DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
+
+#: Errors that are the user's to mend: (module, class, exit code). Looked up only among imported modules.
+EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
+    ("megatrain.config.problems", "ConfigError", EXIT_CONFIG),
+    ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
+    ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
+    ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
+    ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
+    ("megatrain.models.initialize", "InitializationError", EXIT_CONFIG),
+    ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
+    ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),
+    ("megatrain.data.errors", "DataError", EXIT_DATA),
+    ("megatrain.models.export", "ExportError", EXIT_FAILED),
+    ("megatrain.models.shards", "DamagedShardError", EXIT_FAILED),
+    ("tiered.errors", "TieredError", EXIT_FAILED),
+)
+_COMMANDS = {"plan": ".plan", "run": ".run"}
+
+
+class RunFailedError(Exception):
+    """A command ends without success; the text is printed and the code returned."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+def exit_code_of(error: BaseException) -> int | None:
+    """Return the exit code of an expected error, or None for one that nobody foresaw."""
+    if isinstance(error, RunFailedError):
+        return error.exit_code
+    for module_name, class_name, code in EXPECTED_ERRORS:
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        if kind is not None and isinstance(error, kind):
+            return code
+    return EXIT_FAILED if isinstance(error, OSError | MemoryError) else None
+
+
+def describe(error: BaseException) -> str:
+    """Return one message for a person, without a traceback."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return "out of memory. Give the run less in [tiers.ram], or a shorter data.max_length"
+    text = str(error) or type(error).__name__
+    if exit_code_of(error) is None:
+        return (
+            f"internal error, {type(error).__name__}: {text}\nSet {DEBUG_VARIABLE}=1 to see where, and please report it"
+        )
+    return text
+
+
+class CommandGroup(click.Group):
+    """Loads commands when they are asked for and turns exceptions into messages and exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(_COMMANDS[cmd_name], __package__)
+        command = module.command
+        assert isinstance(command, click.Command), cmd_name
+        return command
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args, **extra)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted; nothing saved", err=True)
+            sys.exit(EXIT_FAILED)
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                traceback.print_exc()
+            click.echo(f"error: {describe(error)}", err=True)
+            sys.exit(exit_code_of(error) or EXIT_FAILED)
+        sys.exit(code if isinstance(code, int) else EXIT_DONE)
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        click.echo(f"megatrain-tier {version('megatrain-tier')}")
+    except PackageNotFoundError:
+        click.echo("megatrain-tier (not installed, run from its folder)")
+    ctx.exit()
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version."
+)
+def command_group() -> None:
+    """Train language models larger than the GPU: weights, gradients and optimizer state live in GPU memory, RAM
+    and NVMe drives, and move by schedule.
+
+    Exit codes: 0 done, 1 failed, 2 config or usage, 3 does not fit, 4 data.
+    """
+
+
+def main() -> None:
+    """Run the command line; the console command megatrain-tier."""
+    command_group.main(prog_name="megatrain-tier")

@@ -1,0 +1,267 @@
+"""What people see: the plan as a table, progress as a live view or plain lines, the summary."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.metrics import (
+    RunInfo,
+    RunSummary,
+    StepMetrics,
+    format_stalls,
+    format_step,
+    format_tiers,
+)
+from tiered.units import GiB, MiB, format_duration, format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
+
+
+class PlanView(Protocol):
+    """What the table needs to know of a plan. Sizes are bytes.
+
+    Attributes:
+        headline: model, parameters, tokens and steps, in one line.
+        tiers: names of the columns, fastest first.
+        rows: (kind, tier -> bytes, note).
+        totals, budgets: tier -> bytes.
+        traffic: ``"ram->nvme"`` -> bytes per step.
+        fits: whether it can run.
+        messages: hints, or what does not fit.
+    """
+
+    @property
+    def headline(self) -> str: ...
+    @property
+    def tiers(self) -> Sequence[str]: ...
+    @property
+    def rows(self) -> Sequence[tuple[str, Mapping[str, int], str]]: ...
+    @property
+    def totals(self) -> Mapping[str, int]: ...
+    @property
+    def budgets(self) -> Mapping[str, int]: ...
+    @property
+    def traffic(self) -> Mapping[str, int]: ...
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def messages(self) -> Sequence[str]: ...
+
+
+def print_plan(plan: PlanView, *, as_json: bool = False, console: Console | None = None) -> None:
+    """Print a plan on stdout, as a table or as one JSON object."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    if as_json:
+        console.out(json.dumps(plan_to_json(plan)), highlight=False)
+        return
+    console.print(Text(plan.headline, style="bold"))
+    console.print(plan_table(plan))
+    if plan.traffic:
+        moved = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items())
+        console.print(f"moved per step  {moved}", highlight=False, soft_wrap=True)
+    for message in plan.messages:
+        console.print(Text(message), soft_wrap=True)
+    console.print(Text("fits.", style="green") if plan.fits else Text("does not fit.", style="red"))
+
+
+def plan_to_json(plan: PlanView) -> dict[str, Any]:
+    """Return a plan as JSON values, sizes in bytes."""
+    return {
+        "headline": plan.headline,
+        "fits": plan.fits,
+        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in plan.rows],
+        "totals": dict(plan.totals),
+        "budgets": dict(plan.budgets),
+        "traffic_per_step": dict(plan.traffic),
+        "messages": list(plan.messages),
+    }
+
+
+def plan_table(plan: PlanView) -> Table:
+    """Return kinds x tiers with totals and budgets, in GiB, or in MiB where everything is small."""
+    largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
+    unit, unit_name = (GiB, "GiB") if max(plan.totals.values(), default=largest) >= 4 * GiB else (MiB, "MiB")
+
+    def cell(sizes: Mapping[str, int], tier: str) -> str:
+        nbytes = sizes.get(tier, 0)
+        return "-" if nbytes == 0 else f"{nbytes / unit:,.1f}" if nbytes >= unit / 20 else "<0.1"
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for tier in plan.tiers:
+        table.add_column(tier.upper(), justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for kind, sizes, note in plan.rows:
+        table.add_row(kind, *(cell(sizes, tier) for tier in plan.tiers), note)
+    table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in plan.tiers), "", style="bold")
+    over = [tier for tier in plan.tiers if tier in plan.budgets and plan.totals.get(tier, 0) > plan.budgets[tier]]
+    budget_style = "red" if over else ""
+    table.add_row("budget", *(cell(plan.budgets, tier) for tier in plan.tiers), "", style=budget_style)
+    return table
+
+
+class QuietObserver:
+    """Shows nothing."""
+
+    def on_start(self, info: RunInfo) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def on_message(self, text: str) -> None: ...
+
+    def on_end(self, summary: RunSummary) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainObserver(QuietObserver):
+    """One line per ``logging_steps`` steps, without control characters."""
+
+    def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
+        self._logging_steps = logging_steps
+        self._console = console or Console(highlight=False)
+
+    def on_start(self, info: RunInfo) -> None:
+        self._line(
+            f"start  {info.run_name}: {info.task} on {info.device}, {info.max_steps} steps of "
+            f"{info.tokens_per_step:,} tokens"
+        )
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if is_shown(metrics, self._logging_steps):
+            self._line(format_step(metrics))
+
+    def on_message(self, text: str) -> None:
+        self._line(text)
+
+    def on_end(self, summary: RunSummary) -> None:
+        for line in summary_lines(summary):
+            self._line(line)
+
+    def _line(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+class JsonObserver(QuietObserver):
+    """One JSON object per line on stdout."""
+
+    def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
+        self._logging_steps = logging_steps
+        self._console = console or Console()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if is_shown(metrics, self._logging_steps):
+            self._object({"event": "step", **metrics.to_json()})
+
+    def on_message(self, text: str) -> None:
+        self._object({"event": "message", "text": text})
+
+    def on_end(self, summary: RunSummary) -> None:
+        self._object({"event": "end", **summary.to_json()})
+
+    def _object(self, values: Mapping[str, Any]) -> None:
+        self._console.out(json.dumps(values), highlight=False)
+
+
+class LiveObserver(PlainObserver):
+    """A view of three lines that is redrawn after each step; messages scroll above it."""
+
+    def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
+        super().__init__(logging_steps=logging_steps, console=console)
+        self._live: Live | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        super().on_start(info)
+        self._live = Live(Text("first step ..."), console=self._console, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if self._live is not None and is_shown(metrics, self._logging_steps):
+            self._live.update(live_view(metrics), refresh=True)
+
+    def on_end(self, summary: RunSummary) -> None:
+        self.close()
+        super().on_end(summary)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def make_observer(progress: str, *, logging_steps: int = 1, console: Console | None = None) -> QuietObserver:
+    """Return the observer that ``logging.progress`` asks for; "auto" is a live view on a terminal, else lines."""
+    console = console or Console(highlight=False)
+    if progress == "none":
+        return QuietObserver()
+    if progress == "json":
+        return JsonObserver(logging_steps=logging_steps, console=console)
+    if progress == "bar" or (progress == "auto" and console.is_terminal):
+        return LiveObserver(logging_steps=logging_steps, console=console)
+    return PlainObserver(logging_steps=logging_steps, console=console)
+
+
+def is_shown(metrics: StepMetrics, logging_steps: int) -> bool:
+    """Return whether a step is shown: the first, the last, and every ``logging_steps`` in between."""
+    return metrics.step % logging_steps == 0 or metrics.step in (1, metrics.max_steps)
+
+
+def live_view(metrics: StepMetrics) -> RenderableType:
+    """Return the view of a step: figures, a bar for the run, a bar for each tier."""
+    first = Text.assemble(
+        ("step ", "dim"), (f"{metrics.step}/{metrics.max_steps}", "bold"),
+        ("  loss ", "dim"), (f"{metrics.loss:.4f}", "bold green"),
+        ("  gnorm ", "dim"), f"{metrics.grad_norm:.2f}",
+        ("  lr ", "dim"), f"{metrics.lr:.1e}",
+        ("  tok/s ", "dim"), f"{metrics.real_tokens_per_s:,.0f}",
+        ("  trained ", "dim"), f"{metrics.trained_tokens_per_s:,.0f}",
+        ("  eta ", "dim"), format_duration(metrics.eta_s),
+        no_wrap=True, overflow="ellipsis",
+    )  # fmt: skip
+    bars = Table.grid(padding=(0, 2, 0, 0))
+    bars.add_row(
+        "run",
+        ProgressBar(total=metrics.max_steps, completed=metrics.step, width=24),
+        f"{100.0 * metrics.step / metrics.max_steps:.1f}%  {format_duration(metrics.step_s)}/step",
+    )
+    for tier, used in metrics.tier_used_bytes.items():
+        capacity = metrics.tier_capacity_bytes.get(tier, 0)
+        bars.add_row(
+            tier,
+            ProgressBar(total=max(1, capacity), completed=used, width=24),
+            format_tiers({tier: used}, metrics.tier_capacity_bytes).removeprefix(f"{tier} "),
+        )
+    last = f"{format_stalls(metrics.stall_s)}  process {format_size(metrics.rss_bytes)}"
+    return Group(first, bars, Text(last, style="dim"))
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """Return what is said at the end of a run."""
+    rate = summary.num_real_tokens / summary.seconds if summary.seconds > 0 else 0.0
+    verdict = "stopped" if summary.interrupted else "done"
+    first = (
+        f"{verdict}   {summary.num_steps} steps in {format_duration(summary.seconds)}"
+        f"   loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}   {rate:,.0f} tok/s"
+        f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
+    )
+    lines = [first]
+    if summary.tier_peak_bytes:
+        tiers = format_tiers(summary.tier_peak_bytes, summary.tier_capacity_bytes)
+        lines.append(f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}")
+    if summary.link_bytes:
+        lines.append("moved  " + "  ".join(f"{link} {format_size(n)}" for link, n in summary.link_bytes.items()))
+    if summary.export_dir is not None:
+        lines.append(f"model  {summary.export_dir}")
+    return lines

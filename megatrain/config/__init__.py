@@ -1,0 +1,9 @@
+"""The config file: its schema, how it is read, and what is wrong with it."""
+
+from megatrain.config.load import LoadedConfig, load_config
+from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.resolved import to_toml, write_resolved
+from megatrain.config.schema import RunConfig
+from megatrain.config.sizes import Size
+
+__all__ = ["ConfigError", "LoadedConfig", "Problem", "RunConfig", "Size", "load_config", "to_toml", "write_resolved"]

@@ -1,0 +1,209 @@
+"""Combinations of keys that cannot work, and those that work but may surprise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.config.aliases import SCHEDULER_ARGUMENTS
+from megatrain.config.problems import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatrain.config.schema import RunConfig
+
+
+def find_bad_combinations(config: RunConfig) -> list[Problem]:
+    """Return every combination of values in ``config`` that cannot work. Looks at the config alone."""
+    return [
+        *_check_batch(config),
+        *_check_data(config),
+        *_check_schedule(config),
+        *_check_attention(config),
+        *_check_tiers(config),
+        *_check_paths(config),
+    ]
+
+
+def find_warnings(config: RunConfig) -> list[str]:
+    """Return sentences about values that have no effect together."""
+    warnings = []
+    optimizer = config.optimizer
+    if (
+        optimizer.lr_scheduler_type == "constant"
+        and "warmup_steps" in optimizer.model_fields_set
+        and optimizer.warmup_steps
+    ):
+        warnings.append('the "constant" schedule has no warm-up; "constant_with_warmup" has')
+    if config.device == "cpu" and not config.tiers.gpu.size.is_auto:
+        warnings.append('tiers.gpu.size has no effect with device = "cpu"')
+    if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
+        warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
+    return warnings
+
+
+def _check_batch(config: RunConfig) -> Iterator[Problem]:
+    training, length = config.training, config.data.max_length
+    tokens = training.train_batch_tokens
+    if training.max_steps == 0:
+        yield Problem("training.max_steps", "training.max_steps = 0 trains nothing", "Write -1 for whole epochs")
+    if tokens is None:
+        return
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if name in training.model_fields_set:
+            yield Problem(
+                f"training.{name}", f"training.{name} and training.train_batch_tokens both set the batch", "Keep one"
+            )
+    if tokens % length:
+        below, above = tokens // length * length, -(-tokens // length) * length
+        choices = f"{below} or {above}" if below else str(above)
+        yield Problem(
+            "training.train_batch_tokens",
+            f"training.train_batch_tokens = {tokens} is not a multiple of data.max_length = {length}",
+            f"Write {choices}",
+        )
+
+
+def _check_data(config: RunConfig) -> Iterator[Problem]:
+    if config.task != "pretrain":
+        return
+    if config.data.train_on != "all":
+        yield Problem(
+            "data.train_on",
+            f'data.train_on = "{config.data.train_on}" needs conversations, but task = "pretrain" trains plain text',
+            'Leave the key out, or write task = "sft"',
+        )
+    for index, dataset in enumerate(config.data.train):
+        if dataset.format in ("messages", "prompt_completion"):
+            yield Problem(
+                f"data.train.{index}.format",
+                f'data.train.{index}.format = "{dataset.format}" is not plain text, which task = "pretrain" trains',
+                'Write task = "sft"',
+            )
+
+
+def _check_schedule(config: RunConfig) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    name, arguments = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+    if name not in SCHEDULER_ARGUMENTS:
+        yield Problem(
+            "optimizer.lr_scheduler_type",
+            f'optimizer.lr_scheduler_type = "{name}" is not a schedule',
+            "Write one of " + ", ".join(f'"{known}"' for known in SCHEDULER_ARGUMENTS),
+        )
+        return
+    for argument in sorted(set(arguments) - SCHEDULER_ARGUMENTS[name]):
+        takers = [other for other, taken in SCHEDULER_ARGUMENTS.items() if argument in taken]
+        yield Problem(
+            "optimizer.lr_scheduler_kwargs",
+            f'the "{name}" schedule takes no `{argument}`',
+            "It belongs to " + ", ".join(f'"{taker}"' for taker in takers) if takers else "Leave it out",
+        )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
+        yield Problem(
+            "optimizer.lr_scheduler_kwargs",
+            'the "warmup_stable_decay" schedule needs `num_decay_steps`',
+            "Write lr_scheduler_kwargs = { num_decay_steps = 100 }",
+        )
+    if (
+        name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+        and len({"min_lr", "min_lr_rate"} & set(arguments)) != 1
+    ):
+        yield Problem(
+            "optimizer.lr_scheduler_kwargs",
+            f'the "{name}" schedule needs `min_lr` or `min_lr_rate`, one of them',
+            "Write lr_scheduler_kwargs = { min_lr_rate = 0.1 }",
+        )
+    warmup, steps = optimizer.warmup_steps, config.training.max_steps
+    if warmup >= 1 and warmup != int(warmup):
+        yield Problem(
+            "optimizer.warmup_steps",
+            f"optimizer.warmup_steps = {warmup} is not a whole number of steps",
+            f"Write {int(warmup)}, or a fraction below 1 of all steps",
+        )
+    elif warmup >= 1 and 0 < steps <= warmup and name != "constant":
+        yield Problem(
+            "optimizer.warmup_steps",
+            f"the warm-up of {int(warmup)} steps does not end within the {steps} steps of the run",
+            "Write fewer, or a fraction below 1 of all steps",
+        )
+
+
+def _check_attention(config: RunConfig) -> Iterator[Problem]:
+    key = "model.attn_implementation"
+    if config.model.attn_implementation != "flash_attention_2":
+        return
+    if config.device == "cpu":
+        yield Problem(key, 'flash_attention_2 needs a GPU, but device = "cpu"', 'Write "sdpa"')
+    if config.precision.compute_dtype == "float32":
+        yield Problem(key, 'flash_attention_2 has no float32, but precision.compute_dtype = "float32"', 'Write "sdpa"')
+    if config.data.packing and config.micro_batch_size not in (None, 1):
+        yield Problem(
+            key,
+            "flash_attention_2 separates packed documents only in micro-batches of one row, "
+            f"but training.per_device_train_batch_size = {config.micro_batch_size}",
+            'Write per_device_train_batch_size = 1 with a longer data.max_length, or "sdpa"',
+        )
+
+
+def _check_tiers(config: RunConfig) -> Iterator[Problem]:
+    tiers = config.tiers
+    for kind in ("weights", "gradients", "optimizer", "activations"):
+        wanted = getattr(config.placement, kind)
+        key = f"placement.{kind}"
+        if wanted == "auto":
+            continue
+        if len(set(wanted)) != len(wanted):
+            yield Problem(key, f"{key} names a tier twice", "Name each tier once, the preferred one first")
+        if "nvme" in wanted and not tiers.nvme:
+            yield Problem(
+                key,
+                f'{key} names "nvme", but there is no [[tiers.nvme]]',
+                'Write [[tiers.nvme]] and below it path = "scratch/blocks"',
+            )
+        if "gpu" in wanted and config.device == "cpu":
+            yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
+    if tiers.safety_margin.is_auto:
+        yield Problem(
+            "tiers.safety_margin", 'tiers.safety_margin = "auto" is not a choice', 'Write for example "5%" or "2GiB"'
+        )
+    size, pinned = tiers.ram.size.nbytes, tiers.ram.pinned.nbytes
+    if size is not None and pinned is not None and pinned > size:
+        yield Problem(
+            "tiers.ram.pinned",
+            f'tiers.ram.pinned = "{tiers.ram.pinned.text}" is more than tiers.ram.size = "{tiers.ram.size.text}"',
+            "Write at most the size",
+        )
+    seen: dict[Path, int] = {}
+    for index, drive in enumerate(tiers.nvme):
+        first = seen.setdefault(drive.path, index)
+        if first != index:
+            yield Problem(
+                f"tiers.nvme.{index}.path",
+                f"tiers.nvme.{index}.path is the folder of tiers.nvme.{first}",
+                "Give each its own folder, best on its own drive",
+            )
+    if len({drive.rate is None for drive in tiers.nvme}) > 1:
+        yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Give a rate to all of them or to none")
+
+
+def _check_paths(config: RunConfig) -> Iterator[Problem]:
+    template = config.model.chat_template
+    if template != "auto" and not Path(template).is_file():
+        yield Problem(
+            "model.chat_template",
+            f"model.chat_template: there is no file {template}",
+            'Write "auto" or the path of a .jinja file',
+        )
+    if config.output_dir == Path(config.model.model_name_or_path):
+        yield Problem("output_dir", "output_dir is the folder of the model that is trained", "Write another folder")
+    if config.output_dir.exists() and not config.output_dir.is_dir():
+        yield Problem("output_dir", f"output_dir: {config.output_dir} is a file", "Write the path of a folder")
+    for index, drive in enumerate(config.tiers.nvme):
+        if drive.path.exists() and not drive.path.is_dir():
+            yield Problem(
+                f"tiers.nvme.{index}.path",
+                f"tiers.nvme.{index}.path: {drive.path} is a file",
+                "Write the path of a folder",
+            )

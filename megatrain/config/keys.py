@@ -1,0 +1,107 @@
+"""The keys that exist, taken from the schema, and the nearest one to a key that does not."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from functools import cache
+from types import UnionType
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatrain.config.aliases import NOT_YET, TRANSLATIONS
+from megatrain.config.schema import RunConfig
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Tables whose keys the user chooses; their contents are checked by the schema.
+FREE_TABLES = frozenset({"data.train.columns", "optimizer.lr_scheduler_kwargs"})
+#: Array tables; a number after their name is the index of a table.
+ARRAY_TABLES = frozenset({"data.train", "tiers.nvme"})
+Path = tuple[str | int, ...]
+
+
+def nested_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the table class inside an annotation such as ``tuple[DatasetConfig, ...]``, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (tuple, typing.Annotated, typing.Union, UnionType):
+        for argument in typing.get_args(annotation):
+            model = nested_model(argument)
+            if model is not None:
+                return model
+    return None
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, bool]]:
+    for name, field in model.model_fields.items():
+        nested = nested_model(field.annotation)
+        yield prefix + name, nested is not None
+        if nested is not None:
+            yield from _walk(nested, f"{prefix}{name}.")
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Return every dotted key that holds a value, without the numbers of array tables."""
+    return frozenset(name for name, is_table in _walk(RunConfig, "") if not is_table)
+
+
+@cache
+def known_tables() -> frozenset[str]:
+    """Return every dotted name of a table, without the numbers of array tables."""
+    return frozenset(name for name, is_table in _walk(RunConfig, "") if is_table)
+
+
+def dotted(path: Path) -> str:
+    """Return a path as users write it: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
+    return ".".join(str(part) for part in path)
+
+
+def plain(path: Path) -> str:
+    """Return a path without the numbers of array tables, as :func:`known_keys` has it."""
+    return ".".join(part for part in path if isinstance(part, str))
+
+
+def full_keys_of_leaf(leaf: str) -> list[str]:
+    """Return the dotted keys whose last part is ``leaf``, sorted."""
+    return sorted(key for key in known_keys() if key.rsplit(".", 1)[-1] == leaf)
+
+
+def has_advice(path: Path) -> bool:
+    """Return whether an unknown key is another tool's, or ours in another table."""
+    leaf = str(path[-1])
+    return plain(path) in NOT_YET or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
+
+
+def advice_for_unknown(path: Path) -> str:
+    """Return what to write instead of a key that does not exist, or ""."""
+    name, leaf = plain(path), str(path[-1])
+    if name in NOT_YET:
+        return "This release does not have it yet; leave it out"
+    homes = full_keys_of_leaf(leaf)
+    if len(homes) == 1:
+        table, _, key = homes[0].rpartition(".")
+        place = f"[{table}]" if table else "the top of the file, before the first table"
+        return f"`{key}` belongs in {place}: write {homes[0]}"
+    if leaf in TRANSLATIONS:
+        return TRANSLATIONS[leaf].advice()
+    if homes:
+        return "Did you mean " + " or ".join(homes) + "?"
+    near = _nearest(path)
+    return f"Did you mean {near}?" if near else ""
+
+
+def _nearest(path: Path) -> str:
+    """Return the known key or table that looks most like an unknown one: in the same table first."""
+    table, leaf = plain(path[:-1]), str(path[-1])
+    everything = known_keys() | known_tables()
+    same_table = {key.rsplit(".", 1)[-1]: key for key in everything if key.rpartition(".")[0] == table}
+    found = difflib.get_close_matches(leaf, sorted(same_table), n=1, cutoff=0.6)
+    if found:
+        return dotted((*path[:-1], found[0]))
+    leaves = {key.rsplit(".", 1)[-1]: key for key in sorted(known_keys())}
+    found = difflib.get_close_matches(leaf, sorted(leaves), n=1, cutoff=0.75)
+    return leaves[found[0]] if found else ""

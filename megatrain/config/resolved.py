@@ -1,0 +1,88 @@
+"""Writes a config with every default filled in, as a TOML file that reproduces the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config.problems import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatrain.config.schema import RunConfig
+
+FILE_NAME = "config.resolved.toml"
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return ``config`` as TOML. Loading it gives an equal config."""
+    values = config.model_dump(mode="python")
+    if config.training.train_batch_tokens is not None:
+        del values["training"]["per_device_train_batch_size"]
+        del values["training"]["gradient_accumulation_steps"]
+    lines: list[str] = []
+    _write_table(values, "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def write_resolved(config: RunConfig) -> Path:
+    """Make ``output_dir`` and write ``config.resolved.toml`` there, atomically. Return its path.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    path = config.output_dir / FILE_NAME
+    partial = path.with_suffix(".toml.partial")
+    try:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(to_toml(config), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        problem = Problem(
+            "output_dir", f"output_dir: cannot write in {config.output_dir}: {reason}", "Write another folder"
+        )
+        raise ConfigError(str(path), [problem]) from error
+    return path
+
+
+def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
+    """Append a table: its values first, then the tables inside it, as TOML wants them."""
+    inner: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        if value is None or (key in ("nvme", "train") and not value):
+            continue  # TOML has no null, and no way to write an empty array of tables
+        is_table = isinstance(value, dict) and not _is_free_table(name, key)
+        if is_table or (isinstance(value, list | tuple) and value and isinstance(value[0], dict)):
+            inner.append((key, value))
+        elif not (isinstance(value, dict) and not value):
+            lines.append(f"{key} = {_format(value)}")
+    for key, value in inner:
+        full = f"{name}.{key}" if name else key
+        for item in value if isinstance(value, list | tuple) else (value,):
+            header = f"[[{full}]]" if isinstance(value, list | tuple) else f"[{full}]"
+            lines.extend(("", header))
+            _write_table(item, full, lines)
+
+
+def _is_free_table(table: str, key: str) -> bool:
+    return f"{table}.{key}" in ("data.train.columns", "optimizer.lr_scheduler_kwargs")
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        assert math.isfinite(value), value
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_format(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_format(item)}" for key, item in value.items()) + " }"
+    # A JSON string is a TOML basic string, except that TOML also wants DEL escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,287 @@
+"""The config: one frozen model per TOML table, one field per key.
+
+Leaf names are those of transformers 5 and TRL 1 where one exists. Every key here does something in this release.
+Values are checked one by one here; combinations that cannot work are found by ``megatrain.config.combinations``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+
+from megatrain.config.sizes import Size, exact_size, parse_rate
+from tiered.units import parse_size
+
+TierName = Literal["gpu", "ram", "nvme"]
+AUTO_SIZE = Size("auto")
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_path(value: object) -> object:
+    return Path(value) if isinstance(value, str) and value else value
+
+
+def _as_placement(value: object) -> object:
+    """Accept "auto", one tier, or several in order of preference."""
+    if isinstance(value, str) and value != "auto":
+        return (value,)
+    return _as_tuple(value)
+
+
+def _plain_size(value: object) -> object:
+    if isinstance(value, str):
+        return parse_size(value)
+    return Size.parse(value).nbytes  # a bare number: refused with the advice to add a unit
+
+
+def _prefetch(value: object) -> object:
+    """Return None for "unlimited", "auto", or bytes."""
+    if value in ("auto", "unlimited") or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
+        return value
+    if isinstance(value, str) and value.strip() == "0":
+        return 0
+    return _plain_size(value)
+
+
+StringTuple = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+ConfigPath = Annotated[Path, BeforeValidator(_as_path), PlainSerializer(str)]
+PlainSize = Annotated[int, BeforeValidator(_plain_size), PlainSerializer(exact_size)]
+Rate = Annotated[float, BeforeValidator(parse_rate), PlainSerializer(lambda rate: exact_size(round(rate)) + "/s")]
+Preference = Annotated[
+    Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)], BeforeValidator(_as_placement)
+]
+PrefetchSize = Annotated[
+    Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
+    BeforeValidator(_prefetch),
+    PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
+]
+
+
+class Table(BaseModel):
+    """Base of every table: immutable, unknown keys refused, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Table):
+    """``[model]``: what is trained."""
+
+    model_name_or_path: str = Field(min_length=1, description="Hugging Face folder with config.json and safetensors.")
+    tokenizer_name_or_path: str | None = Field(
+        default=None, description="Folder of the tokenizer. Default: the model's."
+    )
+    chat_template: str = Field(default="auto", description='"auto" (the tokenizer\'s) or the path of a .jinja file.')
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        default="auto", description="Attention kernel; auto: sdpa where the model supports it, else eager."
+    )
+    trust_remote_code: Literal[False] = Field(default=False, description="Code in a model folder is never run.")
+    train_from_scratch: bool = Field(default=False, description="Start from random weights; only config.json is read.")
+    freeze: StringTuple = Field(
+        default=(), description='Globs of parameter names that stay as they are, e.g. ["model.embed_tokens.*"].'
+    )
+
+
+class PrecisionConfig(Table):
+    """``[precision]``: number formats."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="What layers multiply; auto: bfloat16 with CUDA, float32 on the CPU."
+    )
+    grad_dtype: Literal["float32"] = Field(default="float32", description="What gradients are summed in.")
+
+
+class DatasetConfig(Table):
+    """``[[data.train]]``: one source of training rows."""
+
+    path: str = Field(min_length=1, description="File, glob or folder of .jsonl, .json or .txt files.")
+    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
+        default="auto", description="What a row holds; auto: seen from its fields, row by row."
+    )
+    columns: dict[Literal["messages", "prompt", "completion", "text"], str] = Field(
+        default_factory=dict,
+        description='Our field -> your column, e.g. { prompt = "question", completion = "answer" }.',
+    )
+    max_samples: int | None = Field(default=None, ge=1, description="Use at most this many rows, from the start.")
+
+
+class DataConfig(Table):
+    """``[data]``: rows, masks and their arrangement."""
+
+    max_length: int = Field(default=1024, ge=2, description="Tokens in a row of a micro-batch.")
+    packing: bool = Field(default=True, description="Several documents share a row and never attend to each other.")
+    train_on: Literal["assistant", "completion", "all"] = Field(
+        default="assistant",
+        description="assistant: all of the assistant's turns; completion: the last one; all: every token. "
+        "Plain text is always trained on whole. Default: assistant (sft), all (pretrain).",
+    )
+    overlong: Literal["truncate", "drop", "error"] = Field(
+        default="truncate",
+        description="What happens to conversations longer than max_length. Plain text is cut into pieces.",
+    )
+    train: Annotated[tuple[DatasetConfig, ...], BeforeValidator(_as_tuple)] = Field(
+        min_length=1, description="The sources of training rows."
+    )
+
+
+class TrainingConfig(Table):
+    """``[training]``: size of a step and length of the run."""
+
+    train_batch_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens per optimizer step, a multiple of data.max_length. Instead of the next two.",
+    )
+    per_device_train_batch_size: int = Field(default=8, ge=1, description="Rows per micro-batch.")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
+    num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the data.")
+    max_steps: int = Field(default=-1, ge=-1, description="Optimizer steps; overrides num_train_epochs. -1: not set.")
+
+
+class OptimizerConfig(Table):
+    """``[optimizer]``: the update and its schedule."""
+
+    optim: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay.")
+    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decay per step, times the learning rate.")
+    weight_decay_exclude: StringTuple = Field(
+        default=("*.bias", "*norm*", "*embed*"), description="Globs of parameter names that do not decay."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="Gradients are scaled to at most this norm. 0: no clipping."
+    )
+    lr_scheduler_type: str = Field(
+        default="cosine", description="Name of a schedule of transformers, e.g. cosine, linear."
+    )
+    lr_scheduler_kwargs: dict[str, int | float | str] = Field(
+        default_factory=dict, description="Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }."
+    )
+    warmup_steps: float = Field(default=0.03, ge=0, description=">= 1: steps. < 1: fraction of all steps.")
+
+
+class ExportConfig(Table):
+    """``[export]``: the Hugging Face folder written at the end."""
+
+    format: Literal["safetensors"] = Field(default="safetensors", description="Config, tokenizer, shards and index.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: the compute dtype.")
+    max_shard_size: PlainSize = Field(default=5 * 10**9, ge=1, description='Largest file, e.g. "5GB".')
+
+
+class LoggingConfig(Table):
+    """``[logging]``: what is shown and kept."""
+
+    logging_steps: int = Field(default=1, ge=1, description="Steps between two lines.")
+    report_to: Literal["jsonl", "none"] = Field(default="jsonl", description="jsonl: output_dir/metrics.jsonl.")
+    progress: Literal["auto", "bar", "plain", "json", "none"] = Field(
+        default="auto", description="auto: a bar on a terminal, else plain lines."
+    )
+
+
+class GpuTierConfig(Table):
+    """``[tiers.gpu]``."""
+
+    size: Size = Field(default=AUTO_SIZE, description='GPU memory this run may use: "22GiB", "90%" or "auto".')
+
+
+class RamTierConfig(Table):
+    """``[tiers.ram]``."""
+
+    size: Size = Field(
+        default=AUTO_SIZE, description='RAM for blocks: "110GiB", "90%" or "auto" (measured, cgroup-aware).'
+    )
+    pinned: Size = Field(default=AUTO_SIZE, description="How much of it is page-locked; auto: all, where CUDA exists.")
+
+
+class NvmeTierConfig(Table):
+    """``[[tiers.nvme]]``: one folder on a drive. Several tables are striped."""
+
+    path: ConfigPath = Field(description="Folder for block files; made when missing.")
+    size: Size = Field(default=AUTO_SIZE, description='Space it may take: "300GiB", "50%" or "auto" (of what is free).')
+    rate: Rate | None = Field(default=None, description='Relative weight when striped, e.g. "2.0GB/s". Default: equal.')
+
+
+class TiersConfig(Table):
+    """``[tiers]``: what this run may use."""
+
+    safety_margin: Size = Field(default=Size("5%", fraction=0.05), description='Kept free where a size is "auto".')
+    gpu: GpuTierConfig = Field(default_factory=GpuTierConfig, description="GPU memory.")
+    ram: RamTierConfig = Field(default_factory=RamTierConfig, description="Host memory.")
+    nvme: Annotated[tuple[NvmeTierConfig, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="Folders on drives; none: nothing is kept in files."
+    )
+
+
+class PlacementConfig(Table):
+    """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
+
+    weights: Preference = Field(default="auto", description="Parameters in the compute dtype (and their low halves).")
+    gradients: Preference = Field(default="auto", description="Gradient sums.")
+    optimizer: Preference = Field(default="auto", description="Optimizer state.")
+    activations: Preference = Field(default="auto", description="Inputs of layers, kept for the recompute.")
+
+
+class AdvancedConfig(Table):
+    """``[advanced]``: for measurements. The results do not depend on any of these."""
+
+    prefetch: PrefetchSize = Field(
+        default="auto", description='Bytes fetched ahead: "auto", "0", "2GiB" or "unlimited".'
+    )
+    eviction_policy: Literal["schedule", "lru"] = Field(default="schedule", description="Who leaves a full tier first.")
+    micro_batch_order: Literal["layer", "micro_batch"] = Field(
+        default="layer", description="layer: each layer runs for all micro-batches before the next."
+    )
+
+
+class RunConfig(Table):
+    """A whole run."""
+
+    config_version: Literal[1] = Field(default=1, description="Version of this file format.")
+    task: Literal["sft", "pretrain"] = Field(description="sft: chats and prompts; pretrain: plain text.")
+    output_dir: ConfigPath = Field(description="Folder of the run: metrics, resolved config, trained model.")
+    run_name: str = Field(description="Default: the name of output_dir.")
+    seed: int = Field(default=42, ge=0, description="Dropout and random weights.")
+    data_seed: int = Field(ge=0, description="Order of the data. Default: seed.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when there is one.")
+    model: ModelConfig = Field(description="What is trained.")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Number formats.")
+    data: DataConfig = Field(description="Rows, masks and their arrangement.")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="Size and number of steps.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The update and its schedule.")
+    export: ExportConfig = Field(default_factory=ExportConfig, description="The folder written at the end.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and kept.")
+    tiers: TiersConfig = Field(default_factory=TiersConfig, description="What this run may use.")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Where kinds of bytes live.")
+    advanced: AdvancedConfig = Field(default_factory=AdvancedConfig, description="For measurements.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_dependent_defaults(cls, values: Any) -> Any:
+        """Fill the keys whose default is another key's value."""
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        if isinstance(filled.get("output_dir"), str | Path):
+            filled.setdefault("run_name", Path(filled["output_dir"]).name or "run")
+        filled.setdefault("data_seed", filled.get("seed", 42))
+        if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
+            filled["data"] = {"train_on": "all", **filled["data"]}
+        return filled
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of ``data.max_length`` tokens in one optimizer step, over all micro-batches."""
+        if self.training.train_batch_tokens is not None:
+            return self.training.train_batch_tokens // self.data.max_length
+        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows per micro-batch; None where the planner chooses a divisor of :attr:`rows_per_step`."""
+        return None if self.training.train_batch_tokens is not None else self.training.per_device_train_batch_size

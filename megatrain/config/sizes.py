@@ -1,0 +1,107 @@
+"""Sizes as a config writes them: bytes with a unit, a share of what the machine has, or "auto"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import CoreSchema, core_schema
+
+from tiered.units import GB, MB, GiB, KiB, MiB, parse_size
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_EXACT_UNITS = ((GiB, "GiB"), (GB, "GB"), (MiB, "MiB"), (MB, "MB"), (KiB, "KiB"))
+_RATE = re.compile(r"\s*(.+?)\s*/\s*s\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A size that may depend on the machine. Exactly one of bytes, share and neither ("auto") is set.
+
+    Attributes:
+        text: what the config said.
+        nbytes: bytes, when the config gave a size with a unit.
+        fraction: share of the machine's total, 0 to 1, when the config gave a percentage.
+    """
+
+    text: str
+    nbytes: int | None = None
+    fraction: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the planner chooses."""
+        return self.nbytes is None and self.fraction is None
+
+    def resolve(self, total_bytes: int, *, auto_bytes: int | None = None) -> int:
+        """Return the size in bytes on a machine that has ``total_bytes``.
+
+        Args:
+            total_bytes: what 100% means.
+            auto_bytes: what "auto" means; ``total_bytes`` when not given.
+        """
+        if self.nbytes is not None:
+            return self.nbytes
+        if self.fraction is not None:
+            return int(total_bytes * self.fraction)
+        return total_bytes if auto_bytes is None else auto_bytes
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        """Return the size that ``value`` (text, or a Size) names.
+
+        Raises:
+            ValueError: not text, no unit, or a percentage above 100; the text says what to write.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, bool) or not isinstance(value, str):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                raise ValueError(f'{value} has no unit. Write "{value}GiB" or "{value}GB"')
+            raise ValueError('not a size. Write for example "110GiB", "90%" or "auto"')
+        text = value.strip()
+        if text == "auto":
+            return cls(text)
+        percent = _PERCENT.fullmatch(text)
+        if percent is not None:
+            share = float(percent[1]) / 100.0
+            if not 0.0 < share <= 1.0:
+                raise ValueError(f'"{text}" is not a share of what there is. Write more than 0% and at most "100%"')
+            return cls(text, fraction=share)
+        nbytes = parse_size(text)
+        if nbytes == 0:
+            raise ValueError(f'"{text}" is nothing. Write a size above 0')
+        return cls(text, nbytes=nbytes)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(lambda size: size.text)
+        )
+
+
+def parse_rate(value: object) -> float:
+    """Return the bytes per second that a rate such as ``"2.0GB/s"`` names.
+
+    Raises:
+        ValueError: not a size per second.
+    """
+    match = _RATE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f'{value!r} is not a rate. Write for example "2.0GB/s"')
+    nbytes = parse_size(match[1])
+    if nbytes == 0:
+        raise ValueError(f'"{value}" is no speed. Write a rate above 0, for example "2.0GB/s"')
+    return float(nbytes)
+
+
+def exact_size(nbytes: int) -> str:
+    """Return a size so that ``parse_size`` gives the same number back: the largest unit that divides it."""
+    for unit, name in _EXACT_UNITS:
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return f"{nbytes}B"

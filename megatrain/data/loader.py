@@ -1,0 +1,199 @@
+"""Batches of one optimizer step each, in an order that a seed and a position determine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatrain.data.packing import pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from megatrain.data.dataset import TokenDataset
+
+IGNORED = -100  # label of a token that is not trained; the value that Hugging Face's losses skip
+_SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPosition:
+    """Where a loader stands: before step ``step`` of epoch ``epoch``, both from 0. All there is to save."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The micro-batches of one optimizer step.
+
+    Attributes:
+        micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids``
+            (packed: they restart with each document, which is how Hugging Face keeps documents apart) or
+            ``attention_mask`` (one document per row, padded on the right).
+        num_real_tokens: tokens that are not padding, in the whole step.
+        num_trained_tokens: labels that are not -100, in the whole step. At least 1.
+        epoch: epoch of the step, from 0.
+        position: where the loader stands after this batch.
+    """
+
+    micro_batches: list[dict[str, torch.Tensor]]
+    num_real_tokens: int
+    num_trained_tokens: int
+    epoch: int
+    position: LoaderPosition
+
+
+class BatchLoader:
+    """Yields steps forever; every document exactly once per epoch.
+
+    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. Where an epoch does not fill its
+    last step, rows without a trained token do; rows are dealt to the micro-batches in turn, so that the empty ones
+    are spread.
+
+    Args:
+        dataset: the documents.
+        micro_batch_size: rows of a micro-batch.
+        num_micro_batches: micro-batches of a step.
+        max_length: tokens in a packed row; the longest row otherwise.
+        packing: whether rows hold several documents.
+        data_seed: decides packing and order.
+        pad_token_id: fills rows.
+        position: where to start.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        max_length: int,
+        packing: bool,
+        data_seed: int,
+        pad_token_id: int = 0,
+        position: LoaderPosition = LoaderPosition(),
+    ) -> None:
+        assert min(micro_batch_size, num_micro_batches) > 0, (micro_batch_size, num_micro_batches)
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._num_micro_batches = num_micro_batches
+        self._max_length = max_length
+        self._packing = packing
+        self._data_seed = data_seed
+        self._pad_token_id = pad_token_id
+        self._rows = self._make_rows()
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+        self._position = LoaderPosition()
+        self.seek(position)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in an epoch."""
+        return len(self._rows)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch; the same in every epoch."""
+        return -(-len(self._rows) // (self._micro_batch_size * self._num_micro_batches))
+
+    @property
+    def position(self) -> LoaderPosition:
+        """Where the loader stands, before the next batch."""
+        return self._position
+
+    def num_steps(self, num_train_epochs: float, max_steps: int = -1) -> int:
+        """Return the steps of a run: ``max_steps`` if set, else those of the epochs, rounded up."""
+        return max_steps if max_steps > 0 else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
+
+    def seek(self, position: LoaderPosition) -> None:
+        """Continue from ``position``. Reads no data: its cost does not grow with the position."""
+        assert position.epoch >= 0, position
+        assert 0 <= position.step < self.steps_per_epoch, (position, self.steps_per_epoch)
+        self._position = position
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        epoch, step = self._position.epoch, self._position.step
+        rows_per_step = self._micro_batch_size * self._num_micro_batches
+        order = self._order_of(epoch)
+        chosen = [self._rows[row] for row in order[step * rows_per_step : (step + 1) * rows_per_step]]
+        chosen.extend([()] * (rows_per_step - len(chosen)))
+        micro_batches = [
+            self._packed(chosen[first :: self._num_micro_batches])
+            if self._packing
+            else self._padded(chosen[first :: self._num_micro_batches])
+            for first in range(self._num_micro_batches)
+        ]
+        last = step + 1 == self.steps_per_epoch
+        self._position = LoaderPosition(epoch + 1, 0) if last else LoaderPosition(epoch, step + 1)
+        starts = self._dataset.starts
+        return StepBatch(
+            micro_batches,
+            num_real_tokens=sum(int(starts[doc + 1] - starts[doc]) for row in chosen for doc in row),
+            num_trained_tokens=sum(int((batch["labels"] != IGNORED).sum()) for batch in micro_batches),
+            epoch=epoch,
+            position=self._position,
+        )
+
+    def _make_rows(self) -> list[Sequence[int]]:
+        """Decide once which documents share a row; only the order of the rows changes between epochs."""
+        if not self._packing:
+            return [(document,) for document in range(len(self._dataset))]
+        shuffled = np.random.default_rng((self._data_seed, _PACK)).permutation(len(self._dataset))
+        lengths = np.diff(self._dataset.starts)[shuffled].tolist()
+        return [tuple(int(shuffled[index]) for index in row) for row in pack(lengths, self._max_length)]
+
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        if self._order is None or self._order[0] != epoch:
+            shuffled = np.random.default_rng((self._data_seed, _SHUFFLE, epoch)).permutation(len(self._rows))
+            self._order = epoch, shuffled.astype(np.int64)
+        return self._order[1]
+
+    def _document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return ids and labels of a document."""
+        part = slice(int(self._dataset.starts[index]), int(self._dataset.starts[index + 1]))
+        tokens = self._dataset.tokens[part].astype(np.int64)
+        return tokens, np.where(self._dataset.trained[part], tokens, IGNORED)
+
+    def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return rows of exactly ``max_length`` tokens; what is left of a row is one more, untrained, document."""
+        shape = (len(rows), self._max_length)
+        input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        position_ids = np.empty(shape, dtype=np.int64)
+        for number, row in enumerate(rows):
+            at = 0
+            for document in row:
+                tokens, wanted = self._document(document)
+                part = slice(at, at + len(tokens))
+                input_ids[number, part], labels[number, part] = tokens, wanted
+                position_ids[number, part] = np.arange(len(tokens))
+                at += len(tokens)
+            position_ids[number, at:] = np.arange(self._max_length - at)
+        arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return one document per row, padded on the right to the longest of this micro-batch."""
+        documents = [self._document(row[0]) if row else None for row in rows]
+        shape = (len(rows), max((len(document[0]) for document in documents if document is not None), default=1))
+        input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
+        attention_mask[:, 0] = 1  # an empty row attends to one token: a fully masked row has no softmax
+        for number, document in enumerate(documents):
+            if document is not None:
+                part = slice(0, len(document[0]))
+                input_ids[number, part], labels[number, part] = document
+                attention_mask[number, part] = 1
+        arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}

@@ -1,0 +1,348 @@
+"""The head: logits and loss in pieces of a few rows, so that no tensor of tokens x vocabulary is ever whole.
+
+The model is cut where its trunk ends: the outermost submodule around the layers, which returns a `ModelOutput`. Behind
+the cut the model's own `forward` runs again for every piece, with the trunk replaced by rows of its output. Only rows
+with a label are computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.engine.arguments import tree_map
+from megatrain.engine.units import BoundUnit, installed_stubs
+from megatrain.engine.visit import optional_gradients
+
+if TYPE_CHECKING:
+    from megatrain.engine.access import BlockAccess, GradientSink
+    from megatrain.engine.suspend import RandomStates
+    from megatrain.models.graph import ModelGraph, Unit
+
+__all__ = ["ChunkedHead", "HeadPlan", "TrunkOutput", "accepts_use_cache", "plan_head"]
+
+_LOGITS_NBYTES = 64 << 20
+_AUXILIARY_FLAG = "output_router_logits"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadPlan:
+    """Where a model is cut.
+
+    Attributes:
+        trunk: The submodule whose output the head starts from.
+        units: Units that run behind the cut, in order of their first call.
+        vocab_size: Columns of the logits.
+    """
+
+    trunk: nn.Module
+    units: tuple[Unit, ...]
+    vocab_size: int
+
+    @property
+    def default_rows(self) -> int:
+        """Rows per piece: 64 MiB of fp32 logits, a multiple of 64; depends on the model alone, never on memory."""
+        return max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
+
+
+@dataclass(slots=True, eq=False)
+class TrunkOutput:
+    """What one micro-batch hands from the trunk to the head.
+
+    Attributes:
+        micro_batch: Number of the micro-batch in the step.
+        output: The trunk's `ModelOutput`.
+        batch: The micro-batch on the compute device, without labels.
+        rows: Which rows of `last_hidden_state` (flattened to [B * S, H]) have a label.
+        labels: Their labels, same length.
+        random_state: The micro-batch's random stream at the cut.
+    """
+
+    micro_batch: int
+    output: Any
+    batch: dict[str, Any]
+    rows: Tensor
+    labels: Tensor
+    random_state: tuple[Tensor, ...]
+
+
+def plan_head(graph: ModelGraph) -> HeadPlan | None:
+    """Cut the model, or return None if its loss cannot be computed in pieces.
+
+    The head is tried on the meta device: it must call its units and its `loss_function` once, with logits of the rows
+    it was given and with the shifted labels passed through.
+    """
+    model = graph.model
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        return None
+    layer = next((unit for unit in graph.units if unit.is_layer), None)
+    path = layer.name.split(".")[:-1] if layer else []
+    candidates = [model.get_submodule(".".join(path[: length + 1])) for length in range(len(path))]
+    probe = _Probe(graph, [module for module in candidates if not isinstance(module, nn.ModuleList)])
+    try:
+        probe.run()
+    except Exception:  # any failure on made-up rows means the same: this head is not to be called on rows
+        return None
+    if len(probe.trunks) != 1 or len(probe.losses) != 1:
+        return None
+    shape, labels_are_passed = probe.losses[0]
+    if shape[:2] != (1, 2) or not labels_are_passed:
+        return None
+    return HeadPlan(probe.trunks[0], tuple(graph.units[index] for index in dict.fromkeys(probe.called)), shape[-1])
+
+
+class _Probe:
+    """Tries a model's head on made-up rows on the meta device.
+
+    Args:
+        graph: The model.
+        candidates: Submodules around the layers, outermost first; the first one that the model calls is the trunk.
+
+    Attributes:
+        trunks: Candidates that were called.
+        called: Indexes of the units that were called.
+        losses: Shape of the logits of every call of the loss, and whether the labels were passed on.
+    """
+
+    def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module]) -> None:
+        self._graph = graph
+        self._candidates = candidates
+        self.trunks: list[nn.Module] = []
+        self.called: list[int] = []
+        self.losses: list[tuple[torch.Size, bool]] = []
+
+    def run(self) -> None:
+        """Run the head; raises whatever the model's code raises."""
+        model = self._graph.model
+        embedding = model.get_output_embeddings()
+        config = self._graph.config.get_text_config()
+        width = embedding.weight.shape[1] if embedding is not None else config.hidden_size
+        rows = torch.empty(1, 2, width, device="meta", dtype=self._graph.dtype)
+        labels = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
+        stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
+        own = model.__dict__.get("_loss_function")
+        model.__dict__["_loss_function"] = self._loss_stub(model.loss_function, labels)
+        try:
+            with installed_stubs(stubs), _without_auxiliary_loss(model), torch.no_grad():
+                model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
+        finally:
+            del model.__dict__["_loss_function"]
+            if own is not None:
+                model.__dict__["_loss_function"] = own
+
+    def _unit_stub(self, unit: Unit) -> Callable[..., Any]:
+        forward = unit.module.forward
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            self.called.append(unit.index)
+            return forward(*args, **kwargs)
+
+        return stub
+
+    def _trunk_stub(self, module: nn.Module, rows: Tensor) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            self.trunks.append(module)
+            return _rows_only_output(rows)
+
+        return stub
+
+    def _loss_stub(self, loss_function: Callable[..., Any], labels: Tensor) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            logits = kwargs["logits"] if "logits" in kwargs else args[0]
+            passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
+            self.losses.append((logits.shape, passed))
+            return loss_function(*args, **kwargs)
+
+        return stub
+
+
+def _rows_only_output(rows: Tensor) -> Any:
+    """Return an output of no model in particular: rows, and None for whatever else is asked for."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class RowsOnlyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return RowsOnlyOutput(last_hidden_state=rows)
+
+
+@contextmanager
+def _without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """Switch the router's auxiliary loss off: it belongs to the micro-batch, not to each piece of it."""
+    configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
+    try:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, False)
+        yield
+    finally:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, True)
+
+
+def accepts_use_cache(model: nn.Module) -> bool:
+    """Return whether the model's forward can be told not to keep a key-value cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config: Any = model.config
+    return [config, config.get_text_config()]
+
+
+class ChunkedHead:
+    """Runs the head of all micro-batches of a pass and yields the gradient of each trunk's output.
+
+    Args:
+        model: The model.
+        plan: Where it is cut.
+        bounds: The head's units and the number of each one's visit.
+        access: Blocks.
+        random: Random state of the compute device.
+        rows: Rows per piece.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: HeadPlan,
+        bounds: Sequence[tuple[BoundUnit, int]],
+        access: BlockAccess,
+        random: RandomStates,
+        rows: int,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._bounds = bounds
+        self._access = access
+        self._random = random
+        self._rows = rows
+        self._has_auxiliary_loss = any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
+        self._accepts_use_cache = accepts_use_cache(model)
+
+    def run(
+        self, outputs: Sequence[TrunkOutput], num_items: int
+    ) -> Iterator[tuple[int, list[Tensor], list[Tensor], list[Tensor]]]:
+        """Yield `(micro-batch, loss terms, tensors that cross the cut, their gradients)` for each output, in order.
+
+        Weights and gradient accumulators of the head are held from the first to the last.
+        """
+        if self._bounds:
+            self._access.begin("head", self._bounds[0][1])
+        with ExitStack() as stack:
+            leaves: dict[tuple[int, str], Tensor] = {}
+            sinks: dict[int, GradientSink] = {}
+            for bound, visit in self._bounds:
+                weights = stack.enter_context(self._access.weights(bound.unit, visit))
+                own = stack.enter_context(bound.bound(weights))
+                leaves.update(((visit, name), leaf) for name, leaf in own.items())
+                if own:
+                    sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+            for item in outputs:
+                self._random.set(item.random_state)
+                yield (item.micro_batch, *self._run_one(item, num_items, leaves, sinks))
+
+    def _run_one(
+        self,
+        item: TrunkOutput,
+        num_items: int,
+        leaves: Mapping[tuple[int, str], Tensor],
+        sinks: Mapping[int, GradientSink],
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        hidden: Tensor = item.output["last_hidden_state"]
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        crossing: list[Tensor] = []
+        grads: list[Tensor] = []
+        losses: list[Tensor] = []
+        hidden_grad = torch.zeros_like(flat) if hidden.requires_grad and len(item.rows) else None
+        with _without_auxiliary_loss(self._model):
+            bare = _bare_output(item.output)
+            for start in range(0, len(item.rows), self._rows):
+                rows = item.rows[start : start + self._rows]
+                piece = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
+                bare["last_hidden_state"] = piece
+                loss = self._loss(item, bare, item.labels[start : start + self._rows], num_items)
+                wanted = [piece, *leaves.values()] if hidden.requires_grad else list(leaves.values())
+                found = optional_gradients([loss], [torch.ones_like(loss)], wanted)
+                losses.append(loss.detach())
+                del loss
+                if hidden_grad is not None:
+                    gradient = found.pop(0)
+                    assert gradient is not None
+                    hidden_grad.index_copy_(0, rows, gradient[0])
+                for (visit, name), gradient in zip(leaves, found, strict=True):
+                    if gradient is not None:
+                        sinks[visit].add(name, gradient)
+        if hidden_grad is not None:
+            crossing.append(hidden)
+            grads.append(hidden_grad.view(hidden.shape))
+        if self._has_auxiliary_loss:
+            losses.append(self._auxiliary(item, num_items, crossing, grads))
+        return losses, crossing, grads
+
+    def _auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Run the head once on a row without a label: what is left of the loss is the auxiliary term."""
+        outer: list[Tensor] = []
+        inner: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            outer.append(value)
+            inner.append(value.detach().requires_grad_())
+            return inner[-1]
+
+        hidden: Tensor = item.output["last_hidden_state"]
+        rest = {key: tree_map(value, leaf) for key, value in item.output.items() if key != "last_hidden_state"}
+        full = copy.copy(item.output)
+        full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
+        for key, value in rest.items():
+            full[key] = value
+        nothing = torch.full((1,), -100, dtype=torch.long, device=hidden.device)
+        loss = self._loss(item, full, nothing, num_items)
+        if loss.requires_grad and inner:
+            found = optional_gradients([loss], [torch.ones_like(loss)], inner)
+            for tensor, gradient in zip(outer, found, strict=True):
+                if gradient is not None:
+                    crossing.append(tensor)
+                    grads.append(gradient)
+        return loss.detach()
+
+    def _loss(self, item: TrunkOutput, trunk_output: Any, shift_labels: Tensor, num_items: int) -> Tensor:
+        labels = shift_labels.unsqueeze(0)
+        options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
+        with installed_stubs({self._plan.trunk: lambda *args, **kwargs: trunk_output}), torch.enable_grad():
+            output = self._model(
+                **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
+            )
+        loss: Tensor = output["loss"]
+        return loss
+
+
+def _bare_output(output: Any) -> Any:
+    """Return a copy of a trunk's output without what only the auxiliary loss uses."""
+    bare = copy.copy(output)
+    for key, value in output.items():
+        differentiable = False
+
+        def look(leaf: Any) -> Any:
+            nonlocal differentiable
+            differentiable = differentiable or (isinstance(leaf, Tensor) and leaf.requires_grad)
+            return leaf
+
+        tree_map(value, look)
+        if differentiable and key != "last_hidden_state":
+            bare[key] = None
+    return bare

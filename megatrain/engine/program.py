@@ -1,0 +1,241 @@
+"""The program of one training step: which blocks exist, and which are used at which tick.
+
+The planner counts bytes with it, the prefetcher looks ahead with it, and the engine executes it, so that
+the planned traffic and the moved traffic are one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tiered.schedule import Access, Mode, Schedule
+
+if TYPE_CHECKING:
+    from megatrain.engine.trace import VisitTrace
+    from megatrain.models.graph import ModelGraph
+    from megatrain.models.layout import UnitLayout
+
+Phase = Literal["forward", "head", "backward", "update"]
+Kind = Literal["weights", "optimizer", "gradients", "activations"]
+
+#: Order in which kinds are shown, and preferred for the faster tier when they save equally much.
+KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """A block that the run will register: a flat tensor of ``num_elements`` of ``dtype``."""
+
+    key: str
+    kind: Kind
+    num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What the engine holds at one point of the step.
+
+    Attributes:
+        phase: forward, head, backward (on the compute tier) or update (in RAM).
+        visit: ordinal of the unit call for the first three; index of the layout for ``update``.
+        held: (key, mode) leased together for the whole tick.
+        passing: (key, mode) leased one after the other within it (activations of the micro-batches).
+        spent: keys whose contents are dead after the tick: dropped, never written back.
+    """
+
+    phase: Phase
+    visit: int
+    held: tuple[tuple[str, Mode], ...]
+    passing: tuple[tuple[str, Mode], ...] = ()
+    spent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """All blocks and ticks of a step. Ticks are numbered by their position."""
+
+    blocks: Mapping[str, BlockPlan]
+    ticks: tuple[Tick, ...]
+    compute_tier: str
+
+    def tier_of(self, tick: Tick) -> str:
+        return "ram" if tick.phase == "update" else self.compute_tier
+
+    def accesses(self) -> Iterator[Access]:
+        """Yield every access of the step, in order."""
+        for number, tick in enumerate(self.ticks):
+            tier = self.tier_of(tick)
+            for key, mode in (*tick.held, *tick.passing):
+                yield Access(number, key, tier, mode)
+
+    def schedule(self, homes: Mapping[str, str], num_steps: int) -> Schedule:
+        """Return the schedule of ``num_steps`` steps: only accesses of copies away from home need foresight."""
+        streamed = [access for access in self.accesses() if homes[access.key] != access.tier]
+        return Schedule(streamed, period=len(self.ticks), end=num_steps * len(self.ticks))
+
+
+class ProgramBuilder:
+    """Builds the program of a step from a model's units and the order of their visits.
+
+    Args:
+        graph: units and layouts. trace: visits of one forward, with what each keeps for its backward.
+        num_micro_batches: micro-batches per optimizer step.
+        order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
+        compute_tier: name of the tier that layers run in. compute_dtype: of the weight blocks.
+        state_kinds: optimizer state per parameter: name -> dtype.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        trace: VisitTrace,
+        *,
+        num_micro_batches: int,
+        order: Literal["layer", "micro_batch"],
+        compute_tier: str,
+        compute_dtype: torch.dtype,
+        state_kinds: Mapping[str, torch.dtype],
+    ) -> None:
+        self._graph, self._trace = graph, trace
+        self._num_micro_batches, self._order = num_micro_batches, order
+        self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
+        self._state_kinds = state_kinds
+        self._uses = uses_of_layouts(graph, trace)
+
+    def build(self) -> StepProgram:
+        """Return the program."""
+        blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
+        return StepProgram(blocks, tuple(self._ticks()), self._compute_tier)
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def _parameter_blocks(self) -> Iterator[BlockPlan]:
+        for layout in self._graph.layouts.values():
+            yield BlockPlan(weight_key(layout.name), "weights", layout.num_elements, self._compute_dtype)
+            if not layout.trainable:
+                continue
+            for state, dtype in self._state_kinds.items():
+                yield BlockPlan(state_key(layout.name, state), "optimizer", layout.num_elements, dtype)
+            for use in range(len(self._uses[layout.name])):
+                yield BlockPlan(gradient_key(layout.name, use), "gradients", layout.num_elements, torch.float32)
+
+    def _activation_blocks(self) -> Iterator[BlockPlan]:
+        for visit, traced in enumerate(self._trace.visits):
+            for micro_batch in range(self._num_micro_batches):
+                for index, (shape, dtype) in enumerate(traced.saved):
+                    key = activation_key(visit, self._slot_of(micro_batch), index)
+                    yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
+
+    def _slot_of(self, micro_batch: int) -> int:
+        """Return which set of activation blocks a micro-batch uses: one at a time needs only one set."""
+        return micro_batch if self._order == "layer" else 0
+
+    # -- ticks -------------------------------------------------------------------------------------------------
+
+    def _ticks(self) -> Iterator[Tick]:
+        everything = list(range(self._num_micro_batches))
+        groups = [everything] if self._order == "layer" else [[micro_batch] for micro_batch in everything]
+        for number, group in enumerate(groups):
+            yield from self._pass(group, is_first=number == 0, is_last=number == len(groups) - 1)
+        for index, layout in enumerate(self._graph.layouts.values()):
+            if layout.trainable:
+                yield self._update(index, layout)
+
+    def _pass(self, group: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[Tick]:
+        """Yield the ticks of forward, head and backward over one group of micro-batches."""
+        trunk = [visit for visit in range(len(self._trace.visits)) if not self._trace.visits[visit].is_head]
+        head = [visit for visit in range(len(self._trace.visits)) if self._trace.visits[visit].is_head]
+        for visit in trunk:
+            yield Tick("forward", visit, self._weights(visit), self._activations(visit, group, "w"))
+        if head:
+            held = [item for visit in head for item in self._weights(visit)]
+            held += [item for visit in head for item in self._gradients(visit, is_first=is_first, is_last=is_last)]
+            yield Tick("head", head[0], tuple(dict(held).items()), spent=self._merged_away(head, is_last=is_last))
+        for visit in reversed(trunk):
+            activations = self._activations(visit, group, "r")
+            yield Tick(
+                "backward",
+                visit,
+                self._weights(visit) + self._gradients(visit, is_first=is_first, is_last=is_last),
+                activations,
+                frozenset(key for key, _ in activations) | self._merged_away([visit], is_last=is_last),
+            )
+
+    def _update(self, index: int, layout: UnitLayout) -> Tick:
+        held: list[tuple[str, Mode]] = [(weight_key(layout.name), "rw")]
+        held += [(state_key(layout.name, state), "rw") for state in self._state_kinds]
+        gradient = gradient_key(layout.name, 0)
+        held.append((gradient, "r"))
+        return Tick("update", index, tuple(held), spent=frozenset({gradient}))
+
+    def _weights(self, visit: int) -> tuple[tuple[str, Mode], ...]:
+        return tuple((weight_key(name), "r") for name in self._layouts_of(visit))
+
+    def _gradients(self, visit: int, *, is_first: bool, is_last: bool) -> tuple[tuple[str, Mode], ...]:
+        """Return the accumulators of a visit; the last one to be filled also takes up those of the other uses."""
+        items: list[tuple[str, Mode]] = []
+        for name in self._layouts_of(visit):
+            if not self._graph.layouts[name].trainable:
+                continue
+            uses = self._uses[name]
+            items.append((gradient_key(name, uses.index(visit)), "w" if is_first else "rw"))
+            if is_last and visit == uses[0]:
+                items += [(gradient_key(name, use), "r") for use in range(1, len(uses))]
+        return tuple(items)
+
+    def _merged_away(self, visits: Sequence[int], *, is_last: bool) -> frozenset[str]:
+        if not is_last:
+            return frozenset()
+        return frozenset(
+            gradient_key(name, use)
+            for visit in visits
+            for name in self._layouts_of(visit)
+            if self._graph.layouts[name].trainable and self._uses[name][0] == visit
+            for use in range(1, len(self._uses[name]))
+        )
+
+    def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[tuple[str, Mode], ...]:
+        count = len(self._trace.visits[visit].saved)
+        return tuple((activation_key(visit, self._slot_of(m), index), mode) for m in group for index in range(count))
+
+    def _layouts_of(self, visit: int) -> tuple[str, ...]:
+        return layouts_of_unit(self._graph, self._trace.visits[visit].unit)
+
+
+def layouts_of_unit(graph: ModelGraph, unit: int) -> tuple[str, ...]:
+    """Return the names of the layouts whose parameters a unit uses, in order, without repeats."""
+    return tuple(dict.fromkeys(layout for _, _, layout in graph.units[unit].params))
+
+
+def uses_of_layouts(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]]:
+    """Return for every layout the visits that use it, in forward order: its use sites."""
+    uses: dict[str, list[int]] = {name: [] for name in graph.layouts}
+    for visit, traced in enumerate(trace.visits):
+        for name in layouts_of_unit(graph, traced.unit):
+            uses[name].append(visit)
+    return uses
+
+
+def weight_key(layout: str) -> str:
+    return f"{layout}/weight"
+
+
+def state_key(layout: str, state: str) -> str:
+    return f"{layout}/{state}"
+
+
+def gradient_key(layout: str, use: int) -> str:
+    return f"{layout}/grad.{use}"
+
+
+def activation_key(visit: int, micro_batch: int, index: int) -> str:
+    return f"activations/{visit}/{micro_batch}.{index}"

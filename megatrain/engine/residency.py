@@ -1,0 +1,215 @@
+"""The engine's view of the store: weights, gradient accumulators and activations of one visit at a time.
+
+Copies away from home are dropped as soon as their tick is over (and written back where they changed), so
+what crosses each link is exactly what the program of the step says, whatever the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from megatrain.engine.program import (
+    StepProgram,
+    activation_key,
+    gradient_key,
+    layouts_of_unit,
+    uses_of_layouts,
+    weight_key,
+)
+from megatrain.models.layout import UnitLayout, views
+from megatrain.optim.norm import squared_norm_partials
+from tiered.lease import Lease
+
+if TYPE_CHECKING:
+    from megatrain.engine.trace import VisitTrace
+    from megatrain.models.graph import ModelGraph, Unit
+    from tiered.schedule import Mode
+    from tiered.store import TieredStore
+
+
+class GradientAccumulator:
+    """fp32 accumulators of one use site, open for one visit. ``add`` copies at first, then adds."""
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], added: set[str]) -> None:
+        self._targets = targets
+        self._added = added
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add the gradient of one micro-batch (any float dtype, same shape) to the parameter's accumulator."""
+        if name in self._added:
+            self._targets[name].add_(gradient)
+        else:
+            self._targets[name].copy_(gradient)
+            self._added.add(name)
+
+
+class StoreAccess:
+    """``BlockAccess`` over a ``TieredStore``. Used by one thread, the one that runs the step.
+
+    Args:
+        homes: block key -> tier, as planned and registered.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        graph: ModelGraph,
+        trace: VisitTrace,
+        program: StepProgram,
+        homes: Mapping[str, str],
+    ) -> None:
+        self._store, self._graph, self._program, self._homes = store, graph, program, homes
+        self._uses = uses_of_layouts(graph, trace)
+        self._tier = program.compute_tier
+        self._tick = -1
+        self._merges: dict[str, dict[int, set[str]]] = {}
+        self.norm_partials: dict[str, float] = {}
+        self.with_gradient: dict[str, set[str]] = {}
+
+    # -- the program counter -----------------------------------------------------------------------------------
+
+    def start_step(self, step: int) -> None:
+        """Begin a step: ``step`` counts from 0 and numbers the ticks that the schedule speaks of."""
+        self._tick = step * len(self._program.ticks) - 1
+        self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses.items()}
+        self.norm_partials, self.with_gradient = {}, {}
+
+    def begin(self, phase: Literal["forward", "head", "backward", "update"], visit: int) -> None:
+        """Move to the next tick of the program; it must be the one that the engine is about to execute."""
+        self._tick += 1
+        tick = self._program.ticks[self._tick % len(self._program.ticks)]
+        assert (tick.phase, tick.visit) == (phase, visit), f"program says {tick.phase} {tick.visit}, not {phase} {visit}"
+        self._store.advance(self._tick)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield the unit's parameters by full name: views of the slots, in the compute dtype, on the compute device."""
+        names = layouts_of_unit(self._graph, unit.index)
+        with self.leases([(weight_key(name), "r") for name in names], self._tier) as leases:
+            tensors: dict[str, torch.Tensor] = {}
+            for name, lease in zip(names, leases, strict=True):
+                tensors.update(views(lease.tensor, self._graph.layouts[name]))
+            yield tensors
+
+    @contextmanager
+    def leases(self, requests: list[tuple[str, Mode]], tier: str) -> Iterator[list[Lease]]:
+        """Lease blocks together; afterwards drop the copies that are away from home (changed ones are written back)."""
+        with self._store.acquire_many([(key, tier, mode) for key, mode in requests]) as group:
+            yield list(group)
+        for key, _ in requests:
+            self._leave(key, tier)
+
+    def _leave(self, key: str, tier: str) -> None:
+        """Drop the copies of a block on the way to its home."""
+        if self._homes[key] == tier:
+            return
+        self._store.evict(key, tier)
+        if tier == "gpu" and self._homes[key] == "nvme":
+            self._store.evict(key, "ram")
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
+        """Yield the accumulators of this use site. The last use site to be filled takes up the others' sums."""
+        names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
+        tick = self._program.ticks[self._tick % len(self._program.ticks)]
+        modes: dict[str, Mode] = dict(tick.held)
+        own = {name: gradient_key(name, self._uses[name].index(visit)) for name in names}
+        others = {
+            name: [k for use in range(len(self._uses[name])) if (k := gradient_key(name, use)) in modes and k != own[name]]
+            for name in names
+        }
+        requests: list[tuple[str, Mode]] = [(key, modes[key]) for key in own.values()]
+        requests += [(key, modes[key]) for keys in others.values() for key in keys]
+        with self._store.acquire_many([(key, self._tier, mode) for key, mode in requests]) as group:
+            tensors = {lease.key: lease.tensor for lease in group}
+            targets: dict[str, torch.Tensor] = {}
+            added: set[str] = set()
+            for name in names:
+                targets.update(views(tensors[own[name]], self._graph.layouts[name]))
+                added |= self._added(name, visit)
+            accumulator = GradientAccumulator(targets, added)
+            yield accumulator
+            for name in names:
+                self._close_use(name, visit, tensors, own[name], added, modes[own[name]])
+        for key, _ in requests:
+            if key in tick.spent:
+                self._store.discard(key)
+            else:
+                self._leave(key, self._tier)
+
+    def _added(self, name: str, visit: int) -> set[str]:
+        return self._merges[name][self._uses[name].index(visit)]
+
+    def _close_use(
+        self,
+        name: str,
+        visit: int,
+        tensors: Mapping[str, torch.Tensor],
+        key: str,
+        added: set[str],
+        mode: Mode,
+    ) -> None:
+        layout = self._graph.layouts[name]
+        self._added(name, visit).update(entry.name for entry in layout.entries if entry.name in added)
+        if mode == "w":
+            zero_gaps(tensors[key], layout, self._added(name, visit))
+        # Only the first use site, which backward reaches last, is followed by no other use of the layout.
+        if visit == self._uses[name][0]:
+            self._merge(name, tensors, key, layout)
+
+    def _merge(self, name: str, tensors: Mapping[str, torch.Tensor], key: str, layout: UnitLayout) -> None:
+        """Add the other use sites' sums in use order, and take the norm while the bytes are here."""
+        total = set(self._merges[name][0])
+        for use in range(1, len(self._uses[name])):
+            other = gradient_key(name, use)
+            if other not in tensors:
+                return  # micro-batch-major order: more micro-batches follow
+            tensors[key].add_(tensors[other])
+            total |= self._merges[name][use]
+        self.with_gradient[name] = total
+        self.norm_partials[name] = squared_norm_partials(tensors[key])
+
+    # -- activations -------------------------------------------------------------------------------------------
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
+        """Copy a unit's input into its block; the block may go to a slower tier until the backward."""
+        key = self._activation(visit, micro_batch, index, tensor.numel())
+        with self._store.acquire(key, self._tier, "w") as lease:
+            flat = lease.tensor[: tensor.numel()]
+            flat.copy_(tensor.detach().reshape(-1))
+            self._shapes[key] = tensor.shape
+        self._leave(key, self._tier)
+
+    @contextmanager
+    def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
+        """Yield what was put there, same shape and bits; the contents are dead afterwards."""
+        key = self._activation(visit, micro_batch, index, 0)
+        shape = self._shapes[key]
+        with self._store.acquire(key, self._tier, "r") as lease:
+            yield lease.tensor[: shape.numel()].view(shape)
+        self._store.discard(key)
+
+    def _activation(self, visit: int, micro_batch: int, index: int, num_elements: int) -> str:
+        key = activation_key(visit, micro_batch, index)
+        block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
+        assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"
+        return block.key
+
+
+def zero_gaps(flat: torch.Tensor, layout: UnitLayout, filled: set[str]) -> None:
+    """Zero what no gradient was copied into: padding between entries, and entries without a gradient."""
+    position = 0
+    for entry in layout.entries:
+        if entry.name not in filled:
+            continue
+        flat[position : entry.offset].zero_()
+        position = entry.offset + entry.numel
+    flat[position:].zero_()

@@ -1,0 +1,296 @@
+"""Running one forward and backward without memory, to learn what a step will need.
+
+The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. Where a model looks at values
+(a mixture of experts that loops over the experts that were hit), the values are made up and the trace says that its
+byte counts are estimates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.models.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain.engine.runner import LayerRunner
+    from megatrain.engine.units import BoundUnit
+    from megatrain.models.graph import ModelGraph, Unit
+
+__all__ = ["TracedVisit", "VisitTrace", "trace_visits"]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedVisit:
+    """One unit call of a forward; byte counts are those of one micro-batch, on the compute device.
+
+    Attributes:
+        unit: Index of the unit.
+        is_head: Whether it runs in the head phase, piece by piece.
+        has_backward: Whether the backward runs the unit again. False where nothing that is trained comes before its
+            output, and where the loss does not depend on it: announced, but no weights are asked for.
+        saved: `(shape, dtype)` of every activation that is put away for the backward.
+        held_nbytes: Live besides weights and gradient accumulators when the visit begins: the stream of activations,
+            masks, tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
+        forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
+        backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
+    """
+
+    unit: int
+    is_head: bool
+    has_backward: bool
+    saved: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    held_nbytes: int
+    forward_nbytes: int
+    backward_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisitTrace:
+    """The visits of one forward in order, the head's last.
+
+    Attributes:
+        visits: All visits.
+        shared_nbytes: What one micro-batch keeps by reference from forward to backward: masks, rotary tables, ids.
+        head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
+            gradients, and the gradient of the trunk's output.
+        head_rows: Rows of logits at a time; 0 if the head is not chunked.
+        exact: False if values had to be made up, so that byte counts are estimates.
+    """
+
+    visits: tuple[TracedVisit, ...]
+    shared_nbytes: int
+    head_nbytes: int
+    head_rows: int
+    exact: bool
+
+
+def trace_visits(
+    graph: ModelGraph,
+    batch_size: int,
+    seq_len: int,
+    compute_dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    head_rows: int | None = None,
+    padded: bool = True,
+) -> VisitTrace:
+    """Learn the visits of a micro-batch of `batch_size` x `seq_len` tokens; all of them have a label.
+
+    Args:
+        graph: The model; its buffers are moved to `device`.
+        batch_size: Rows of the micro-batch.
+        seq_len: Tokens per row.
+        compute_dtype: Must be the graph's.
+        device: Compute device; kernels, and so workspaces, differ between devices.
+        head_rows: As for the runner.
+        padded: Whether the micro-batch comes with an attention mask.
+
+    Raises:
+        UnsupportedModelError: the model cannot be streamed.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatrain.engine.runner import LayerRunner
+
+    access = _TraceAccess(graph, compute_dtype, torch.device(device))
+    runner = LayerRunner(
+        graph, access, device=device, compute_dtype=compute_dtype, head_rows=head_rows, random_enabled=False
+    )
+    access.runner = runner
+    for bound in runner.bounds:
+        bound.forward = _guessing(bound, access.ledger)
+    num_tokens = batch_size * seq_len
+    with FakeTensorMode(allow_non_fake_inputs=True), access.ledger:
+        with access.ledger.paused():
+            ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
+            batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+            if padded:
+                batch["attention_mask"] = torch.ones_like(ids)
+            rows = torch.zeros(num_tokens, dtype=torch.long, device=device)
+        runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
+        access.close()
+    return access.trace()
+
+
+def _guessing(bound: BoundUnit, ledger: _Ledger) -> Callable[..., Any]:
+    """Return the unit's forward; where made-up values break a layer, its output is taken to be like its input.
+
+    The gradients of its parameters are counted all the same; what it computes inside is not.
+    """
+    forward = bound.forward
+
+    def guess(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except UnsupportedModelError:
+            raise
+        except Exception:
+            stream = args[0] if args else kwargs.get("hidden_states")
+            if not bound.unit.is_layer or not isinstance(stream, Tensor):
+                raise
+            ledger.exact = False
+            return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
+
+    return guess
+
+
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of live storages, and answers the questions about values that fake tensors cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self.exact = True
+        self._known: dict[int, int] = {}
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is made inside: it is accounted for as blocks."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            self.exact = False
+            if args[0].dtype == torch.bool:
+                return True  # validity checks pass
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is aten.nonzero.default:
+            self.exact = False
+            found = max(args[0].shape, default=1)
+            result: Any = torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
+        elif func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # torch knows the shape of the result for bf16 alone; the kernel itself takes fp32 too.
+            with self.paused():
+                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
+                shape = func(*lowered, *args[2:], **(kwargs or {})).shape
+            result = torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
+        else:
+            result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self._count(item)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = 0 if self._paused else storage.nbytes()
+        self._known[key] = nbytes
+        weakref.finalize(storage, self._forget, key)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_nbytes -= self._known.pop(key)
+
+
+@dataclass(slots=True)
+class _Phase:
+    name: str
+    visit: int
+    held_nbytes: int
+    peak_nbytes: int
+
+
+class _TraceAccess:
+    """`BlockAccess` that gives fake weights, keeps shapes, and reads the ledger at every announcement."""
+
+    def __init__(self, graph: ModelGraph, dtype: torch.dtype, device: torch.device) -> None:
+        self.ledger = _Ledger()
+        self.runner: LayerRunner | None = None
+        self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
+        self._dtype, self._device = dtype, device
+        self._phases: list[_Phase] = []
+        self._saved: dict[int, list[Tensor]] = {}
+        self._units: list[int] = []
+        self._with_backward: set[int] = set()
+        self._shared_nbytes = 0
+
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+        self.close()
+        if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
+            self._note_visits()
+        self.ledger.peak_nbytes = self.ledger.live_nbytes
+        self._phases.append(_Phase(phase, visit, self.ledger.live_nbytes, 0))
+
+    def close(self) -> None:
+        """Read the peak of the phase that ends."""
+        if self._phases:
+            self._phases[-1].peak_nbytes = self.ledger.peak_nbytes - self._phases[-1].held_nbytes
+
+    def _note_visits(self) -> None:
+        assert self.runner is not None
+        self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
+        shared = {id(t.untyped_storage()): t for visit in self.runner.visits for t in visit.shared_tensors()}
+        by_storage = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in shared.values()}
+        self._shared_nbytes = sum(by_storage.values())
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
+        if self._phases[-1].name != "forward":
+            self._with_backward.add(visit)
+        with self.ledger.paused():
+            tensors = {
+                owner: torch.empty(self._shapes[owner], dtype=self._dtype, device=self._device)
+                for _, owner, _ in unit.params
+            }
+        yield tensors
+
+    @contextmanager
+    def gradients(self, unit: Unit, visit: int) -> Iterator[_NoSink]:
+        yield _NoSink()
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
+        with self.ledger.paused():
+            self._saved.setdefault(visit, []).append(tensor.clone())
+        assert index == len(self._saved[visit]) - 1, (visit, index)
+
+    @contextmanager
+    def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
+        yield self._saved[visit][index]
+
+    def trace(self) -> VisitTrace:
+        """Put together what was seen."""
+        assert self.runner is not None
+        phases = {(phase.name, phase.visit): phase for phase in self._phases}
+        num_head = len(self.runner.head_units)
+        first_head = len(self._units) - num_head
+        visits: list[TracedVisit] = []
+        for number, unit in enumerate(self._units):
+            is_head = number >= first_head
+            forward = phases.get(("forward", number)) or phases["head", first_head]
+            backward = phases.get(("backward", number)) or phases["head", first_head]
+            saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
+            again = number in self._with_backward
+            peaks = (forward.peak_nbytes, backward.peak_nbytes)
+            visits.append(TracedVisit(unit, is_head, again, saved, forward.held_nbytes, *peaks))
+        head_nbytes = phases["head", first_head].peak_nbytes if num_head else 0
+        return VisitTrace(tuple(visits), self._shared_nbytes, head_nbytes, self.runner.head_rows, self.ledger.exact)
+
+
+class _NoSink:
+    """Gradients of a trace go nowhere."""
+
+    def add(self, name: str, gradient: Tensor, /) -> None:
+        """Let go of it."""

@@ -1,0 +1,228 @@
+"""What a run reports: figures of each step, a line for people, JSON lines for programs, and who is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from tiered.units import GiB, MiB, format_duration, format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What is known when training starts.
+
+    Attributes:
+        run_name, task, device, output_dir: as in the config, "auto" replaced.
+        max_steps: optimizer steps of the run.
+        tokens_per_step: places for tokens in a step, padding included.
+    """
+
+    run_name: str
+    task: str
+    device: str
+    output_dir: Path
+    max_steps: int
+    tokens_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Figures of one optimizer step.
+
+    Attributes:
+        step: steps done, this one included. max_steps: steps of the run. epoch: passes over the data, a fraction.
+        loss: mean over the step's trained tokens, before the update.
+        grad_norm: global norm before clipping. lr: learning rate of this update.
+        num_real_tokens, num_trained_tokens: without padding; those that the loss asks for.
+        step_s: seconds this step took. eta_s: seconds the rest will take.
+        tier_used_bytes, tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
+        stall_s: cause -> seconds this step waited for it.
+        rss_bytes: resident memory of the process.
+    """
+
+    step: int
+    max_steps: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    lr: float
+    num_real_tokens: int
+    num_trained_tokens: int
+    step_s: float
+    eta_s: float
+    tier_used_bytes: Mapping[str, int] = field(default_factory=dict)
+    tier_capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    stall_s: Mapping[str, float] = field(default_factory=dict)
+    rss_bytes: int = 0
+
+    @property
+    def real_tokens_per_s(self) -> float:
+        """Tokens without padding, per second of this step."""
+        return self.num_real_tokens / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Tokens that the loss asks for, per second of this step."""
+        return self.num_trained_tokens / self.step_s if self.step_s > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values; a loss that is not finite becomes text, which strict JSON needs."""
+        values = asdict(self)
+        values["real_tokens_per_s"] = round(self.real_tokens_per_s, 3)
+        values["trained_tokens_per_s"] = round(self.trained_tokens_per_s, 3)
+        return {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a run did.
+
+    Attributes:
+        num_steps: steps done now. first_loss, last_loss: of the first and the last step.
+        seconds: from the first step's start to the end, without the export.
+        num_real_tokens, num_trained_tokens: over all steps.
+        tier_peak_bytes, tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
+        link_bytes: ``"ram->nvme"`` -> bytes moved in the whole run.
+        peak_rss_bytes: most resident memory.
+        export_dir: the Hugging Face folder, if one was written.
+        interrupted: whether the user stopped it early.
+    """
+
+    num_steps: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+    num_real_tokens: int
+    num_trained_tokens: int
+    tier_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    tier_capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    link_bytes: Mapping[str, int] = field(default_factory=dict)
+    peak_rss_bytes: int = 0
+    export_dir: Path | None = None
+    interrupted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {**asdict(self), "export_dir": str(self.export_dir) if self.export_dir else None}
+
+
+class RunObserver(Protocol):
+    """Who is told about a run. Called from the training thread; must return quickly and not raise."""
+
+    def on_start(self, info: RunInfo) -> None:
+        """Training is about to start."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+
+    def on_message(self, text: str) -> None:
+        """Something happened that a person should know."""
+
+    def on_end(self, summary: RunSummary) -> None:
+        """Training is over. Not called when it failed."""
+
+
+class Observers:
+    """Tells several observers, in order."""
+
+    def __init__(self, observers: Sequence[RunObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_start(self, info: RunInfo) -> None:
+        for observer in self._observers:
+            observer.on_start(info)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        for observer in self._observers:
+            observer.on_step(metrics)
+
+    def on_message(self, text: str) -> None:
+        for observer in self._observers:
+            observer.on_message(text)
+
+    def on_end(self, summary: RunSummary) -> None:
+        for observer in self._observers:
+            observer.on_end(summary)
+
+
+class MetricsLog:
+    """An observer that appends one JSON object per step to a file; each line is flushed when written.
+
+    Args:
+        path: the file; its folder must exist. Lines of an earlier run stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def on_start(self, info: RunInfo) -> None:
+        """Write nothing: the file holds steps only."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Append the step."""
+        self._stream.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def on_message(self, text: str) -> None:
+        """Write nothing: the file holds steps only."""
+
+    def on_end(self, summary: RunSummary) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        self._stream.close()
+
+
+def format_step(metrics: StepMetrics) -> str:
+    """Return the line that a console without a progress bar shows for a step."""
+    width = len(str(metrics.max_steps))
+    parts = [
+        f"step {metrics.step:>{width}}/{metrics.max_steps} {100.0 * metrics.step / metrics.max_steps:.1f}%",
+        f"loss {metrics.loss:.4f}",
+        f"gnorm {metrics.grad_norm:.2f}",
+        f"lr {metrics.lr:.1e}",
+        f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})",
+    ]
+    if metrics.tier_used_bytes:
+        parts.append(format_tiers(metrics.tier_used_bytes, metrics.tier_capacity_bytes))
+    parts.append(format_stalls(metrics.stall_s))
+    parts.append(f"eta {format_duration(metrics.eta_s)}")
+    return " | ".join(parts)
+
+
+def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
+    """Return used and capacity of each tier, e.g. ``"ram 612.0/700.0 MiB nvme 1.4/20.0 GiB"``."""
+    texts = []
+    for tier, nbytes in used.items():
+        limit = capacity.get(tier)
+        if limit is None:
+            texts.append(f"{tier} {format_size(nbytes)}")
+            continue
+        unit, name = (GiB, "GiB") if limit >= GiB else (MiB, "MiB")
+        texts.append(f"{tier} {nbytes / unit:.1f}/{limit / unit:.1f} {name}")
+    return " ".join(texts)
+
+
+def format_stalls(stall_s: Mapping[str, float]) -> str:
+    """Return the seconds waited per cause, those below 50 ms left out."""
+    seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= 0.05]
+    return "wait " + (" ".join(seen) if seen else "0.0s")

@@ -1,0 +1,1 @@
+"""Hugging Face models: their units, layouts, weights in and out."""

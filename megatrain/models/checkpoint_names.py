@@ -1,0 +1,242 @@
+"""Which tensors of a checkpoint make which parameters of a model, and back.
+
+Transformers 5 keeps some models in another form than their files: prefixes differ, the experts of a layer are one
+fused tensor. It publishes the differences as a list of transforms. This module applies that list to names and
+shapes only (on the meta device), which gives a complete plan before a single weight is read or written: every
+missing name and wrong shape is known at once, and each step can be run alone with just the tensors that it needs.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+
+
+class ConversionError(Exception):
+    """Tensors do not fit the conversion that transformers prescribes for them."""
+
+
+@dataclass
+class Conversion:
+    """One step: some tensors in, some tensors out, under the names of either side.
+
+    Attributes:
+        sources: pattern -> the input names that matched it, in the order in which the transform wants them.
+        targets: output name -> shape and dtype, as a tensor on the meta device.
+        transform: None for a plain copy of the only source to the only target.
+        final_names: name that the transform gives an output -> the name that it finally has.
+        source_shapes: input name -> shape.
+    """
+
+    first_target: str
+    transform: Any  # a WeightTransform of transformers, or None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    final_names: dict[str, str] = field(default_factory=dict)
+    source_shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    @property
+    def source_names(self) -> list[str]:
+        return [name for names in self.sources.values() for name in names]
+
+    def run(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Return the outputs by name; ``read`` gives each input, which is dropped as soon as it is used."""
+        outputs = self._convert(read, model)
+        return {self.final_names[name]: value for name, value in outputs.items()}
+
+    def places_of_sources(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]] | None:
+        """Return where in ``targets`` each input lies, if this step only puts its inputs side by side; else None.
+
+        Then the inputs can be read straight into place. It covers copies and the usual fusing of experts.
+        """
+        if set(targets) != set(self.targets) or len(targets) != 1:
+            return None
+        (whole,) = targets.values()
+        if self.transform is None:
+            return [(self.source_names[0], whole)]
+        return _places_in_stack(self, whole)
+
+    def trace(
+        self, inputs: Mapping[str, torch.Tensor], model: PreTrainedModel, rename: Callable[[str], str] | None = None
+    ) -> None:
+        """Find the targets from ``inputs`` on meta; ``rename`` gives their final names.
+
+        Raises:
+            ConversionError: the inputs do not fit together.
+        """
+        try:
+            outputs = self._convert(inputs.__getitem__, model)
+        except Exception as error:  # the transforms raise whatever torch raises for shapes that do not fit
+            listed = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.source_names[:4])
+            raise ConversionError(f"cannot make {self.first_target} of {listed}: {error}") from error
+        self.source_shapes = {name: inputs[name].shape for name in self.source_names}
+        self.final_names = {name: rename(name) if rename else name for name in outputs}
+        self.targets = {self.final_names[name]: value for name, value in outputs.items()}
+
+    def _convert(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        if self.transform is None:
+            return {self.first_target: read(self.source_names[0])}
+        transform = deepcopy(self.transform)  # its collected tensors are used up by the conversion
+        for pattern, names in self.sources.items():
+            transform.collected_tensors[pattern] = [read(name) for name in names]
+        outputs = transform.convert(self.first_target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in outputs.items()}
+
+
+@dataclass
+class LoadPlan:
+    """How a checkpoint fills a model.
+
+    Attributes:
+        by_target: parameter or persistent buffer -> the step that makes it.
+        missing: names of the model that no tensor of the checkpoint makes.
+        unexpected: names of the checkpoint that the model has no place for.
+        transforms: those that matched; the inverse conversion of an export needs them.
+    """
+
+    by_target: dict[str, Conversion]
+    missing: list[str]
+    unexpected: list[str]
+    transforms: list[WeightTransform]
+
+
+def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) -> LoadPlan:
+    """Return how tensors of these names, shapes and dtypes (on meta) fill ``model``.
+
+    Raises:
+        ConversionError: the tensors cannot be converted, e.g. experts of different shapes.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    places: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    mapping = get_model_conversion_mapping(model)
+    renamings, converters, by_pattern = _split(mapping)
+    prefix = model.base_model_prefix
+    steps: dict[str, Conversion] = {}
+    unexpected: list[str] = []
+    for name in sorted(checkpoint, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, places)
+        if target not in places and name in places:  # the file already uses the module's own name
+            target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=places)
+        if target not in places:
+            unexpected.append(name)
+            continue
+        step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
+        if pattern is None and step.sources:
+            raise ConversionError(f"tensors {step.source_names[0]} and {name} are both meant for {target}")
+        step.sources.setdefault(pattern or name, []).append(name)
+    by_target: dict[str, Conversion] = {}
+    for step in steps.values():
+        step.trace(checkpoint, model)
+        by_target.update(dict.fromkeys(step.targets, step))
+    unexpected += [name for name in by_target if name not in places]
+    by_target = {name: step for name, step in by_target.items() if name in places}
+    return LoadPlan(
+        by_target=by_target,
+        missing=_without(model._keys_to_ignore_on_load_missing, _missing(model, places, by_target)),
+        unexpected=_without(_ignored_unexpected(model), unexpected),
+        transforms=[transform for transform in mapping if transform.was_used()],
+    )
+
+
+def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
+    """Return the steps that turn module tensors (names, shapes, dtypes; on meta) into those of a checkpoint.
+
+    It inverts the transforms that were used to load the model, else those of the model's type; so the folder is
+    what ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings, dot_natural_key
+
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        # A dropped prefix cannot be guessed back for a model that no folder gave; from_pretrained takes either.
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        transforms = [transform for transform in mapping if not isinstance(transform, PrefixChange)]
+    renamings, converters, by_pattern = _split([transform.reverse_transform() for transform in reversed(transforms)])
+    steps: dict[str, Conversion] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = apply_converters(name, converters)
+        step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
+        step.sources.setdefault(pattern or name, []).append(name)
+    used: set[str] = set()
+    for step in steps.values():
+        step.trace(tensors, model, lambda name: apply_renamings(name, renamings))
+        if not used.isdisjoint(step.targets):
+            raise ConversionError(f"two tensors of the model would both be named {sorted(used & set(step.targets))[0]}")
+        used.update(step.targets)
+    return list(steps.values())
+
+
+def _places_in_stack(step: Conversion, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    operations = getattr(step.transform, "operations", [])
+    kinds = [type(operation) for operation in operations]
+    if kinds == [MergeModulelist] and len(step.sources) == 1:
+        (names,) = step.sources.values()
+        return list(zip(names, whole.unbind(operations[0].dim), strict=True))
+    if kinds != [MergeModulelist, Concatenate] or len(step.sources) < 2:
+        return None
+    groups = [step.sources[pattern] for pattern in step.transform.source_patterns if pattern in step.sources]
+    places: list[tuple[str, torch.Tensor]] = []
+    start, joint, stacked = 0, operations[1].dim, operations[0].dim
+    for names in groups:
+        shape = list(step.source_shapes[names[0]])
+        shape.insert(stacked if stacked >= 0 else len(shape) + 1 + stacked, len(names))
+        part = whole.narrow(joint, start, shape[joint])
+        start += shape[joint]
+        places += zip(names, part.unbind(stacked), strict=True)
+    return places
+
+
+def tied_groups(model: PreTrainedModel) -> list[list[str]]:
+    """Return the names of each set of parameters or buffers that are one tensor, the name that a file keeps first."""
+    by_identity: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        by_identity.setdefault(id(value), []).append(name)
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    groups = [names for names in by_identity.values() if len(names) > 1]
+    return [sorted(names, key=lambda name: name in declared) for names in groups]
+
+
+def _split(transforms: list[WeightTransform]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    return renamings, converters, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+
+
+def _missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], found: Mapping[str, Any]) -> list[str]:
+    missing = {name for name in places if name not in found}
+    for names in tied_groups(model):
+        if any(name in found for name in names):
+            missing.difference_update(names)
+    return sorted(missing)
+
+
+def _ignored_unexpected(model: PreTrainedModel) -> list[str]:
+    """Return the patterns of names that transformers drops in silence: what old or larger checkpoints still carry."""
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _without(patterns: Iterable[str] | None, names: list[str]) -> list[str]:
+    expressions = [re.compile(pattern) for pattern in patterns or ()]
+    return [name for name in names if not any(expression.search(name) for expression in expressions)]

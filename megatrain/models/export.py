@@ -1,0 +1,303 @@
+"""A trained model into a Hugging Face folder, unit by unit, checked and put in place at once.
+
+The folder appears under its name only when it is complete and was read back; until then it is a hidden sibling.
+RAM used besides the source's own leases: one small piece of a tensor, or the tensors of one conversion.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.models.checkpoint_names import Conversion, plan_export, tied_groups
+from megatrain.models.folder import some
+from megatrain.models.shards import DamagedShardError, ShardWriter, plan_shards
+from tiered.units import format_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from megatrain.models.layout import UnitLayout
+
+__all__ = ["RECORD_FILE", "ExportError", "ExportedGraph", "WeightSource", "export_model"]
+
+RECORD_FILE = "export.json"
+_PROGRAM = "megatrain-tier"
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_OTHER_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
+
+WeightSource = Callable[["UnitLayout"], AbstractContextManager[Mapping[str, Tensor]]]
+"""Gives the fp32 master weights of one layout, by full parameter name, for as long as the context is open."""
+
+
+class ExportError(Exception):
+    """The folder was not written; what was at its name before is untouched."""
+
+
+class ExportedGraph(Protocol):
+    """What the export needs to know of a model graph."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def layouts(self) -> Mapping[str, UnitLayout]: ...
+
+
+def export_model(
+    graph: ExportedGraph,
+    source: WeightSource,
+    out_dir: Path | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_nbytes: int = 5_000_000_000,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    copy_from: Path | str | None = None,
+) -> Path:
+    """Write the model as a Hugging Face folder that ``from_pretrained`` opens.
+
+    Args:
+        graph: the model's skeleton and layouts. Persistent buffers are taken from the skeleton.
+        source: gives the master weights of one layout at a time.
+        out_dir: the folder to make. It may exist if it is empty or an earlier export of this program.
+        dtype: of the weights; those that the model's class wants in fp32 stay fp32, buffers keep their own dtype.
+        max_shard_nbytes: weight bytes in one file.
+        tokenizer: saved into the folder; otherwise the tokenizer files of ``copy_from`` are copied.
+        copy_from: the folder the model came from: tokenizer, generation config and licence are copied from it.
+
+    Returns:
+        The absolute path of the finished folder.
+
+    Raises:
+        ExportError: ``out_dir`` holds something else, the disk has too little room, or writing or checking failed.
+        ConversionError: the weights cannot be brought into the form of the model's checkpoints.
+    """
+    out = Path(out_dir).absolute()
+    _refuse_foreign(out)
+    model = graph.model
+    steps, inputs = _plan(model, dtype)
+    layout_of = _layouts_by_name(graph)
+    order = {name: number for number, name in enumerate(graph.layouts)}
+    needed = {id(step): _layouts_needed(step, layout_of, order) for step in steps}
+    steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
+    tensors = {name: value for step in steps for name, value in step.targets.items()}
+    shards = plan_shards(tensors, max_shard_nbytes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(out, sum(shard.nbytes for shard in shards))
+    partial = _fresh_sibling(out, "partial")
+    try:
+        writer = ShardWriter(partial, shards, tensors)
+        layouts = list(graph.layouts.values())
+        for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
+            _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
+        _write_companions(partial, model, dtype, tokenizer, None if copy_from is None else Path(copy_from))
+        writer.finish()
+        writer.verify()
+        _write_record(partial, dtype, writer.checksums)
+        _put_in_place(partial, out)
+    except (OSError, DamagedShardError) as error:
+        raise ExportError(f"{out} was not written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+    return out
+
+
+def _plan(model: PreTrainedModel, dtype: torch.dtype) -> tuple[list[Conversion], dict[str, Tensor]]:
+    """Return the steps, and what goes into them: name in the model -> shape and dtype on meta. Tied tensors once."""
+    places = model.state_dict(keep_vars=True)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    dropped = set(model._keys_to_ignore_on_save or ())
+    for names in tied_groups(model):
+        dropped.update(names[1:])
+    keep_fp32 = [re.compile(pattern.replace("*", ".*")) for pattern in model._keep_in_fp32_modules_strict or ()]
+    inputs: dict[str, Tensor] = {}
+    for name, place in places.items():
+        if name in dropped:
+            continue
+        wanted = place.dtype
+        if name in parameters:
+            wanted = torch.float32 if any(pattern.search(name) for pattern in keep_fp32) else dtype
+        inputs[name] = torch.empty(place.shape, dtype=wanted, device="meta")
+    return plan_export(model, inputs), inputs
+
+
+def _layouts_by_name(graph: ExportedGraph) -> dict[str, tuple[str, str]]:
+    """Return parameter name -> (layout, name inside the layout), for every name that a parameter has."""
+    found = {entry.name: (layout.name, entry.name) for layout in graph.layouts.values() for entry in layout.entries}
+    for names in tied_groups(graph.model):
+        owner = next((found[name] for name in names if name in found), None)
+        if owner is not None:
+            found.update(dict.fromkeys(names, owner))
+    return found
+
+
+def _layouts_needed(
+    step: Conversion, layout_of: Mapping[str, tuple[str, str]], order: Mapping[str, int]
+) -> tuple[int, ...]:
+    return tuple(sorted({order[layout_of[name][0]] for name in step.source_names if name in layout_of}))
+
+
+def _write_group(
+    layouts: list[UnitLayout],
+    steps: list[Conversion],
+    source: WeightSource,
+    writer: ShardWriter,
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+) -> None:
+    aliases = {name: names for names in tied_groups(model) for name in names}
+    with ExitStack() as stack, torch.no_grad():
+        weights: dict[str, Tensor] = {}
+        for layout in layouts:
+            weights.update(stack.enter_context(source(layout)))
+
+        def find(name: str) -> Tensor:
+            for alias in (name, *aliases.get(name, ())):
+                if alias in weights:
+                    return weights[alias]
+            buffer: Tensor = model.get_buffer(name)
+            assert buffer.device.type != "meta", f"buffer {name} was never loaded"
+            return buffer
+
+        for step in steps:
+            if step.transform is None:
+                (target,) = step.targets
+                writer.write(target, find(step.source_names[0]))
+                continue
+            # Converted in the file's dtype: the transforms only move numbers, so this is exact and takes least room.
+            outputs = step.run(lambda name: find(name).to(inputs[name].dtype), model)
+            for target in list(outputs):
+                writer.write(target, outputs.pop(target))
+
+
+def _write_companions(
+    folder: Path,
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    copy_from: Path | None,
+) -> None:
+    """Write or copy all that is not weights."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    patterns = _OTHER_FILES if tokenizer is not None else _OTHER_FILES + _TOKENIZER_FILES
+    if copy_from is not None:
+        for path in sorted({path for pattern in patterns for path in copy_from.glob(pattern)}):
+            target = folder / path.name
+            if path.is_file() and not target.exists():
+                shutil.copyfile(path, target)
+            elif path.is_dir() and path.name == "chat_templates":
+                shutil.copytree(path, target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    if not (folder / "generation_config.json").exists() and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Refuse a path whose contents this program did not write, or that somebody added to."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ExportError(f"{out} is a file. Give another folder")
+    present = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    if not present:
+        return
+    try:
+        record = json.loads((out / RECORD_FILE).read_text(encoding="utf-8"))
+        ours = record["program"] == _PROGRAM
+        listed = set(record["files"]) | {RECORD_FILE}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours, listed = False, set()
+    if not ours:
+        raise ExportError(f"{out} is not empty and no export of this program. Remove it or give another folder")
+    if present - listed:
+        raise ExportError(
+            f"{out} holds files that the earlier export did not write: {some(sorted(present - listed))}. "
+            "Move them away or give another folder"
+        )
+
+
+def _check_room(out: Path, need_nbytes: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if need_nbytes > free:
+        raise ExportError(
+            f"{out}: the weights need {need_nbytes} bytes ({format_size(need_nbytes)}), the drive of {out.parent} has "
+            f"{free} ({format_size(free)}) free. Free {format_size(need_nbytes - free)} or give another folder"
+        )
+
+
+def _fresh_sibling(out: Path, word: str) -> Path:
+    """Make an empty hidden folder next to ``out``, and remove those that dead processes left."""
+    for path in out.parent.glob(f".{out.name}.{word}-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
+            shutil.rmtree(path, ignore_errors=True)
+    sibling = out.with_name(f".{out.name}.{word}-{os.getpid()}")
+    try:
+        sibling.mkdir()
+    except OSError as error:
+        raise ExportError(f"cannot make {sibling}: {error}") from error
+    return sibling
+
+
+def _write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str]) -> None:
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+    record = {
+        "program": _PROGRAM,
+        "dtype": str(dtype).removeprefix("torch."),
+        "files": files,
+        "xxh3_64": dict(sorted(checksums.items())),
+    }
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    _sync([folder / RECORD_FILE, folder])
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    """Give the finished folder its name; an earlier export is moved aside first and removed last."""
+    old: Path | None = None
+    if out.exists() and any(out.iterdir()):
+        old = _fresh_sibling(out, "old")
+        os.rename(out, old)  # an empty folder is replaced by a rename
+    try:
+        os.rename(partial, out)
+    except OSError:
+        if old is not None:
+            os.rename(old, out)
+        raise
+    _sync([out.parent])
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

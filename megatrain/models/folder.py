@@ -1,0 +1,309 @@
+"""A Hugging Face folder on disk: its config, and its tensors read one at a time.
+
+Nothing is memory-mapped and nothing is kept: a tensor's bytes go from the file into the memory that the caller
+gives, through one small piece when the dtype must change. So the RAM of a run never holds a second copy of a model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PIECE_BYTES = 16 << 20  # how much of a tensor is in flight while its dtype changes
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class ModelFolderError(Exception):
+    """A model folder cannot be used; the text says what is wrong, where, and what to do.
+
+    Attributes:
+        path: the file or folder at fault.
+    """
+
+    def __init__(self, path: Path, problem: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Where one tensor of a checkpoint lies: ``nbytes`` bytes at ``offset`` of ``file``."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_config(path: Path | str) -> PretrainedConfig:
+    """Return the model's config, from ``config.json`` of the folder ``path``. No code of the folder is run.
+
+    Raises:
+        ModelFolderError: no folder, no or broken ``config.json``, an unknown ``model_type``, or a quantized model.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    folder = Path(path)
+    values = read_config_json(folder)
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        import transformers
+
+        raise ModelFolderError(
+            folder / "config.json",
+            f"model_type {model_type!r} is not known to transformers {transformers.__version__}. "
+            "Install a version that knows it; code that ships inside a model folder is never run",
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises many kinds; each one means that this file is unusable
+        raise ModelFolderError(folder / "config.json", f"transformers cannot use it: {error}") from error
+    return config
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Return the plain values of ``config.json``, having refused what can never be trained."""
+    if not folder.is_dir():
+        raise ModelFolderError(folder, "is not a folder. Give the folder that holds config.json and *.safetensors")
+    path = folder / "config.json"
+    values = _read_json_object(path, "Give a Hugging Face model folder")
+    if "quantization_config" in values:
+        method = (values["quantization_config"] or {}).get("quant_method", "unknown method")
+        raise ModelFolderError(
+            path,
+            f"the model is quantized ({method}); full-precision training needs its plain weights. De-quantize it with "
+            "transformers (from_pretrained with dequantize=True, then save_pretrained), or take the original model",
+        )
+    return values
+
+
+def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFolderError(path, f"is missing. {advice}") from None
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(path, f"cannot be read as JSON ({error}). Copy or download it again") from error
+    if not isinstance(values, dict):
+        raise ModelFolderError(path, "does not hold a JSON object. Copy or download it again")
+    return values
+
+
+class ModelFolder:
+    """The tensors of a safetensors folder, by the names they have in the files.
+
+    Args:
+        path: a folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
+
+    Attributes:
+        path: the folder.
+        records: name -> where it lies, in the order of the files.
+        largest_piece_nbytes: the most bytes this object has held at once besides what callers gave it.
+
+    Raises:
+        ModelFolderError: a file is missing, cut off or damaged, or the folder has no safetensors.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        read_config_json(self.path)
+        self.records: dict[str, TensorRecord] = {}
+        self.largest_piece_nbytes = 0
+        if (self.path / SINGLE_FILE).is_file():
+            self.records = _read_header(self.path / SINGLE_FILE)
+        elif (self.path / INDEX_FILE).is_file():
+            self._read_shards()
+        else:
+            self._refuse()
+
+    def _read_shards(self) -> None:
+        index = self.path / INDEX_FILE
+        weight_map = _read_json_object(index, "Copy or download it again").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFolderError(index, "has no weight_map. Copy or download it again")
+        names = sorted({str(name) for name in weight_map.values()})
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ModelFolderError(index, f"names files outside of the folder: {some(outside)}")
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise ModelFolderError(
+                self.path,
+                f"{len(missing)} of {len(names)} shards are missing: {some(missing)}. Copy or download them again",
+            )
+        for name in names:
+            self.records.update(_read_header(self.path / name))
+        absent = sorted(set(weight_map) - set(self.records))
+        if absent:
+            raise ModelFolderError(index, f"lists {len(absent)} tensors that no shard holds: {some(absent)}")
+
+    def _refuse(self) -> None:
+        names = sorted(path.name for path in self.path.iterdir())
+        shards = [name for name in names if name.endswith(".safetensors")]
+        if shards:
+            raise ModelFolderError(self.path, f"has {some(shards)} but no {INDEX_FILE}. Copy or download it again")
+        if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+            raise ModelFolderError(
+                self.path,
+                "has weights in pickle files only; this program reads safetensors only. Convert them with "
+                "transformers: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)",
+            )
+        if any(name.endswith(".gguf") for name in names):
+            raise ModelFolderError(self.path, "is a GGUF model; take the Hugging Face folder of the original model")
+        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return tensor ``name`` in new memory, in the dtype that it has in the file."""
+        record = self.records[name]
+        tensor = torch.empty(record.shape, dtype=record.dtype)
+        self.largest_piece_nbytes = max(self.largest_piece_nbytes, record.nbytes)
+        self._read_bytes(record, 0, tensor)
+        return tensor
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        """Copy tensor ``name`` into ``destination`` (CPU, any dtype and strides, equal shape), piece by piece."""
+        record = self.records[name]
+        assert tuple(destination.shape) == record.shape, (name, destination.shape, record.shape)
+        if not destination.is_contiguous() or destination.device.type != "cpu":
+            rows = destination if destination.dim() > 1 else destination.reshape(1, *destination.shape)
+            self._read_rows(record, rows)
+        elif destination.dtype == record.dtype:
+            self._read_bytes(record, 0, destination)
+        else:
+            flat = destination.view(-1)
+            for start, piece in self.pieces(name):
+                flat[start : start + piece.numel()].copy_(piece)
+
+    def _read_rows(self, record: TensorRecord, rows: torch.Tensor) -> None:
+        row_nbytes = max(1, record.nbytes // max(1, rows.shape[0]))
+        step = max(1, PIECE_BYTES // row_nbytes)
+        for first in range(0, rows.shape[0], step):
+            part = rows[first : first + step]
+            piece = torch.empty(part.shape, dtype=record.dtype)
+            self.largest_piece_nbytes = max(self.largest_piece_nbytes, piece.nbytes)
+            self._read_bytes(record, first * row_nbytes, piece)
+            part.copy_(piece)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, 1-D piece) over tensor ``name``; each piece is valid until the next one."""
+        record = self.records[name]
+        step = max(1, PIECE_BYTES // record.dtype.itemsize)
+        buffer = torch.empty(min(step, record.numel), dtype=record.dtype)
+        self.largest_piece_nbytes = max(self.largest_piece_nbytes, buffer.nbytes)
+        for start in range(0, record.numel, step):
+            piece = buffer[: min(step, record.numel - start)]
+            self._read_bytes(record, start * record.dtype.itemsize, piece)
+            yield start, piece
+
+    def _read_bytes(self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor) -> None:
+        """Fill the contiguous CPU tensor ``destination`` from ``skip_nbytes`` into the tensor's bytes on."""
+        if destination.numel() == 0:
+            return
+        memory = tensor_bytes(destination)
+        done = 0
+        try:
+            with record.file.open("rb", buffering=0) as file:
+                while done < len(memory):
+                    count = os.preadv(file.fileno(), [memory[done:]], record.offset + skip_nbytes + done)
+                    if count == 0:
+                        raise ModelFolderError(record.file, f"ends inside tensor {record.name}. Copy it again")
+                    done += count
+        except OSError as error:
+            raise ModelFolderError(record.file, f"cannot be read: {error}") from error
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as writable bytes."""
+    assert tensor.is_contiguous(), tensor.stride()
+    assert tensor.device.type == "cpu", tensor.device
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that safetensors gives ``dtype``."""
+    return next(name for name, known in _DTYPES.items() if known == dtype)
+
+
+def some(names: list[str], limit: int = 6) -> str:
+    """Return the first names and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _read_header(path: Path) -> dict[str, TensorRecord]:
+    """Return the records of one safetensors file after checking that they cover exactly the bytes of the file."""
+    again = "The file is damaged or cut off: copy or download it again"
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header_nbytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or header_nbytes > _MAX_HEADER_BYTES:
+                raise ModelFolderError(path, f"is not a safetensors file. {again}")
+            text = file.read(header_nbytes)
+            file_nbytes = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise ModelFolderError(path, f"cannot be read: {error}") from error
+    try:
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError("not an object")
+        header.pop("__metadata__", None)
+        records = {name: _record(path, name, fields, 8 + header_nbytes) for name, fields in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFolderError(path, f"has no valid safetensors header ({error}). {again}") from error
+    end = 8 + header_nbytes
+    for record in sorted(records.values(), key=lambda record: (record.offset, record.nbytes)):
+        if record.offset != end:
+            raise ModelFolderError(path, f"tensor {record.name} is not where the one before it ends. {again}")
+        end = record.offset + record.nbytes
+    if file_nbytes != end:
+        raise ModelFolderError(path, f"has {file_nbytes} bytes, its header promises {end}. {again}")
+    return records
+
+
+def _record(path: Path, name: str, fields: dict[str, Any], data_start: int) -> TensorRecord:
+    dtype = _DTYPES.get(fields["dtype"])
+    if dtype is None:
+        raise ModelFolderError(
+            path,
+            f"tensor {name} has dtype {fields['dtype']}, which is not a plain one (a quantized model?). "
+            "Take the original model in float32, bfloat16 or float16",
+        )
+    start, end = (int(value) for value in fields["data_offsets"])
+    shape = tuple(int(size) for size in fields["shape"])
+    if end - start != math.prod(shape) * dtype.itemsize or start < 0 or any(size < 0 for size in shape):
+        raise ValueError(f"tensor {name} has shape {list(shape)} and {end - start} bytes")
+    return TensorRecord(name, path, dtype, shape, data_start + start, end - start)

@@ -1,0 +1,180 @@
+"""A model as an ordered set of units: what is streamed, who owns which parameter, and how it lies in blocks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatrain.models.discover import find_modules
+from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.layout import UnitLayout, build_layout
+from megatrain.models.skeleton import build_skeleton, resolve_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["FreezeError", "ModelGraph", "Unit", "UnsupportedModelError", "build_graph"]
+
+
+class FreezeError(Exception):
+    """A `freeze` pattern names no parameter, or nothing is left to train."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """A module whose `forward` the engine runs itself, with weights that are only there for that time.
+
+    Attributes:
+        index: Position in `ModelGraph.units`.
+        name: Path of the module in the model.
+        module: The module; its parameters are on the meta device except while the engine runs it.
+        is_layer: Whether it is one of the model's layers (else an embedding, norm, head, ...).
+        params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`.
+            A tied parameter appears in every unit that uses it, with the same owner.
+        is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
+            visited at the very beginning of a forward.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    is_layer: bool
+    params: tuple[tuple[str, str, str], ...]
+    is_container: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelGraph:
+    """A model without weights, ready to be streamed.
+
+    Attributes:
+        config: The Hugging Face configuration, as given.
+        model: The skeleton: parameters on the meta device, buffers real (on the CPU until a runner moves them).
+        units: All units in definition order; together they own every parameter.
+        layouts: Block groups by name; one or two (`<unit>`, `<unit>.frozen`) for every unit that owns parameters.
+        owner_of: Other name of a tied parameter -> name under which its owner's layout has it.
+        dtype: What the skeleton computes in.
+    """
+
+    config: PretrainedConfig
+    model: PreTrainedModel
+    units: tuple[Unit, ...]
+    layouts: Mapping[str, UnitLayout]
+    owner_of: Mapping[str, str]
+    dtype: torch.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(layout.num_parameters for layout in self.layouts.values())
+
+    @property
+    def trainable_parameters(self) -> tuple[str, ...]:
+        """Full names of the parameters that are trained, in layout order."""
+        return tuple(e.name for layout in self.layouts.values() if layout.trainable for e in layout.entries)
+
+    def persistent_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that a checkpoint holds; the loader fills them, the others are final already."""
+        in_checkpoint = self.model.state_dict(keep_vars=True)
+        return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
+
+
+def build_graph(
+    config_or_folder: PretrainedConfig | Path | str,
+    *,
+    attn_implementation: str = "auto",
+    freeze: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> ModelGraph:
+    """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
+
+    Args:
+        config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
+        attn_implementation: As in transformers; "auto" leaves the choice to it.
+        freeze: Globs over full parameter names (any name of a tied one): no gradient, no optimizer state.
+        trust_remote_code: Allow model code that comes with the model.
+        dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
+
+    Raises:
+        UnsupportedModelError: no causal language model, no layers, or quantized weights.
+        FreezeError: a pattern matches nothing, or everything is frozen.
+    """
+    config = resolve_config(config_or_folder, trust_remote_code=trust_remote_code)
+    model = build_skeleton(
+        resolve_config(config, trust_remote_code=trust_remote_code),
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+    )
+    return graph_of(model, config, freeze=freeze, dtype=dtype)
+
+
+def graph_of(
+    model: PreTrainedModel, config: PretrainedConfig, *, freeze: Sequence[str], dtype: torch.dtype
+) -> ModelGraph:
+    """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`."""
+    names = _names_by_parameter(model)
+    _freeze(model, names, freeze)
+    owner = {id(parameter): aliases[0] for parameter, aliases in names}
+    units: list[Unit] = []
+    layouts: dict[str, UnitLayout] = {}
+    layout_of: dict[str, str] = {}
+    for path, module, kind in find_modules(model):
+        parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
+        own: dict[str, nn.Parameter] = {}
+        for _, parameter in parameters:
+            if owner[id(parameter)] not in layout_of:
+                own[owner[id(parameter)]] = parameter
+        for layout in _layouts(path, own):
+            layouts[layout.name] = layout
+            layout_of.update((entry.name, layout.name) for entry in layout.entries)
+        params = tuple(
+            (local, owner[id(parameter)], layout_of[owner[id(parameter)]]) for local, parameter in parameters
+        )
+        units.append(Unit(len(units), path, module, kind == "layer", params, kind == "container"))
+    owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
+    assert len(layout_of) == len(names), (len(layout_of), len(names), type(model).__name__)
+    return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype)
+
+
+def _names_by_parameter(model: PreTrainedModel) -> list[tuple[nn.Parameter, list[str]]]:
+    """Return every parameter with all its names, the owner's name first: the first in definition order."""
+    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), (parameter, []))[1].append(name)
+    integer = [aliases[0] for parameter, aliases in names.values() if not parameter.is_floating_point()]
+    if integer:
+        raise UnsupportedModelError(
+            type(model).__name__, f"parameters that are not floating-point numbers: {', '.join(integer[:4])}"
+        )
+    return list(names.values())
+
+
+def _layouts(path: str, own: Mapping[str, nn.Parameter]) -> list[UnitLayout]:
+    trainable = [(name, parameter.shape) for name, parameter in own.items() if parameter.requires_grad]
+    frozen = [(name, parameter.shape) for name, parameter in own.items() if not parameter.requires_grad]
+    layouts = [build_layout(path, trainable, True)] if trainable else []
+    if frozen:
+        layouts.append(build_layout(f"{path}.frozen" if trainable else path, frozen, False))
+    return layouts
+
+
+def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        matched = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
+        if not matched:
+            everything = [alias for _, aliases in names for alias in aliases]
+            close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]
+            raise FreezeError(f"freeze pattern '{pattern}' matches no parameter; there are e.g. {', '.join(close)}")
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter, _ in names):
+        raise FreezeError(f"freeze leaves no parameter of {type(model).__name__} to train; narrow {list(patterns)}")

@@ -1,0 +1,200 @@
+"""Weights of a Hugging Face folder into flat blocks, one unit at a time, in the names and shapes of the model.
+
+The caller owns the memory: for every layout it gives views of a block, and `WeightLoader.fill` copies each parameter
+into its view. The RAM used besides is one small piece of a tensor, or the tensors of one conversion where the model
+keeps a layer's weights in another form than its files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from megatrain.models.checkpoint_names import Conversion, ConversionError, plan_load, tied_groups
+from megatrain.models.folder import ModelFolder, ModelFolderError, some
+from megatrain.models.initialize import initialize_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from megatrain.models.layout import UnitLayout
+
+
+class WeightLoader:
+    """Fills the parameters and persistent buffers of one model from one folder.
+
+    Everything that names, shapes and dtypes can tell is checked here, before the first weight is read.
+
+    Args:
+        folder: a Hugging Face folder with safetensors.
+        model: the skeleton built from the folder's config; its parameters may be on the meta device. The transforms
+            that the folder needed are kept on it as transformers does, for the export.
+        allow_unexpected: accept tensors that the model has no place for; they are lost to training and export.
+
+    Attributes:
+        unexpected: names of such tensors.
+        largest_extra_nbytes: the most bytes held at once so far, besides the caller's views.
+
+    Raises:
+        ModelFolderError: a parameter is missing, a tensor has no place, a shape or dtype does not fit, or the folder
+            is damaged.
+
+    Not thread-safe: one thread at a time.
+    """
+
+    def __init__(self, folder: Path | str, model: PreTrainedModel, *, allow_unexpected: bool = False) -> None:
+        self._folder = ModelFolder(folder)
+        self._model = model
+        self._largest_conversion_nbytes = 0
+        records = self._folder.records
+        on_meta = {
+            name: torch.empty(record.shape, dtype=record.dtype, device="meta") for name, record in records.items()
+        }
+        try:
+            plan = plan_load(model, on_meta)
+        except ConversionError as error:
+            raise ModelFolderError(self._folder.path, f"{error}. Are its files of one and the same model?") from error
+        self._steps = plan.by_target
+        self.unexpected = tuple(plan.unexpected)
+        self._check_names(plan.missing, allow_unexpected)
+        self._check_shapes()
+        self._aliases = {name: names for names in tied_groups(model) for name in names}
+        self._check_tied()
+        cast("Any", model)._weight_conversions = plan.transforms
+
+    @property
+    def largest_extra_nbytes(self) -> int:
+        return max(self._largest_conversion_nbytes, self._folder.largest_piece_nbytes)
+
+    def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
+        """Copy every parameter of ``layout`` into its view.
+
+        Args:
+            layout: a layout of the graph that the model belongs to.
+            views: full parameter name -> tensor of the parameter's shape, CPU, any floating dtype; written completely.
+
+        Raises:
+            ModelFolderError: a file cannot be read, or a weight is infinite or not a number.
+        """
+        done: set[int] = set()
+        not_in_files: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for entry in layout.entries:
+                step = self._step(entry.name)
+                if step is None:  # transformers says that it may be absent: it is then initialised
+                    not_in_files[entry.name] = views[entry.name]
+                elif id(step) not in done:
+                    done.add(id(step))
+                    self._run(step, views)
+            if not_in_files:
+                initialize_tensors(self._model, not_in_files, seed=0)
+            for entry in layout.entries:
+                self._check_finite(entry.name, views[entry.name])
+
+    def load_buffers(self) -> None:
+        """Put the persistent buffers of the folder into the model, in the dtypes that the model gave them."""
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        for name in self._model.state_dict(keep_vars=True):
+            step = self._step(name)
+            if name in parameters or step is None:
+                continue
+            module_name, _, leaf = name.rpartition(".")
+            module = self._model.get_submodule(module_name)
+            buffer = module._buffers[leaf]
+            assert buffer is not None, name
+            if buffer.device.type == "meta":
+                module._buffers[leaf] = buffer = torch.empty_like(buffer, device="cpu")
+            self._run(step, {name: buffer})
+
+    def _step(self, name: str) -> Conversion | None:
+        for alias in (name, *self._aliases.get(name, ())):
+            if alias in self._steps:
+                return self._steps[alias]
+        return None
+
+    def _run(self, step: Conversion, views: Mapping[str, Tensor]) -> None:
+        """Make what ``step`` makes, and copy what ``views`` asks for."""
+        wanted = {target: view for target in step.targets if (view := self._view(target, views)) is not None}
+        direct = step.places_of_sources(wanted)
+        if direct is not None:
+            for source, place in direct:
+                self._folder.read_into(source, place)
+            return
+        outputs = step.run(self._folder.read, self._model)
+        held = sum(self._folder.records[name].nbytes for name in step.source_names)
+        held += sum(value.nbytes for value in outputs.values())
+        self._largest_conversion_nbytes = max(self._largest_conversion_nbytes, held)
+        for name, view in wanted.items():
+            view.copy_(outputs.pop(name))
+
+    def _view(self, target: str, views: Mapping[str, Tensor]) -> Tensor | None:
+        for alias in (target, *self._aliases.get(target, ())):
+            if alias in views:
+                return views[alias]
+        return None
+
+    def _check_names(self, missing: list[str], allow_unexpected: bool) -> None:
+        unexpected = list(self.unexpected)
+        model_class = type(self._model).__name__
+        if missing:
+            text = f"{len(missing)} tensors of {model_class} are missing: {some(missing)}"
+            if unexpected:
+                text += f"; {len(unexpected)} tensors have no place in it: {some(unexpected)}"
+            raise ModelFolderError(self._folder.path, text + ". Do config.json and the weights belong together?")
+        if unexpected and not allow_unexpected:
+            raise ModelFolderError(
+                self._folder.path,
+                f"{len(unexpected)} tensors have no place in {model_class} and would be lost: {some(unexpected)}. "
+                "Do config.json and the weights belong together?",
+            )
+
+    def _check_shapes(self) -> None:
+        places = self._model.state_dict(keep_vars=True)
+        for name, step in self._steps.items():
+            made, place = step.targets[name], places[name]
+            source = self._folder.records[step.source_names[0]]
+            if made.shape != place.shape:
+                raise ModelFolderError(
+                    source.file,
+                    f"tensor {source.name} gives {name} the shape {list(made.shape)}, "
+                    f"config.json asks for {list(place.shape)}. Do config.json and the weights belong together?",
+                )
+            if place.is_floating_point() and not made.is_floating_point():
+                raise ModelFolderError(
+                    source.file,
+                    f"tensor {source.name} holds {str(made.dtype).removeprefix('torch.')} numbers where the model has "
+                    "floating-point weights (a quantized model?). Take the original model",
+                )
+
+    def _check_tied(self) -> None:
+        """Refuse files that hold different values for what the config makes one tensor."""
+        for names in tied_groups(self._model):
+            stored = [self._steps[name].source_names[0] for name in names if name in self._steps]
+            for other in stored[1:]:
+                if not self._equal(stored[0], other):
+                    raise ModelFolderError(
+                        self._folder.path,
+                        f"config.json ties {stored[0]} and {other}, but the files hold different values. "
+                        'Set "tie_word_embeddings": false in config.json to train them apart',
+                    )
+
+    def _equal(self, name: str, other: str) -> bool:
+        first, second = self._folder.records[name], self._folder.records[other]
+        if (first.shape, first.dtype) != (second.shape, second.dtype):
+            return False
+        pairs = zip(self._folder.pieces(name), self._folder.pieces(other), strict=True)
+        return all(torch.equal(left, right) for (_, left), (_, right) in pairs)
+
+    def _check_finite(self, name: str, view: Tensor) -> None:
+        if view.numel() == 0:
+            return
+        low, high = torch.aminmax(view)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            step = self._step(name)
+            path = self._folder.records[step.source_names[0]].file if step else self._folder.path
+            raise ModelFolderError(path, f"parameter {name} holds infinite values or NaN. Take an undamaged model")

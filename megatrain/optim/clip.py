@@ -1,0 +1,110 @@
+"""Gradients as a whole: their sum over use sites, their exact global norm and the clip coefficient.
+
+The norm is the square root of a sum in fp64 whose order depends only on the layout: 65,536 elements at a time inside a
+block group, then block group after block group. So it is the same whatever the placement and the number of threads, and
+it is ready before the first update: the coefficient is a scalar of the update, never a pass over the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.optim.threads import KernelThreads, cut
+
+__all__ = ["clip_coefficient", "global_norm", "squared_norm", "sum_gradients", "warm_up"]
+
+_EPS = 1e-6
+"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
+_CALLER = KernelThreads(1)
+
+
+def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
+    """Add one use site's gradient to another's in place, rounding each sum to fp32.
+
+    Args:
+        total: 1-D contiguous fp32 CPU tensor; written.
+        addend: Likewise, of the same length; unchanged.
+        threads: Threads to compute on; None computes on the calling thread.
+    """
+    from megatrain.optim import kernels
+
+    total_flat, addend_flat = _flat(total), _flat(addend)
+    assert total_flat.size == addend_flat.size, (total_flat.size, addend_flat.size)
+    (threads or _CALLER).run(
+        partial(kernels.add_in_place, total_flat[start:stop], addend_flat[start:stop])
+        for start, stop in cut(0, total_flat.size)
+    )
+
+
+def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> float:
+    """Return the fp64 sum of squares of one block group's gradient.
+
+    Infinite or NaN exactly when an element is: fp64 holds the square of every finite fp32 number and sums of them.
+
+    Args:
+        gradient: 1-D contiguous fp32 CPU tensor, padding (zeros) included.
+        threads: Threads to compute on; None computes on the calling thread. The result is the same.
+    """
+    from megatrain.optim import kernels
+
+    flat = _flat(gradient)
+    block = kernels.NORM_BLOCK_ELEMENTS
+    partials = np.zeros(-(-flat.size // block), dtype=np.float64)
+
+    def calls() -> Iterator[Callable[[], None]]:
+        for start, stop in cut(0, partials.size, elements=4):
+            yield partial(kernels.squared_norms, flat[start * block : stop * block], partials[start:stop])
+
+    (threads or _CALLER).run(calls())
+    return _sum_in_order(partials.tolist())
+
+
+def global_norm(squared_norms: Iterable[float]) -> float:
+    """Return the norm over all block groups.
+
+    Args:
+        squared_norms: `squared_norm` of each block group, in layout order: the order of addition is part of the result.
+    """
+    return math.sqrt(_sum_in_order(squared_norms))
+
+
+def clip_coefficient(norm: float, max_grad_norm: float) -> float:
+    """Return the factor that brings a gradient of this norm down to `max_grad_norm`; 1 where it is shorter.
+
+    Computed in fp64 as `torch.nn.utils.clip_grad_norm_` does in fp32. 0 means no clipping.
+
+    Args:
+        norm: Global norm. It must be finite: a step with a non-finite gradient is not an update.
+        max_grad_norm: Largest norm that is let through.
+    """
+    assert math.isfinite(norm) and norm >= 0, norm
+    assert max_grad_norm >= 0, max_grad_norm
+    return min(1.0, max_grad_norm / (norm + _EPS)) if max_grad_norm > 0 else 1.0
+
+
+def warm_up() -> None:
+    """Compile or load the kernels of this file, so that no step pays for it."""
+    gradient = torch.zeros(1)
+    sum_gradients(gradient, torch.zeros(1))
+    squared_norm(gradient)
+
+
+def _sum_in_order(values: Iterable[float]) -> float:
+    total = 0.0  # not sum(): from Python 3.12 on it compensates, which is another number
+    for value in values:
+        total += value
+    return total
+
+
+def _flat(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
+    assert tensor.dim() == 1 and tensor.is_contiguous(), (tuple(tensor.shape), tensor.stride())
+    flat: np.ndarray[Any, np.dtype[np.float32]] = tensor.detach().numpy()
+    return flat

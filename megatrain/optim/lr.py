@@ -1,0 +1,78 @@
+"""Learning-rate schedules: the ones of transformers, as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["ScheduleError", "learning_rate_schedule", "num_warmup_steps"]
+
+
+class ScheduleError(ValueError):
+    """The learning-rate schedule of a config does not exist or cannot be built from its arguments."""
+
+
+def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
+    """Return the steps of linear warm-up.
+
+    Args:
+        warmup_steps: At least 1: a number of steps. Below 1: a fraction of `num_steps`, rounded up (transformers 5).
+        num_steps: Optimizer steps of the whole run.
+    """
+    return int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps)
+
+
+def learning_rate_schedule(
+    name: str,
+    lr: float,
+    num_steps: int,
+    warmup_steps: float = 0,
+    arguments: Mapping[str, Any] | None = None,
+) -> Callable[[int], float]:
+    """Build a schedule with transformers' `get_scheduler`.
+
+    Args:
+        name: `lr_scheduler_type` of transformers: linear, cosine, constant, warmup_stable_decay, ...
+        lr: Peak learning rate.
+        num_steps: Optimizer steps of the whole run.
+        warmup_steps: Steps, or a fraction of `num_steps` when below 1.
+        arguments: `lr_scheduler_kwargs` of transformers, such as `{"min_lr_rate": 0.1}`.
+
+    Returns:
+        A function from the number of finished steps (0 before the first update) to the learning rate of the next one.
+        It keeps no state, so resuming needs the step alone. With warm-up the first learning rate is 0, as it is in
+        transformers.
+
+    Raises:
+        ScheduleError: no such schedule, a schedule that follows a metric, or arguments it does not take.
+    """
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    followers = {SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value}
+    known = sorted({kind.value for kind in SchedulerType} - followers)
+    if name not in known:
+        reason = "follows a metric, not the step" if name in followers else "is not a learning-rate schedule"
+        raise ScheduleError(f'lr_scheduler_type "{name}" {reason}. Use one of: {", ".join(known)}')
+    given = dict(arguments or {})
+    # get_scheduler drops the arguments of these two without a word
+    if given and name in {SchedulerType.CONSTANT.value, SchedulerType.CONSTANT_WITH_WARMUP.value}:
+        raise ScheduleError(
+            f'lr_scheduler_type "{name}" takes no lr_scheduler_kwargs, but got: {", ".join(sorted(given))}'
+        )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)  # only carries the learning rate
+    try:
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=num_warmup_steps(warmup_steps, num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=given,
+        )
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f'lr_scheduler_kwargs do not fit lr_scheduler_type "{name}": {error}') from error
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return lambda step: lr * float(factor(step))

@@ -1,0 +1,81 @@
+"""Cuts a flat block into ranges and runs a kernel over them on a few threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads"]
+
+RANGE_ELEMENTS = 1 << 20
+"""Elements one thread takes at a time: long enough to hide the call, short enough to share out evenly."""
+
+
+def default_num_threads() -> int:
+    """Return the number of CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Cut `[start, stop)` into consecutive ranges of `elements`, the last one shorter."""
+    for begin in range(start, stop, elements):
+        yield begin, min(begin + elements, stop)
+
+
+class KernelThreads:
+    """Runs one kernel call per range, on the calling thread or on a pool.
+
+    The pool starts with the first call that has work for it, never before. Several threads may call `run` at once.
+
+    Args:
+        num_threads: Threads that compute, at least 1; 1 computes on the calling thread. None: one per usable CPU.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.num_threads = default_num_threads() if num_threads is None else num_threads
+        assert self.num_threads >= 1, self.num_threads
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, calls: Iterable[Callable[[], None]]) -> None:
+        """Make every call and return when all are done. The first error is raised, after the others have ended."""
+        work = list(calls)
+        if self.num_threads == 1 or len(work) == 1:
+            for call in work:
+                call()
+            return
+        remaining, lock = iter(work), threading.Lock()
+
+        def worker() -> None:
+            while True:
+                with lock:
+                    call = next(remaining, None)
+                if call is None:
+                    return
+                call()
+
+        futures = [self._executor().submit(worker) for _ in range(min(self.num_threads, len(work)) - 1)]
+        error: BaseException | None = None
+        try:
+            worker()  # the calling thread is one of the workers: a step never waits for an idle pool
+        except BaseException as raised:
+            error = raised
+        errors = [error, *(future.exception() for future in futures)]
+        for raised_error in errors:
+            if raised_error is not None:
+                raise raised_error
+
+    def close(self) -> None:
+        """End the threads. A later `run` starts them again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="optimizer")
+            return self._pool

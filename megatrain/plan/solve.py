@@ -1,0 +1,229 @@
+"""Placement: which tier is the home of which block, so that a step moves as few bytes as possible.
+
+Every block starts in the slowest tier it may live in; blocks then move up in the order of bytes saved per
+byte held, as long as the working set of every tick still fits beside the homes. For the cyclic scans of
+training such static residency is within one block of the optimum (docs/decisions/0002-static-residency.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatrain.engine.program import KINDS, BlockPlan, Kind, StepProgram, Tick
+from tiered.schedule import Mode
+from tiered.units import format_size
+
+#: Bytes that a slot of a tier takes for contents of so many bytes.
+SlotBytes = Callable[[int], int]
+
+
+class DoesNotFitError(Exception):
+    """The run cannot fit the tiers it was given. Raised before anything is allocated.
+
+    Attributes:
+        tier: the tier that is too small. need_bytes: the smallest capacity that would do. have_bytes: its capacity.
+    """
+
+    def __init__(self, tier: str, need_bytes: int, have_bytes: int, advice: str) -> None:
+        self.tier, self.need_bytes, self.have_bytes = tier, need_bytes, have_bytes
+        super().__init__(
+            f"does not fit: tier '{tier}' has {have_bytes} bytes ({format_size(have_bytes)}), "
+            f"this run needs at least {need_bytes} ({format_size(need_bytes)}). {advice}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierBudget:
+    """What the planner may use of a tier: its capacity, its slot rounding, and bytes taken by workspace."""
+
+    name: str
+    capacity_bytes: int
+    slot_bytes: SlotBytes
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The answer: homes, what each tier holds at its fullest, and the bytes each link moves per step.
+
+    Attributes:
+        homes: block key -> tier. home_bytes: tier -> kind -> slot bytes. working_bytes: tier -> the largest
+        working set of a tick that is not at home. traffic_bytes: ``"src->dst"`` -> contents moved per step.
+        lookahead: whether the next tick's copies fit beside the present one's (double buffering).
+    """
+
+    homes: Mapping[str, str]
+    home_bytes: Mapping[str, Mapping[Kind, int]]
+    working_bytes: Mapping[str, int]
+    traffic_bytes: Mapping[str, int]
+    lookahead: bool
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def peak_bytes(self, tier: str) -> int:
+        """Return the smallest capacity of ``tier`` with which this placement runs."""
+        return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + self.workspace_bytes.get(tier, 0)
+
+
+class PlacementSolver:
+    """Finds the placement of one program.
+
+    Args:
+        program: blocks and ticks of a step. tiers: fast to slow.
+        allowed: for each kind the tiers that may be its home, preferred first.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        tiers: Sequence[TierBudget],
+        allowed: Mapping[Kind, Sequence[str]],
+    ) -> None:
+        self._program = program
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._order = [tier.name for tier in tiers]
+        self._allowed = allowed
+        self._uses: dict[str, list[int]] = {key: [] for key in program.blocks}
+        for number, tick in enumerate(program.ticks):
+            for key, _ in (*tick.held, *tick.passing):
+                self._uses[key].append(number)
+
+    def solve(self) -> Placement:
+        """Return the placement.
+
+        Raises:
+            DoesNotFitError: some tier is too small whatever goes where; it names the capacity that would do.
+        """
+        homes = {key: self._slowest(block.kind) for key, block in self._program.blocks.items()}
+        state = _Fill(self, homes)
+        for ahead in (True, False):
+            if state.overfull(ahead=ahead) in (None, self._order[-1]):
+                break
+        for block in sorted(self._program.blocks.values(), key=self._promotion_key):
+            for tier in self._allowed[block.kind]:
+                if tier == homes[block.key] or state.try_move(block, tier, ahead=ahead):
+                    break
+        full = state.overfull(ahead=False)
+        if full is not None:
+            raise self._does_not_fit(full, state)
+        return self._describe(state, ahead=ahead)
+
+    def _slowest(self, kind: Kind) -> str:
+        return max(self._allowed[kind], key=self._order.index)
+
+    def _promotion_key(self, block: BlockPlan) -> tuple[float, int]:
+        """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
+        modes = [mode for number in self._uses[block.key] for mode in _modes(self._program.ticks[number], block.key)]
+        moves = sum((mode != "w") + (mode != "r") for mode in modes)
+        return (-float(moves), KINDS.index(block.kind))
+
+    def route(self, src: str, dst: str) -> list[tuple[str, str]]:
+        """Return the links that a copy takes from one tier to another, neighbour by neighbour."""
+        a, b = self._order.index(src), self._order.index(dst)
+        step = 1 if b > a else -1
+        return [(self._order[i], self._order[i + step]) for i in range(a, b, step)]
+
+    def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
+        have = self._tiers[tier].capacity_bytes
+        need = state.peak(tier, ahead=False)
+        if tier == self._order[-1] and len(self._order) > 1:
+            advice = f"Give tiers.{tier} that size, or a faster tier room for {format_size(need - have)} more."
+        elif "nvme" in self._order:
+            advice = f"Give tiers.{tier}.size that much, or lower data.max_length or the batch."
+        else:
+            advice = f"Give tiers.{tier}.size that much, add a [[tiers.nvme]] path, or lower data.max_length or the batch."
+        return DoesNotFitError(tier, need, have, advice)
+
+    def _describe(self, state: _Fill, *, ahead: bool) -> Placement:
+        home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self._order}
+        for key, block in self._program.blocks.items():
+            home = state.homes[key]
+            home_bytes[home][block.kind] += self._tiers[home].slot_bytes(block.nbytes)
+        return Placement(
+            homes=state.homes,
+            home_bytes=home_bytes,
+            working_bytes={name: state.largest_working_set(name, ahead=False) for name in self._order},
+            traffic_bytes=self.traffic(state.homes),
+            lookahead=ahead,
+            workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
+        )
+
+    def traffic(self, homes: Mapping[str, str]) -> dict[str, int]:
+        """Return the contents that each link moves in one step, by ``"src->dst"``."""
+        moved = {f"{a}->{b}": 0 for s in self._order for d in self._order if s != d for a, b in self.route(s, d)}
+        for tick in self._program.ticks:
+            tier = self._program.tier_of(tick)
+            for key, mode in (*tick.held, *tick.passing):
+                if homes[key] == tier:
+                    continue
+                nbytes = self._program.blocks[key].nbytes
+                if mode != "w":
+                    for a, b in self.route(homes[key], tier):
+                        moved[f"{a}->{b}"] += nbytes
+                if mode != "r" and key not in tick.spent:
+                    for a, b in self.route(tier, homes[key]):
+                        moved[f"{a}->{b}"] += nbytes
+        return moved
+
+
+class _Fill:
+    """Homes being decided, with the bytes of every tier and tick kept up to date."""
+
+    def __init__(self, solver: PlacementSolver, homes: dict[str, str]) -> None:
+        self.solver, self.homes = solver, homes
+        self._ticks = solver._program.ticks
+        self._tiers = solver._tiers
+        self._home_bytes = dict.fromkeys(solver._order, 0)
+        for key, block in solver._program.blocks.items():
+            self._home_bytes[homes[key]] += self._tiers[homes[key]].slot_bytes(block.nbytes)
+        self._working = {name: [self._working_set(name, tick) for tick in self._ticks] for name in solver._order}
+
+    def _working_set(self, tier: str, tick: Tick) -> int:
+        held = sum(self._passes_through(tier, tick, key) for key, _ in tick.held)
+        return held + max((self._passes_through(tier, tick, key) for key, _ in tick.passing), default=0)
+
+    def _passes_through(self, tier: str, tick: Tick, key: str) -> int:
+        """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
+        used_in, home = self.solver._program.tier_of(tick), self.homes[key]
+        if home in (used_in, tier):
+            return 0
+        stops = {used_in, *(b for _, b in self.solver.route(home, used_in))}
+        return self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes) if tier in stops else 0
+
+    def largest_working_set(self, tier: str, *, ahead: bool) -> int:
+        sets = self._working[tier]
+        if ahead:
+            return max((a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)), default=0)
+        return max(sets, default=0)
+
+    def peak(self, tier: str, *, ahead: bool) -> int:
+        return self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.largest_working_set(tier, ahead=ahead)
+
+    def overfull(self, *, ahead: bool) -> str | None:
+        """Return the first tier, fast to slow, that cannot hold its share."""
+        for name in self.solver._order:
+            if self.peak(name, ahead=ahead) > self._tiers[name].capacity_bytes:
+                return name
+        return None
+
+    def try_move(self, block: BlockPlan, tier: str, *, ahead: bool) -> bool:
+        """Make ``tier`` the block's home if everything still fits there; say whether it was done."""
+        before = self.homes[block.key]
+        self._move(block, tier)
+        if self.peak(tier, ahead=ahead) <= self._tiers[tier].capacity_bytes:
+            return True
+        self._move(block, before)
+        return False
+
+    def _move(self, block: BlockPlan, tier: str) -> None:
+        before = self.homes[block.key]
+        self._home_bytes[before] -= self._tiers[before].slot_bytes(block.nbytes)
+        self._home_bytes[tier] += self._tiers[tier].slot_bytes(block.nbytes)
+        self.homes[block.key] = tier
+        for number in self.solver._uses[block.key]:
+            for name in self.solver._order:
+                self._working[name][number] = self._working_set(name, self._ticks[number])
+
+
+def _modes(tick: Tick, key: str) -> Iterable[Mode]:
+    return (mode for other, mode in (*tick.held, *tick.passing) if other == key)

@@ -1,0 +1,80 @@
+"""Exact fp32 master weights as a bf16 high half and an int16 low half.
+
+The high half is the master rounded to bf16, ties away from zero: the weight that a bf16 device multiplies with. The low
+half is the low 16 bits of the master. In integers, with all arithmetic modulo 2**32::
+
+    high = (bits + 0x8000) >> 16        low = bits & 0xFFFF, read as int16
+    bits = (high << 16) + low           # a negative low half takes back the one that rounding carried into high
+
+So the pair holds every one of the 2**32 patterns exactly, NaN payloads included. Round-to-nearest-even cannot be stored
+this way: an even high half would stand for 65,537 masters.
+
+Only the *high half read as bf16* needs care at the edge: a finite master beyond the largest bf16 by half a step or more
+(0x7F7F8000, 3.3961775e38, and up) has an infinite high half, and a NaN whose payload rounds over reads as another
+value (0x7FFFFFFF as -0.0, 0x7F800001 as +inf). Training refuses non-finite gradients before they reach a master, so no
+NaN is ever encoded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["decode", "encode", "high_half"]
+
+_CONVERT_ELEMENTS = 1 << 18
+"""Elements converted at a time: the temporaries stay in the cache and never add up to a second copy of the block."""
+
+
+def _require(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int) -> None:
+    assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
+    assert tensor.dim() == 1 and tensor.is_contiguous(), (name, tuple(tensor.shape), tensor.stride())
+    assert tensor.numel() == num_elements, (name, tensor.numel(), num_elements)
+
+
+def encode(master: Tensor, high: Tensor, low: Tensor) -> None:
+    """Split fp32 masters into their two halves.
+
+    Args:
+        master: 1-D contiguous fp32, any device; unchanged.
+        high: 1-D contiguous bf16 of the same length and device; written.
+        low: 1-D contiguous int16 of the same length and device; written.
+    """
+    high_half(master, high)
+    _require("low", low, torch.int16, master.numel())
+    bits = master.view(torch.int32)
+    for start in range(0, master.numel(), _CONVERT_ELEMENTS):
+        part = slice(start, start + _CONVERT_ELEMENTS)
+        low[part] = bits[part]  # the conversion keeps the low 16 bits
+
+
+def high_half(master: Tensor, high: Tensor) -> None:
+    """Write only the high half: the bf16 weight that every placement computes with.
+
+    Args:
+        master: 1-D contiguous fp32, any device; unchanged.
+        high: 1-D contiguous bf16 of the same length and device; written.
+    """
+    _require("master", master, torch.float32, master.numel())
+    _require("high", high, torch.bfloat16, master.numel())
+    bits, high_bits = master.view(torch.int32), high.view(torch.int16)
+    for start in range(0, master.numel(), _CONVERT_ELEMENTS):
+        part = slice(start, start + _CONVERT_ELEMENTS)
+        high_bits[part] = (bits[part] + 0x8000).bitwise_right_shift_(16)
+
+
+def decode(high: Tensor, low: Tensor, master: Tensor) -> None:
+    """Join two halves into the fp32 masters they were split from, bit for bit.
+
+    Args:
+        high: 1-D contiguous bf16, any device; unchanged.
+        low: 1-D contiguous int16 of the same length and device; unchanged.
+        master: 1-D contiguous fp32 of the same length and device; written.
+    """
+    _require("high", high, torch.bfloat16, master.numel())
+    _require("low", low, torch.int16, master.numel())
+    _require("master", master, torch.float32, master.numel())
+    bits, high_bits = master.view(torch.int32), high.view(torch.int16)
+    for start in range(0, master.numel(), _CONVERT_ELEMENTS):
+        part = slice(start, start + _CONVERT_ELEMENTS)
+        bits[part] = high_bits[part].to(torch.int32).bitwise_left_shift_(16).add_(low[part])

@@ -1,0 +1,254 @@
+"""Commands, exit codes and messages. The trainer is replaced: here only what the command does with it counts."""
+
+# ruff: noqa: E501  -- one case per line reads best
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatrain.data.errors import DataError
+from megatrain.metrics import RunInfo, RunObserver, RunSummary, StepMetrics
+from tiered.errors import CapacityError
+from tiered.units import GiB, MiB
+
+CliModule = Callable[[str], ModuleType]
+CONFIG = """task = "sft"
+output_dir = "out"
+[model]
+model_name_or_path = "model"
+[[data.train]]
+path = "chat.jsonl"
+"""
+
+
+@dataclass(frozen=True)
+class SomePlan:
+    headline: str = "tiny  0.8 M params"
+    tiers: tuple[str, ...] = ("ram", "nvme")
+    rows: tuple[tuple[str, dict[str, int], str], ...] = (
+        ("weights fp32", {"ram": 3 * MiB}, "all in RAM"),
+        ("optimizer fp32", {"ram": 100, "nvme": 6 * MiB}, ""),
+    )
+    totals: dict[str, int] = field(default_factory=lambda: {"ram": 3 * MiB + 100, "nvme": 6 * MiB})
+    budgets: dict[str, int] = field(default_factory=lambda: {"ram": 4 * MiB, "nvme": GiB})
+    traffic: dict[str, int] = field(default_factory=lambda: {"nvme->ram": 6 * MiB})
+    fits: bool = True
+    messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
+
+
+METRICS = StepMetrics(
+    step=1, max_steps=2, epoch=0.5, loss=1.25, grad_norm=0.5, lr=1e-5, num_real_tokens=100, num_trained_tokens=50,
+    step_s=0.5, eta_s=0.5, tier_used_bytes={"ram": MiB}, tier_capacity_bytes={"ram": 4 * MiB},
+)  # fmt: skip
+SUMMARY = RunSummary(
+    num_steps=2, first_loss=1.25, last_loss=1.0, seconds=1.0, num_real_tokens=200, num_trained_tokens=100,
+    tier_peak_bytes={"ram": MiB}, tier_capacity_bytes={"ram": 4 * MiB}, link_bytes={"nvme->ram": 12 * MiB},
+)  # fmt: skip
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put a trainer in place that does what this dict says; it notes its config there."""
+    asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
+
+    class ReplacedTrainer:
+        def __init__(self, config: Any, *, observer: RunObserver) -> None:
+            asked["config"] = config
+            self.observer = observer
+            self.plan = asked["plan"]
+
+        def train(self) -> RunSummary:
+            asked["trained"] = True
+            if asked["error"] is not None:
+                raise asked["error"]
+            self.observer.on_start(RunInfo("out", "sft", "cpu", Path("out"), 2, 128))
+            self.observer.on_step(METRICS)
+            self.observer.on_step(replace(METRICS, step=2, loss=1.0, eta_s=0.0))
+            self.observer.on_message("saved")
+            self.observer.on_end(asked["summary"])
+            return asked["summary"]  # type: ignore[no-any-return]
+
+    module = ModuleType("megatrain.trainer")
+    module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
+    return asked
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def call(cli_module: CliModule) -> Callable[..., Result]:
+    group = cli_module("main").command_group
+    return lambda *arguments: CliRunner().invoke(group, [str(argument) for argument in arguments])
+
+
+def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    result = call("run", config)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "tiny  0.8 M params"
+    assert lines[1].split() == ["RAM", "NVME", "note"]
+    assert lines[2].split() == ["weights", "fp32", "3.0", "-", "all", "in", "RAM"]
+    assert lines[3].split() == ["optimizer", "fp32", "<0.1", "6.0"]
+    assert lines[4].split() == ["total", "MiB", "3.0", "6.0"]
+    assert lines[5].split() == ["budget", "4.0", "1,024.0"]
+    assert lines[6] == "moved per step  nvme->ram 6.00 MiB"
+    assert "fits." in lines
+    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0.50 s"  # fmt: skip
+    assert step in lines
+    assert lines[-3].startswith("done   2 steps in 1.00 s   loss 1.2500 -> 1.0000   200 tok/s")
+    assert "\x1b" not in result.output
+
+
+def test_run_json_is_one_object_per_line(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    result = call("run", config, "--json")
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert objects[0]["totals"] == {"ram": 3 * MiB + 100, "nvme": 6 * MiB}
+    assert [value.get("event") for value in objects[1:]] == ["step", "step", "message", "end"]
+    assert objects[1]["loss"] == 1.25
+
+
+def test_options_change_the_config(
+    call: Callable[..., Result], config: Path, trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    over = tmp_path / "over.toml"
+    over.write_text("seed = 9\n")
+    result = call("run", config, "-c", over, "--set", "learning_rate=2e-5", "--max-steps", 7)
+    assert result.exit_code == 0, result.output
+    used = trainer["config"]
+    assert (used.seed, used.optimizer.learning_rate, used.training.max_steps) == (9, 2e-5, 7)
+
+
+def test_dry_run_trains_nothing(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    result = call("run", config, "--dry-run")
+    assert result.exit_code == 0
+    assert not trainer["trained"]
+    assert "fits." in result.stdout
+
+
+def test_progress_none_is_silent_after_the_plan(
+    call: Callable[..., Result], config: Path, trainer: dict[str, Any]
+) -> None:
+    assert "step 1/2" not in call("run", config, "--set", "progress=none").stdout
+
+
+def test_plan(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    result = call("plan", config, "--json")
+    assert (result.exit_code, json.loads(result.stdout)["fits"]) == (0, True)
+    trainer["plan"] = SomePlan(fits=False)
+    assert call("plan", config).exit_code == 3
+    result = call("run", config)
+    assert (result.exit_code, trainer["trained"]) == (3, False)
+    assert "does not fit." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (DataError("a.jsonl line 2", "broken JSON", "Fix it"), 4, "error: a.jsonl line 2: broken JSON. Fix it"),
+        (CapacityError("ram", 10, 5), 1, "error: tier 'ram' is too small: 10 bytes"),
+        (OSError(28, "No space left on device", "out/model"), 1, "error: out/model: No space left on device"),
+        (MemoryError(), 1, "error: out of memory"),
+        (KeyboardInterrupt(), 1, "interrupted; nothing saved"),
+        (RuntimeError("odd"), 1, "error: internal error, RuntimeError: odd"),
+    ],
+)
+def test_failures_have_a_code_and_no_traceback(
+    call: Callable[..., Result], config: Path, trainer: dict[str, Any], error: BaseException, code: int, message: str
+) -> None:
+    trainer["error"] = error
+    result = call("run", config)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_debug_variable_shows_the_traceback(
+    call: Callable[..., Result], config: Path, trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_TIER_DEBUG", "1")
+    trainer["error"] = RuntimeError("odd")
+    assert "Traceback" in call("run", config).output
+
+
+def test_interrupted_run_fails(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    trainer["summary"] = replace(SUMMARY, interrupted=True)
+    result = call("run", config)
+    assert result.exit_code == 1
+    assert "interrupted; nothing saved" in result.stderr
+
+
+def test_config_problems_exit_2(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    config.write_text(CONFIG + "[data]\ncutoff_len = 3\n")
+    result = call("run", config, "--set", "tiers.ram.size=110")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        f"error: 2 problems in {config}",
+        "  line 8: unknown key `data.cutoff_len`. That is LLaMA-Factory's name; here: data.max_length",
+        '  --set, tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"',
+    ]
+    assert "config" not in trainer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rum"], "No such command 'rum'"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["run", "x.toml", "--max-steps", "0"], "0 is not in the range x>=1"),
+        (["plan", "x.toml", "--wat"], "No such option"),
+        (["plan", "no-such.toml"], "1 problem in no-such.toml\n  there is no such file"),
+    ],
+)
+def test_usage_errors_exit_2(call: Callable[..., Result], arguments: list[str], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_warnings_go_to_stderr(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    result = call("plan", config, "--json", "--set", "warmup_ratio=0.1")
+    assert "warning: --set: `warmup_ratio` is the name in transformers 4" in result.stderr
+    assert json.loads(result.stdout)["fits"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
+def test_help_does_not_import_torch(cli_package: str, arguments: list[str]) -> None:
+    script = (
+        "import sys, runpy, atexit\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'pydantic', 'tiered', 'megatrain')\n"
+        "atexit.register(lambda: print('HEAVY', [name for name in heavy if name in sys.modules]))\n"
+        f"sys.argv = ['megatrain-tier', *{arguments!r}]\n"
+        f"runpy.run_module('{cli_package}', run_name='__main__')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "NO_COLOR": "1"}, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "HEAVY []" in result.stdout
+    assert "megatrain-tier" in result.stdout
+
+
+def test_every_expected_error_exists(cli_module: CliModule) -> None:
+    """The table names classes as text, so that nothing heavy is imported; a renamed class would be missed silently."""
+    for module_name, class_name, code in cli_module("main").EXPECTED_ERRORS:
+        kind = getattr(importlib.import_module(module_name), class_name)
+        assert issubclass(kind, Exception), class_name
+        assert code in (1, 2, 3, 4)

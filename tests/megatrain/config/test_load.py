@@ -1,0 +1,238 @@
+"""A config file becomes one checked object, and comes back from what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from megatrain.config import LoadedConfig, RunConfig, Size, load_config, to_toml, write_resolved
+from megatrain.config.keys import known_keys, known_tables
+from megatrain.config.problems import ConfigError
+
+SMALLEST = """
+task = "sft"
+output_dir = "out"
+[model]
+model_name_or_path = "model"
+[[data.train]]
+path = "chat.jsonl"
+"""
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def smallest(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return write(tmp_path, SMALLEST)
+
+
+def test_smallest_file_has_every_default(smallest: Path) -> None:
+    loaded = load_config(smallest)
+    config = loaded.config
+    assert isinstance(loaded, LoadedConfig)
+    assert (config.task, config.run_name, config.seed, config.data_seed) == ("sft", "out", 42, 42)
+    assert config.data.train_on == "assistant"
+    assert config.rows_per_step == 8
+    assert config.micro_batch_size == 8
+    assert config.tiers.ram.size.is_auto
+    assert loaded.warnings == ()
+    assert loaded.origins["task"] == f"{smallest}:2"
+
+
+def test_paths_are_relative_to_the_file(smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    config = load_config(smallest).config
+    assert config.output_dir == tmp_path / "out"
+    assert config.model.model_name_or_path == str(tmp_path / "model")
+    assert config.data.train[0].path == str(tmp_path / "chat.jsonl")
+
+
+def test_parent_folders_and_globs_in_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    path = write(folder, SMALLEST.replace('"out"', '"../out"').replace('"chat.jsonl"', '"./data/**/*.jsonl"'))
+    config = load_config(path).config
+    assert config.output_dir == tmp_path / "out"
+    assert config.data.train[0].path == str(folder / "data/**/*.jsonl")
+
+
+def test_a_name_that_is_no_folder_stays_a_name(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SMALLEST.replace('"model"', '"Qwen/Qwen3-0.6B"'))).config
+    assert config.model.model_name_or_path == "Qwen/Qwen3-0.6B"
+
+
+def test_layers_later_wins_tables_merge_arrays_replace(smallest: Path, tmp_path: Path) -> None:
+    extra = write(
+        tmp_path,
+        'seed = 7\n[optimizer]\nlearning_rate = 3e-4\nadam_beta1 = 0.8\n[[data.train]]\npath = "other.txt"\n',
+        "over.toml",
+    )
+    loaded = load_config(smallest, [extra], ["learning_rate=5e-4"])
+    config = loaded.config
+    assert config.seed == config.data_seed == 7
+    assert (config.optimizer.learning_rate, config.optimizer.adam_beta1) == (5e-4, 0.8)
+    assert [dataset.path for dataset in config.data.train] == [str(tmp_path / "other.txt")]
+    assert loaded.origins["optimizer.learning_rate"] == "--set"
+    assert loaded.origins["optimizer.adam_beta1"] == f"{extra}:4"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("max_length=64", "data.max_length", 64),
+        ("data.max_length=64", "data.max_length", 64),
+        ("data.train.0.max_samples=5", "data.train.0.max_samples", 5),
+        ("run_name=first try", "run_name", "first try"),
+        ("run_name='quoted'", "run_name", "quoted"),
+        ("packing=false", "data.packing", False),
+        ("max_length=4_096", "data.max_length", 4096),
+        ("prefetch=0", "advanced.prefetch", 0),
+        ("prefetch=1GiB", "advanced.prefetch", 1 << 30),
+        ("placement.weights=ram", "placement.weights", ("ram",)),
+        ('freeze=["*.bias"]', "model.freeze", ("*.bias",)),
+        ("num_train_epochs=2", "training.num_train_epochs", 2.0),
+        ("lr_scheduler_kwargs.num_cycles=0.4", "optimizer.lr_scheduler_kwargs.num_cycles", 0.4),
+    ],
+)
+def test_set(smallest: Path, override: str, key: str, value: object) -> None:
+    found: object = load_config(smallest, overrides=[override]).config
+    for part in key.split("."):
+        if isinstance(found, tuple):
+            found = found[int(part)]
+        else:
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == value
+
+
+def test_set_appends_to_a_list_and_reads_paths_from_here(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(smallest, overrides=["tiers.nvme.0.path=scratch", "tiers.nvme.0.size=2GiB"]).config
+    assert config.tiers.nvme[0].path == tmp_path / "elsewhere/scratch"
+    assert config.tiers.nvme[0].size.nbytes == 2 << 30
+
+
+def test_pretrain_trains_everything(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SMALLEST.replace('"sft"', '"pretrain"'))).config
+    assert config.data.train_on == "all"
+
+
+def test_names_of_transformers_4_are_accepted_with_a_warning(tmp_path: Path) -> None:
+    text = SMALLEST + "[optimizer]\nwarmup_ratio = 0.1\n[training]\ngradient_checkpointing = true\n"
+    path = write(tmp_path, text)
+    loaded = load_config(path)
+    assert loaded.config.optimizer.warmup_steps == 0.1
+    assert f"{path}:9: `warmup_ratio` is the name in transformers 4; here: optimizer.warmup_steps" in loaded.warnings
+    assert any("`gradient_checkpointing` is always on here" in warning for warning in loaded.warnings)
+
+
+FULL = (
+    SMALLEST
+    + """
+format = "prompt_completion"
+columns = { prompt = "question \\u00e9", completion = "answer" }
+max_samples = 20_000
+[data]
+max_length = 128
+packing = false
+overlong = "drop"
+[training]
+train_batch_tokens = 65_536
+max_steps = 10
+[optimizer]
+weight_decay_exclude = []
+lr_scheduler_type = "cosine_with_min_lr"
+lr_scheduler_kwargs = { min_lr_rate = 0.1 }
+[export]
+max_shard_size = "1500MB"
+[tiers]
+safety_margin = "2GiB"
+[tiers.ram]
+size = "90%"
+pinned = "1.5GiB"
+[[tiers.nvme]]
+path = "scratch/a"
+size = "300GB"
+rate = "2.5GB/s"
+[[tiers.nvme]]
+path = "scratch/b"
+rate = "1.25GB/s"
+[placement]
+optimizer = ["ram", "nvme"]
+[advanced]
+prefetch = "1000000B"
+eviction_policy = "lru"
+"""
+)
+
+
+@pytest.mark.parametrize("text", [SMALLEST, FULL])
+def test_resolved_file_reproduces_the_config(tmp_path: Path, text: str) -> None:
+    config = load_config(write(tmp_path, text)).config
+    path = write_resolved(config)
+    assert path == tmp_path / "out/config.resolved.toml"
+    again = load_config(path).config
+    assert again == config
+    assert to_toml(again) == path.read_text()
+    assert not list(path.parent.glob("*.partial"))
+
+
+def test_resolved_file_holds_every_key(smallest: Path) -> None:
+    text = to_toml(load_config(smallest).config)
+    optional = {
+        "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "optimizer.lr_scheduler_kwargs",
+        "training.train_batch_tokens", "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate",
+    }  # fmt: skip
+    for key in known_keys() - optional:
+        assert f"\n{key.rsplit('.', 1)[-1]} = " in "\n" + text, key
+
+
+def test_unwritable_output_is_a_config_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = load_config(write(tmp_path, SMALLEST.replace('"out"', '"file/inside"'))).config
+    with pytest.raises(ConfigError, match="output_dir: cannot write in"):
+        write_resolved(config)
+
+
+def test_batch_in_tokens(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SMALLEST), overrides=["train_batch_tokens=8192", "max_length=512"]).config
+    assert config.rows_per_step == 16
+    assert config.micro_batch_size is None
+
+
+def test_config_is_frozen(smallest: Path) -> None:
+    config = load_config(smallest).config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optimizer.learning_rate = 1.0
+
+
+def test_every_key_is_described() -> None:
+    def check(model: type) -> int:
+        fields = model.model_fields  # type: ignore[attr-defined]
+        for name, field in fields.items():
+            assert field.description, name
+        return len(fields)
+
+    assert check(RunConfig) >= 15
+    assert {"tiers.ram", "data.train"} <= known_tables()
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "expected"),
+    [("2GiB", 100, 2 << 30), ("90%", 1000, 900), ("auto", 1000, 1000), ("1.5GB", 0, 1_500_000_000), (" 50 % ", 10, 5)],
+)
+def test_size_resolves(text: str, total: int, expected: int) -> None:
+    assert Size.parse(text).resolve(total) == expected
+
+
+def test_auto_size_has_its_own_value() -> None:
+    assert Size.parse("auto").resolve(1000, auto_bytes=7) == 7

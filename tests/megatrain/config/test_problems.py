@@ -1,0 +1,172 @@
+"""What is wrong with a config is said in words that tell what to write, all of it at once, with the line."""
+
+# ruff: noqa: E501  -- one case per line reads best
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import ConfigError, load_config
+
+HEAD = """task = "sft"
+output_dir = "out"
+[model]
+model_name_or_path = "model"
+[[data.train]]
+path = "chat.jsonl"
+"""  # six lines: what follows begins on line 7
+
+
+def problems_of(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> list[str]:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides=overrides)
+    lines = str(caught.value).splitlines()
+    count = len(caught.value.problems)
+    assert lines[0] == f"{count} problem{'s' if count > 1 else ''} in {path}"
+    return [line.strip() for line in lines[1:]]
+
+
+BAD = {
+    "other tool": ("[data]\ncutoff_len = 5", "line 8: unknown key `data.cutoff_len`. That is LLaMA-Factory's name; here: data.max_length"),
+    "axolotl": ("[training]\nmicro_batch_size = 5", "line 8: unknown key `training.micro_batch_size`. That is Axolotl's name; here: training.per_device_train_batch_size"),
+    "other table": ("[dataset]\nmax_seq_len = 5", "line 8: unknown key `dataset.max_seq_len`. That is MegaTrain's name; here: data.max_length"),
+    "bf16": ("[precision]\nbf16 = true", 'line 8: unknown key `precision.bf16`. That is transformers\' name; here: precision.compute_dtype (write compute_dtype = "bfloat16")'),
+    "typo": ("[optimizer]\nlearning_rte = 1e-5", "line 8: unknown key `optimizer.learning_rte`. Did you mean optimizer.learning_rate?"),
+    "typo in list": ("pth = 5", "line 7: unknown key `data.train.0.pth`. Did you mean data.train.0.path?"),
+    "typo in table": ("[optimiser]\nx = 1", "line 7: unknown table `optimiser`. Did you mean optimizer?"),
+    "nothing near": ("[data]\nzzz = 1", "line 8: unknown key `data.zzz`"),
+    "wrong table": ("[training]\nlearning_rate = 1e-5", "line 8: unknown key `training.learning_rate`. `learning_rate` belongs in [optimizer]: write optimizer.learning_rate"),
+    "later release": ("[evaluation]\neval_steps = 5", "line 7: unknown table `evaluation`. This release does not have it yet; leave it out"),
+    "text number": ('[optimizer]\nlearning_rate = "1e-5"', 'line 8: optimizer.learning_rate = "1e-5" is text. Write it without quotes: 1e-5'),
+    "text boolean": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
+    "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
+    "number for text": ("[model]\n", "this is not TOML: cannot declare"),
+    "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
+    "no unit in text": ('[tiers.ram]\nsize = "110"', 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
+    "unknown unit": ('[tiers.ram]\nsize = "110 G"', 'line 8: tiers.ram.size = "G" is not a unit of size. Use B, KiB'),
+    "too many percent": ('[tiers.ram]\nsize = "120%"', 'line 8: tiers.ram.size = "120%" is not a share'),
+    "bare size": ("[tiers.ram]\nsize = 110GiB", 'Text needs quotes: "110GiB"'),
+    "capital true": ("[data]\npacking = True", "Write it in small letters: true"),
+    "null": ("[data]\npacking = null", "TOML has no null"),
+    "rate": ('[[tiers.nvme]]\npath = "x"\nrate = "fast"', "line 9: tiers.nvme.0.rate: 'fast' is not a rate. Write for example \"2.0GB/s\""),
+    "choice": ('[data]\ntrain_on = "assistantt"', 'line 8: data.train_on = "assistantt" is not a choice. Did you mean "assistant"? Write one of "assistant", "completion", "all"'),
+    "format": ('format = "alpaca"', 'line 7: data.train.0.format = "alpaca" is not a choice. Write one of "auto", "messages", "prompt_completion", "text"'),
+    "range": ("[optimizer]\nadam_beta1 = 1.0", "line 8: optimizer.adam_beta1 = 1.0 is out of range. It must be below 1"),
+    "not finite": ("[optimizer]\nlearning_rate = nan", "line 8: optimizer.learning_rate = nan is not a finite number"),
+    "one bracket": ('[tiers.nvme]\npath = "x"', "line 7: tiers.nvme is a table, not a list of tables. Write [[tiers.nvme]] with two brackets"),
+    "not a list": ('[optimizer]\nweight_decay_exclude = "*.bias"', 'weight_decay_exclude = "*.bias" is not a list. Write ["*.bias"]'),
+    "tier": ('[placement]\nweights = ["disk"]', 'line 8: placement.weights = ["disk"] is not a placement. Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
+    "no nvme": ('[placement]\noptimizer = ["ram", "nvme"]', 'line 8: placement.optimizer names "nvme", but there is no [[tiers.nvme]]'),
+    "tier twice": ('[placement]\nweights = ["ram", "ram"]', "line 8: placement.weights names a tier twice"),
+    "column": ('columns = { body = "text" }', "line 7: data.train.0.columns: `body` is not a field of ours"),
+    "remote code": ("[model.x]\n[optimizer]\nmax_grad_norm = -1", "line 9: optimizer.max_grad_norm = -1 is out of range. It must be at least 0"),
+    "two batches": ("[training]\ntrain_batch_tokens = 8192\ngradient_accumulation_steps = 2", "line 9: training.gradient_accumulation_steps and training.train_batch_tokens both set the batch. Keep one"),
+    "no multiple": ("[training]\ntrain_batch_tokens = 1500", "line 8: training.train_batch_tokens = 1500 is not a multiple of data.max_length = 1024. Write 1024 or 2048"),
+    "no steps": ("[training]\nmax_steps = 0", "line 8: training.max_steps = 0 trains nothing"),
+    "schedule": ('[optimizer]\nlr_scheduler_type = "cosin"', 'line 8: optimizer.lr_scheduler_type = "cosin" is not a schedule. Write one of "constant"'),
+    "schedule arguments": ("[optimizer]\nlr_scheduler_kwargs = { min_lr_rate = 0.1 }", 'the "cosine" schedule takes no `min_lr_rate`. It belongs to "cosine_with_min_lr"'),
+    "schedule needs": ('[optimizer]\nlr_scheduler_type = "warmup_stable_decay"', "needs `num_decay_steps`"),
+    "warm-up": ("[training]\nmax_steps = 10\n[optimizer]\nwarmup_steps = 20", "line 10: the warm-up of 20 steps does not end within the 10 steps of the run"),
+    "half a step": ("[optimizer]\nwarmup_steps = 1.5", "line 8: optimizer.warmup_steps = 1.5 is not a whole number of steps"),
+    "same folder": ('[[tiers.nvme]]\npath = "a"\n[[tiers.nvme]]\npath = "./a"', "line 10: tiers.nvme.1.path is the folder of tiers.nvme.0"),
+    "half the rates": ('[[tiers.nvme]]\npath = "a"\nrate = "1GB/s"\n[[tiers.nvme]]\npath = "b"', "only some of [[tiers.nvme]] have a rate"),
+    "pinned": ('[tiers.ram]\nsize = "1GiB"\npinned = "2GiB"', 'line 9: tiers.ram.pinned = "2GiB" is more than tiers.ram.size = "1GiB"'),
+    "off": ("[training]\ngradient_checkpointing = false", "line 8: unknown key `training.gradient_checkpointing`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_config(tmp_path: Path, name: str) -> None:
+    text, expected = BAD[name]
+    found = problems_of(tmp_path, HEAD + text + "\n")
+    assert any(expected in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" at the top'),
+        ('task = "sft"', 'task = "dpo"', 'line 1: task = "dpo" is not a choice. Write one of "sft", "pretrain"'),
+        ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),
+        ('model_name_or_path = "model"\n', "", "`model.model_name_or_path` is missing"),
+        ('[model]\nmodel_name_or_path = "model"\n', "", "`model.model_name_or_path` is missing"),
+        ('[[data.train]]\npath = "chat.jsonl"\n', "", "`data.train` is missing. Write [[data.train]] and below it path"),
+        ('path = "chat.jsonl"\n', "", "line 5: `data.train.0.path` is missing"),
+        ('"model"\n', '"model"\ntrust_remote_code = true\n', "line 5: model.trust_remote_code = true: code in a model folder is never run here"),
+        ('"model"\n', '"model"\nchat_template = "no.jinja"\n', "line 5: model.chat_template: there is no file"),
+        ('"model"\n', '"model"\nattn_implementation = "flash_attention_2"\n', "separates packed documents only in micro-batches of one row"),
+        ('"model"', "3", "line 4: model.model_name_or_path = 3 is a number. Write it in quotes"),
+        ('"out"', '"model"', "output_dir is the folder of the model that is trained"),
+    ],
+)  # fmt: skip
+def test_bad_head(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    (tmp_path / "model").mkdir()
+    found = problems_of(tmp_path, HEAD.replace(old, new, 1))
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("size=3", "--set, `size` is in several tables. Write one of tiers.gpu.size, tiers.nvme.size, tiers.ram.size"),
+        ("foo", "--set, `foo` is not KEY=VALUE. Write for example --set learning_rate=2e-5"),
+        ("data.train.path=x", "--set, data.train is a list. Write data.train.0.path"),
+        ("data.train.4.path=x", "--set, data.train has 1 items, there is no number 4"),
+        ("learning_rte=3", "--set, unknown key `learning_rte`. Did you mean optimizer.learning_rate?"),
+        ("tiers.ram.size=3", '--set, tiers.ram.size = 3 has no unit. Write "3GiB" or "3GB"'),
+        ("task.x=3", "--set, task is a value, not a table"),
+    ],
+)
+def test_bad_override(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in problems_of(tmp_path, HEAD, (override,))[0]
+
+
+def test_all_problems_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = HEAD + '[data]\ncutoff_len = 4\n[optimizer]\nlearning_rate = "1e-5"\n[tiers.ram]\nsize = 110\n'
+    found = problems_of(tmp_path, text, ("foo",))
+    assert [line.split(":")[0] for line in found] == ["line 8", "line 10", "line 12", "--set, `foo` is not KEY=VALUE. Write for example --set learning_rate=2e-5"]  # fmt: skip
+
+
+def test_two_names_for_one_key(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, HEAD + "[optimizer]\nwarmup_ratio = 0.1\nwarmup_steps = 3\n")
+    assert found == [
+        "line 8: `warmup_ratio` and `optimizer.warmup_steps` are two names for one thing. Keep optimizer.warmup_steps"
+    ]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
+def test_pretrain_has_no_assistant(tmp_path: Path, train_on: str) -> None:
+    text = HEAD.replace("sft", "pretrain") + f'format = "messages"\n[data]\ntrain_on = "{train_on}"\n'
+    found = problems_of(tmp_path, text)
+    assert len(found) == 2
+    assert 'data.train.0.format = "messages" is not plain text' in found[0]
+    assert f'data.train_on = "{train_on}" needs conversations' in found[1]
+
+
+def test_problem_in_an_extra_file_names_that_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(HEAD)
+    extra = tmp_path / "over.toml"
+    extra.write_text("\n[data]\nmax_length = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.toml", [extra])
+    assert f"{extra}, line 3: data.max_length = 1 is out of range. It must be at least 2" in str(caught.value)
+
+
+def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(HEAD)
+    with pytest.raises(ConfigError, match=r"there is no such file. In that folder: run.toml"):
+        load_config(tmp_path / "rum.toml")
+
+
+def test_device_cpu_has_no_gpu(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, 'device = "cpu"\n' + HEAD + '[placement]\nweights = ["gpu"]\n')
+    assert found == ['line 9: placement.weights names "gpu", but device = "cpu". Leave "gpu" out']
+
+
+def test_lines_are_found_in_awkward_toml(tmp_path: Path) -> None:
+    text = 'run_name = """\nseed = 3\n"""\n' + HEAD + 'columns = { "prompt" = "a" }\n[optimizer]\nweight_decay_exclude = [\n  "a=[", # ]\n  "b",\n]\n"adam_beta1" = 7\n'  # fmt: skip
+    assert problems_of(tmp_path, text) == ["line 16: optimizer.adam_beta1 = 7 is out of range. It must be below 1"]

@@ -1,0 +1,231 @@
+"""What is trained decodes to exactly what the assistant wrote and its end of turn, for every kind of template."""
+
+# ruff: noqa: E501  -- one case per line reads best
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.errors import DataError
+from megatrain.data.formats import Completion, Conversation, Document
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MERGES_SYSTEM = (  # the system message goes into the first user turn; roles must alternate; "assistant" is "model"
+    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ (first if loop.first else '') + (m['content'] | trim) }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+GENERATION_MARKERS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DROPS_OLD_THOUGHTS = (  # thoughts of earlier turns are removed, an empty thought is put before a last turn without one
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% set answer = m['content'].split('</think>')[-1].lstrip('\n') %}"
+    "{% if loop.last %}{% if '</think>' in m['content'] %}{{ m['content'] }}{% else %}<think>\n\n</think>\n\n{{ answer }}{% endif %}"
+    "{% else %}{{ answer }}{% endif %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}\n{% endfor %}"
+OTHER_LAST_END = (  # earlier turns end with one token, the last with another
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+CHAT = (
+    ("system", "Short"),
+    ("user", "Hi there"),
+    ("assistant", "Call me Ishmael."),
+    ("user", "Why?"),
+    ("assistant", "So be it"),
+)
+
+
+def conversation(*turns: tuple[str, str], trained_from: int = 0) -> Conversation:
+    return Conversation(
+        tuple({"role": role, "content": content} for role, content in turns), "rows line 1", trained_from
+    )
+
+
+def trained_runs(tokenizer: Any, coded: Encoded) -> list[str]:
+    """Return the text of each unbroken run of trained tokens."""
+    runs: list[list[int]] = [[]]
+    for token, wanted in zip(coded.tokens, coded.trained, strict=True):
+        if wanted:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs if run]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "train_on", "expected"),
+    [
+        (CHATML, "<|im_end|>", "assistant", ["Call me Ishmael.", "So be it"]),
+        (CHATML, "<|im_end|>", "completion", ["So be it"]),
+        (LLAMA3, "<|eot_id|>", "assistant", ["Call me Ishmael.", "So be it"]),
+        (LLAMA3, "<|eot_id|>", "completion", ["So be it"]),
+        (MERGES_SYSTEM, "<end_of_turn>", "assistant", ["Call me Ishmael.", "So be it"]),
+        (GENERATION_MARKERS, "<|im_end|>", "assistant", ["Call me Ishmael.", "So be it"]),
+        (GENERATION_MARKERS, "<|im_end|>", "completion", ["So be it"]),
+        (DROPS_OLD_THOUGHTS, "<|im_end|>", "completion", ["<think>\n\n</think>\n\nSo be it"]),
+        (DROPS_OLD_THOUGHTS, "<|im_end|>", "assistant", ["Call me Ishmael.", "<think>\n\n</think>\n\nSo be it"]),
+    ],
+)
+def test_exactly_the_assistant(tokenizer: Any, template: str, end: str, train_on: Any, expected: list[str]) -> None:
+    tokenizer.chat_template = template
+    coded = RowEncoder(tokenizer, train_on=train_on).encode(conversation(*CHAT))
+    assert trained_runs(tokenizer, coded) == [text + end for text in expected]
+    whole = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in CHAT], tokenize=False)
+    assert tokenizer.decode(coded.tokens) == whole
+
+
+def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    coded = RowEncoder(tokenizer).encode(conversation(*CHAT))
+    assert [text.strip() for text in trained_runs(tokenizer, coded)] == ["Call me Ishmael.", "So be it"]
+
+
+def test_each_turn_has_its_own_end(tokenizer: Any) -> None:
+    tokenizer.chat_template = OTHER_LAST_END
+    coded = RowEncoder(tokenizer).encode(conversation(*CHAT))
+    assert trained_runs(tokenizer, coded) == ["Call me Ishmael.<|im_end|>", "So be it<|return|>"]
+
+
+def test_thought_of_the_last_turn_is_trained(tokenizer: Any) -> None:
+    tokenizer.chat_template = DROPS_OLD_THOUGHTS
+    row = conversation(("user", "Why?"), ("assistant", "<think>\nhmm\n</think>\n\nBecause"))
+    coded = RowEncoder(tokenizer).encode(row)
+    assert trained_runs(tokenizer, coded) == ["<think>\nhmm\n</think>\n\nBecause<|im_end|>"]
+
+
+def test_a_rewritten_turn_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = DROPS_OLD_THOUGHTS
+    row = conversation(("user", "a"), ("assistant", "<think>\nhmm\n</think>\n\nB"), ("user", "c"), ("assistant", "d"))
+    with pytest.raises(DataError, match="rows line 1: the chat template rewrites message 2"):
+        RowEncoder(tokenizer).encode(row)
+    coded = RowEncoder(tokenizer, train_on="completion").encode(row)
+    assert trained_runs(tokenizer, coded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+
+
+def test_white_space_around_content(tokenizer: Any) -> None:
+    row = conversation(("user", "a"), ("assistant", "  b \n"))
+    tokenizer.chat_template = LLAMA3
+    assert trained_runs(tokenizer, RowEncoder(tokenizer).encode(row)) == ["b<|eot_id|>"]
+    tokenizer.chat_template = CHATML
+    (run,) = trained_runs(tokenizer, RowEncoder(tokenizer).encode(row))
+    assert run.replace("<|im_end|>", "").strip() == "b"
+    assert run.endswith("<|im_end|>")
+
+
+def test_the_same_text_twice_is_told_apart(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    row = conversation(("user", "yes"), ("assistant", "yes"), ("user", "assistant\nyes"), ("assistant", "yes"))
+    coded = RowEncoder(tokenizer, train_on="completion").encode(row)
+    assert trained_runs(tokenizer, coded) == ["yes<|im_end|>"]
+    assert coded.trained.index(True) > len(coded.tokens) - 6
+
+
+def test_empty_turns_and_no_assistant_train_nothing(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    encoder = RowEncoder(tokenizer)
+    assert encoder.encode(conversation(("user", "a"), ("assistant", " "))).num_trained == 0
+    assert encoder.encode(conversation(("user", "a"))).num_trained == 0
+
+
+def test_trained_from_masks_earlier_turns(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    coded = RowEncoder(tokenizer).encode(conversation(*CHAT, trained_from=4))
+    assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
+
+
+def test_train_on_all(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    coded = RowEncoder(tokenizer, train_on="all").encode(conversation(*CHAT))
+    assert coded.trained == [False] + [True] * (len(coded.tokens) - 1)
+
+
+def test_template_that_refuses(tokenizer: Any) -> None:
+    tokenizer.chat_template = MERGES_SYSTEM
+    with pytest.raises(
+        DataError, match="rows line 1: the chat template refuses this conversation: roles must alternate"
+    ):
+        RowEncoder(tokenizer).encode(conversation(("assistant", "a"), ("user", "b")))
+
+
+def test_no_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="this tokenizer has no chat template, which `messages` need"):
+        RowEncoder(tokenizer).encode(conversation(*CHAT))
+
+
+def test_markers_at_the_wrong_place_are_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}A:{% endgeneration %}{% endif %}"
+        "{{ m['content'] }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(DataError, match="generation markers of the chat template do not enclose message 2"):
+        RowEncoder(tokenizer).encode(conversation(("user", "a"), ("assistant", "b")))
+
+
+def test_completion_masks_the_prompt_and_ends(tokenizer: Any) -> None:
+    coded = RowEncoder(tokenizer).encode(Completion("The whale", " is white", "x"))
+    assert trained_runs(tokenizer, coded) == [" is white<|endoftext|>"]
+    assert tokenizer.decode(coded.tokens) == "The whale is white<|endoftext|>"
+
+
+def test_completion_inside_a_word_keeps_the_prompt_as_at_inference(tokenizer: Any) -> None:
+    prompt = tokenizer("The wh")["input_ids"]
+    coded = RowEncoder(tokenizer).encode(Completion("The wh", "ale", "x"))
+    assert coded.tokens[: len(prompt)] == prompt
+    assert trained_runs(tokenizer, coded) == ["ale<|endoftext|>"]
+
+
+def test_completion_without_prompt_or_text(tokenizer: Any) -> None:
+    coded = RowEncoder(tokenizer).encode(Completion("", "Call me", "x"))
+    assert tokenizer.decode(coded.tokens) == "Call me<|endoftext|>"
+    assert coded.num_trained == len(coded.tokens) - 1
+    assert RowEncoder(tokenizer).encode(Completion("a", " ", "x")).num_trained == 0
+    coded = RowEncoder(tokenizer, train_on="all").encode(Completion("The whale", " is white", "x"))
+    assert coded.num_trained == len(coded.tokens) - 1
+
+
+def test_document_ends_and_trains_whole(tokenizer: Any) -> None:
+    coded = RowEncoder(tokenizer).encode(Document("Call me Ishmael.", "x"))
+    assert tokenizer.decode(coded.tokens) == "Call me Ishmael.<|endoftext|>"
+    assert coded.trained == [False] + [True] * (len(coded.tokens) - 1)
+    assert coded.is_text
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MERGES_SYSTEM, GENERATION_MARKERS])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(TEXT, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
+def test_any_text_is_masked_exactly_or_refused(tokenizer: Any, template: str, texts: list[str]) -> None:
+    tokenizer.chat_template = template
+    turns = [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+    coded = RowEncoder(tokenizer).encode(conversation(*turns))
+    runs = trained_runs(tokenizer, coded)
+    wanted = [text.strip() for role, text in turns if role == "assistant" and text.strip()]
+    assert [run.rsplit("<", 1)[0].strip() for run in runs] == wanted

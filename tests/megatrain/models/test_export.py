@@ -1,0 +1,274 @@
+"""Exporting: transformers opens the folder and finds the same bits; nothing half-written ever gets the name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from megatrain.models import export as export_module
+from megatrain.models import folder as folder_module
+from megatrain.models import shards as shards_module
+from megatrain.models.export import RECORD_FILE, ExportError, export_model
+from megatrain.models.folder import ModelFolder, read_config
+from megatrain.models.layout import UnitLayout
+from megatrain.models.load import WeightLoader
+from megatrain.models.shards import ShardWriter, plan_shards
+from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model
+
+
+def load(path: Path) -> Weights:
+    weights = Weights(build_graph(read_config(path)))
+    loader = WeightLoader(path, weights.graph.model)
+    weights.fill(loader.fill)
+    loader.load_buffers()
+    return weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    """An untied llama in flat blocks."""
+    build_model("llama").save_pretrained(tmp_path / "source")
+    return load(tmp_path / "source")
+
+
+def reopened(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return dict(model.state_dict())
+
+
+def tensors_in(path: Path) -> dict[str, Tensor]:
+    return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("max_shard_nbytes", [10**9, 20_000], ids=["one_file", "shards"])
+def test_transformers_opens_the_same_bits(
+    saved: tuple[PreTrainedModel, Path], tmp_path: Path, max_shard_nbytes: int
+) -> None:
+    model, path = saved
+    weights = load(path)
+    out = export_model(
+        weights.graph, weights.source, tmp_path / "out", dtype=torch.float32, max_shard_nbytes=max_shard_nbytes
+    )
+    found = reopened(out, torch.float32)
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    theirs, ours = tensors_in(path), tensors_in(out)
+    assert ours.keys() == theirs.keys(), "the same names as transformers writes"
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (out / "model.safetensors").exists() == (max_shard_nbytes == 10**9)
+    assert weights.most_open == 1
+    assert not weights.open_now
+
+
+def test_a_model_that_no_folder_gave_is_exported_too(family: str, tmp_path: Path) -> None:
+    model = build_model(family)
+    weights = Weights(build_graph(model.config))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    weights.fill(lambda _, views: [view.copy_(named[name].detach()) for name, view in views.items()] and None)
+    persistent = {name: value for name, value in model.state_dict().items() if name not in named}
+    for name, value in persistent.items():
+        module_name, _, leaf = name.rpartition(".")
+        weights.graph.model.get_submodule(module_name)._buffers[leaf] = value
+    out = export_model(weights.graph, weights.source, tmp_path / "out", dtype=torch.float32)
+    found = reopened(out, torch.float32)
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3"])
+def test_bfloat16_is_the_rounded_master(name: str, tmp_path: Path) -> None:
+    model = build_model(name)
+    model.save_pretrained(tmp_path / "source")
+    weights = load(tmp_path / "source")
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    found = reopened(out, torch.bfloat16)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    strict = model._keep_in_fp32_modules_strict or ()
+    for key, value in model.state_dict().items():
+        keeps_fp32 = key not in parameters or any(part in key for part in strict)
+        assert torch.equal(found[key].float(), value if keeps_fp32 else value.bfloat16().float()), key
+
+
+def test_our_own_load_reads_our_export(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    _, path = saved
+    weights = load(path)
+    again = load(export_model(weights.graph, weights.source, tmp_path / "out", dtype=torch.float32))
+    for name, block in weights.blocks.items():
+        assert torch.equal(again.blocks[name], block), name
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    build_model("llama_tied").save_pretrained(tmp_path / "source")
+    weights = load(tmp_path / "source")
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    assert "lm_head.weight" not in tensors_in(out)
+    assert "model.embed_tokens.weight" in tensors_in(out)
+
+
+def test_index_and_record_tell_the_truth(weights: Weights, tmp_path: Path) -> None:
+    out = export_model(weights.graph, weights.source, tmp_path / "out", max_shard_nbytes=20_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    total = 0
+    for file in out.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            keys = list(opened.keys())
+            nbytes = sum(opened.get_tensor(key).nbytes for key in keys)
+        assert nbytes <= 20_000
+        assert all(index["weight_map"][key] == file.name for key in keys)
+        total += nbytes
+    assert index["metadata"]["total_size"] == total
+    record = json.loads((out / RECORD_FILE).read_text())
+    assert record["xxh3_64"].keys() == index["weight_map"].keys()
+    assert set(record["files"]) | {RECORD_FILE} == {path.name for path in out.iterdir()}
+
+
+def test_tokenizer_and_generation_config_come_along(weights: Weights, tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
+    source = tmp_path / "source"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((example / name).read_bytes())
+    (source / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+    (source / "LICENSE").write_text("free")
+    (source / "pytorch_model.bin").write_text("no")
+    copied = export_model(weights.graph, weights.source, tmp_path / "copied", copy_from=source)
+    assert json.loads((copied / "generation_config.json").read_text())["temperature"] == 0.25
+    assert (copied / "LICENSE").read_text() == "free"
+    assert not (copied / "pytorch_model.bin").exists()
+    tokenizer = AutoTokenizer.from_pretrained(example)
+    written = export_model(weights.graph, weights.source, tmp_path / "written", tokenizer=tokenizer)
+    text = "Call me Ishmael."
+    assert (
+        AutoTokenizer.from_pretrained(written)(text) == AutoTokenizer.from_pretrained(copied)(text) == tokenizer(text)
+    )
+    assert (written / "generation_config.json").exists()
+
+
+def test_memory_is_a_piece_of_a_tensor(weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    plain_to = Tensor.to
+
+    def counting_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal largest
+        result: Tensor = plain_to(self, *args, **kwargs)
+        largest = max(largest, result.nbytes)
+        return result
+
+    monkeypatch.setattr(shards_module, "PIECE_BYTES", 512)
+    monkeypatch.setattr(folder_module, "PIECE_BYTES", 512)
+    monkeypatch.setattr(Tensor, "to", counting_to)
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    assert 0 < largest <= 512
+    monkeypatch.undo()
+    assert torch.equal(tensors_in(out)["model.norm.weight"], weights.named()["model.norm.weight"].bfloat16())
+
+
+def test_an_earlier_export_is_replaced_and_nothing_is_left_over(weights: Weights, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is fine
+    export_model(weights.graph, weights.source, out, max_shard_nbytes=20_000)
+    weights.blocks["model.norm"] += 1
+    export_model(weights.graph, weights.source, out)
+    assert not list(out.glob("model-*"))
+    assert torch.equal(tensors_in(out)["model.norm.weight"], weights.named()["model.norm.weight"].bfloat16())
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_somebody_elses_folder_is_refused(weights: Weights, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="no export of this program"):
+        export_model(weights.graph, weights.source, tmp_path / "source")
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ExportError, match=r"did not write: notes\.txt"):
+        export_model(weights.graph, weights.source, out)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="is a file"):
+        export_model(weights.graph, weights.source, tmp_path / "file")
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_too_little_room_is_refused_with_numbers(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ExportError, match=r"need \d+ bytes .* has 1000 \(1000 B\) free\. Free .* or give another"):
+        export_model(weights.graph, weights.source, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_a_failure_on_the_way_leaves_the_earlier_export(weights: Weights, tmp_path: Path) -> None:
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    @contextmanager
+    def failing(layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
+        if "layers.2" in layout.name:
+            raise OSError(28, "No space left on device")
+        with weights.source(layout) as views:
+            yield views
+
+    with pytest.raises(ExportError, match=r"was not written: .*No space left"):
+        export_model(weights.graph, failing, out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_leftovers_of_a_killed_process_are_removed(weights: Weights, tmp_path: Path) -> None:
+    dead = tmp_path / ".out.partial-999999999"
+    dead.mkdir()
+    (dead / "model.safetensors").write_bytes(b"half")
+    export_model(weights.graph, weights.source, tmp_path / "out")
+    assert not dead.exists()
+
+
+def test_a_flipped_bit_is_found_before_the_folder_gets_its_name(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = ShardWriter.finish
+
+    def finish_and_flip(self: ShardWriter) -> None:
+        finish(self)
+        (file,) = next(iter(tmp_path.glob(".out.partial-*"))).glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 4
+        file.write_bytes(data)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_and_flip)
+    with pytest.raises(ExportError, match="reads back with checksum"):
+        export_model(weights.graph, weights.source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_wide_tensors_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
+    tensors = {"odd": torch.arange(3.0).bfloat16(), "wide": torch.arange(5.0), "scalar": torch.tensor(2.0)}
+    on_meta = {name: value.to("meta") for name, value in tensors.items()}
+    (shard,) = plan_shards(on_meta, 10**6)
+    assert all(offset % tensors[name].dtype.itemsize == 0 for name, offset in shard.offsets.items())
+    writer = ShardWriter(tmp_path, [shard], on_meta)
+    for name, value in tensors.items():
+        writer.write(name, value)
+    writer.finish()
+    (tmp_path / "config.json").write_text("{}")
+    writer.verify()
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert list(ModelFolder(tmp_path).records) == ["wide", "scalar", "odd"]
+
+
+def test_all_families_are_covered() -> None:
+    assert {"llama", "gpt2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "gemma3_text"} <= set(
+        FAMILIES
+    )

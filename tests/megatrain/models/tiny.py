@@ -1,0 +1,130 @@
+"""Tiny random models of many families, their skeletons on the meta device, and layouts over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from megatrain.models import graph as graph_module
+from megatrain.models.layout import UnitLayout, views
+
+BASE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GPT2 = {
+    "vocab_size": 96,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_tied": ("llama", {**BASE, "tie_word_embeddings": True}),
+    "llama": ("llama", {**BASE, "tie_word_embeddings": False}),
+    "gpt2": ("gpt2", GPT2),
+    "qwen3_moe": ("qwen3_moe", {**BASE, **QWEN3_MOE}),
+    "mixtral": ("mixtral", {**BASE, "num_local_experts": 4}),
+    "gpt_oss": ("gpt_oss", {**BASE, **GPT_OSS}),
+    "deepseek_v3": ("deepseek_v3", {**BASE, **DEEPSEEK}),
+    "llama4_text": (
+        "llama4_text",
+        {**BASE, "num_local_experts": 2, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
+    ),
+    "gemma3_text": ("gemma3_text", {**BASE, "sliding_window": 16}),
+}
+
+
+@dataclass
+class Graph:
+    """A skeleton and its layouts, in an order that a test may change."""
+
+    model: PreTrainedModel
+    layouts: dict[str, UnitLayout]
+
+
+def build_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """Return a real model whose every weight and persistent buffer is random and different."""
+    model_type, values = FAMILIES[family]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1, 1, generator=generator)
+        persistent = set(model.state_dict())
+        for name, buffer in model.named_buffers():
+            if name in persistent and buffer.is_floating_point():
+                buffer.uniform_(-1, 1, generator=generator)
+    return model
+
+
+def build_graph(config: Any) -> Graph:
+    """Return the skeleton for ``config``; no parameter of it has memory."""
+    graph = graph_module.build_graph(config)
+    return Graph(graph.model, dict(graph.layouts))
+
+
+class Weights:
+    """Flat fp32 blocks of a graph, as the store would hold them; also a source for the export."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.blocks = {name: torch.zeros(layout.num_elements) for name, layout in graph.layouts.items()}
+        self.open_now: list[str] = []
+        self.most_open = 0
+
+    def fill(self, fill: Callable[[UnitLayout, Mapping[str, Tensor]], None]) -> None:
+        for name, layout in self.graph.layouts.items():
+            fill(layout, views(self.blocks[name], layout))
+
+    def named(self) -> dict[str, Tensor]:
+        return {
+            name: view
+            for layout in self.graph.layouts.values()
+            for name, view in views(self.blocks[layout.name], layout).items()
+        }
+
+    @contextmanager
+    def source(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
+        self.open_now.append(layout.name)
+        self.most_open = max(self.most_open, len(self.open_now))
+        yield views(self.blocks[layout.name], layout)
+        self.open_now.remove(layout.name)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.optim.clip import clip_coefficient, global_norm, squared_norm, sum_gradients
+from megatrain.optim.threads import KernelThreads
+from reference import adamw as reference
+
+
+def random_gradient(seed: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator) * 10.0 ** torch.randint(-20, 18, (size,), generator=generator)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 1000), st.integers(1, 200_000), st.integers(1, 8))
+def test_the_norm_has_the_bits_of_the_reference_for_any_thread_count(seed: int, size: int, num_threads: int) -> None:
+    gradient, threads = random_gradient(seed, size), KernelThreads(num_threads)
+    assert squared_norm(gradient, threads) == reference.squared_norm(gradient.numpy())
+    threads.close()
+
+
+def test_many_blocks_are_added_in_order_by_several_threads() -> None:
+    gradient, one, many = random_gradient(9, 1_000_003), KernelThreads(1), KernelThreads(3)
+    assert (
+        squared_norm(gradient)
+        == squared_norm(gradient, one)
+        == squared_norm(gradient, many)
+        == reference.squared_norm(gradient.numpy())
+    )
+    many.close()
+
+
+def test_the_norm_equals_the_exact_one_to_fp64_accuracy() -> None:
+    parts = [random_gradient(seed, 10_000) for seed in range(3)]
+    exact = math.sqrt(math.fsum(value * value for part in parts for value in part.tolist()))
+    assert global_norm(squared_norm(part, KernelThreads(1)) for part in parts) == pytest.approx(exact, rel=1e-14)
+
+
+def test_the_largest_finite_gradients_have_a_finite_norm() -> None:
+    gradient = torch.full((100_000,), torch.finfo(torch.float32).max)
+    assert math.isfinite(squared_norm(gradient, KernelThreads(1)))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("position", [0, 65_535, 65_536, 100_000])
+def test_one_element_that_is_not_finite_is_noticed(value: float, position: int) -> None:
+    gradient = torch.zeros(100_001)
+    gradient[position] = value
+    assert not math.isfinite(global_norm([1.0, squared_norm(gradient, KernelThreads(1))]))
+
+
+def test_the_coefficient_is_that_of_torch() -> None:
+    for norm_of_gradient, max_grad_norm in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 1.0), (123.0, 0.3)):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([norm_of_gradient])
+        torch.nn.utils.clip_grad_norm_([parameter], max_grad_norm)
+        expected = parameter.grad.item()
+        coefficient = np.float32(clip_coefficient(norm_of_gradient, max_grad_norm))
+        assert norm_of_gradient * coefficient == pytest.approx(expected, rel=2e-7)
+    assert clip_coefficient(5.0, 0.0) == 1.0
+
+
+def test_a_norm_that_is_not_finite_has_no_coefficient() -> None:
+    with pytest.raises(AssertionError, match="nan"):
+        clip_coefficient(math.nan, 1.0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_gradients_of_use_sites_add_up(num_threads: int) -> None:
+    total, addend, threads = random_gradient(1, 2_200_000), random_gradient(2, 2_200_000), KernelThreads(num_threads)
+    expected = total + addend
+    sum_gradients(total, addend, threads)
+    threads.close()
+    assert torch.equal(total, expected)

@@ -1,0 +1,51 @@
+"""Reads the machine code of the kernels: no fused multiply-add, vector square roots and divisions."""
+
+from __future__ import annotations
+
+import platform
+import re
+from typing import Any
+
+import pytest
+
+from megatrain.optim import clip, kernels
+from megatrain.optim.adamw import AdamW, AdamWConfig
+
+# vfmadd213ps, vfnmsub231ss ... on x86; fmla, fmls, fmadd, fnmsub ... on ARM
+FUSED = re.compile(r"^\s*(vfn?m(add|sub)\w*|fml[as]|fn?m(add|sub))\s", re.MULTILINE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    AdamW(AdamWConfig()).warm_up()
+    clip.warm_up()
+
+
+def machine_code(kernel: Any) -> str:
+    # a kernel loaded from numba's cache carries its object code only, so compile this one afresh
+    fresh = kernel.__class__(kernel.py_func, targetoptions=dict(kernel.targetoptions))
+    for signature in kernel.signatures:
+        fresh.compile(signature)
+    return "\n".join(fresh.inspect_asm().values())
+
+
+@pytest.mark.parametrize("name", ["update_master", "update_split_master", "add_in_place", "squared_norms"])
+def test_no_product_and_sum_are_fused(name: str) -> None:
+    code = machine_code(getattr(kernels, name))
+    assert len(code) > 1000
+    assert FUSED.search(code) is None, FUSED.search(code)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 mnemonics")
+@pytest.mark.parametrize("name", ["update_master", "update_split_master"])
+def test_the_update_works_on_whole_vectors(name: str) -> None:
+    code = machine_code(getattr(kernels, name))
+    for operation in ("sqrtps", "divps", "mulps", "subps"):
+        assert re.search(rf"\sv?{operation}\s.*%[xyz]mm", code), operation
+
+
+def test_the_pattern_finds_fused_operations() -> None:
+    assert FUSED.search("  \tvfmadd213ps\t%zmm0, %zmm1, %zmm2\n")
+    assert FUSED.search("\tvfnmadd231ss\t%xmm0, %xmm1, %xmm2\n")
+    assert FUSED.search("\tfmla\tv0.4s, v1.4s, v2.4s\n")
+    assert FUSED.search("\tvmulps\t%zmm0, %zmm1, %zmm2\n") is None

@@ -1,0 +1,61 @@
+"""The scheme holds for every causal language model of transformers, or says why not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.runner import LayerRunner
+from megatrain.models.graph import build_graph
+from reference.every_family import MODEL_TYPES, shrunk_config
+from reference.families import padded_batches
+from reference.huggingface import build_model, train_step
+from reference.memory_access import MemoryAccess
+
+SEED = 3
+REFUSED = {"prophetnet": "outside of the weight's own module"}
+
+
+@pytest.fixture(autouse=True)
+def quiet_single_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
+    batches = padded_batches()
+    try:
+        config = shrunk_config(model_type)
+        model = build_model(config)
+        expected = train_step(model, batches, SEED)
+    except Exception as error:
+        pytest.skip(f"no tiny text model of this type: {type(error).__name__}: {str(error)[:80]}")
+    graph = build_graph(config)
+    buffers = dict(model.named_buffers())
+    for name, buffer in graph.model.named_buffers():
+        if name in graph.persistent_buffers():
+            buffer.copy_(buffers[name])
+        assert torch.equal(buffer, buffers[name]), name
+    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    if model_type in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[model_type]):
+            runner.forward_backward(batches, seed=SEED)
+        return
+    loss = runner.forward_backward(batches, seed=SEED)
+    gradients = access.finish()
+    assert loss.loss == pytest.approx(expected.loss, rel=2e-6)
+    assert set(gradients) == set(expected.gradients)
+    noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        error = (gradients[name] - gradient).abs().max()
+        assert error <= max(noise, 1e-5 * gradient.abs().max()), (name, float(error))

@@ -1,0 +1,51 @@
+"""The oracle: the whole model in memory, plain `loss.backward()`, nothing of ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.engine.suspend import micro_batch_seed
+
+
+@dataclass
+class Reference:
+    """Loss, and gradients by parameter name (absent where Hugging Face gives none)."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequence[str] = ()) -> Any:
+    """Build a model with random weights that are large enough for every gradient to matter."""
+    torch.manual_seed(1234)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).train()
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.add_(noise.to(parameter.dtype))
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in freeze):
+            parameter.requires_grad_(False)
+    return model
+
+
+def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], seed: int) -> Reference:
+    """Accumulate the gradients of all micro-batches; the loss is the mean over all trained tokens."""
+    num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    for number, batch in enumerate(micro_batches):
+        torch.manual_seed(micro_batch_seed(seed, number))
+        loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
+        loss.backward()
+        total += float(loss.detach())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Reference(total, gradients)

@@ -1,0 +1,77 @@
+"""`BlockAccess` in plain dictionaries: the oracle of what the tiered store must do for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from megatrain.models.graph import ModelGraph, Unit
+from megatrain.models.layout import views
+
+
+class MemoryAccess:
+    """Weights in flat blocks laid out by the graph, activations cloned, one fp32 accumulator per use site."""
+
+    def __init__(self, graph: ModelGraph, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._graph = graph
+        self._weights: dict[str, torch.Tensor] = {}
+        for layout in graph.layouts.values():
+            flat = torch.zeros(layout.num_elements, dtype=dtype)
+            for name, view in views(flat, layout).items():
+                view.copy_(parameters[name].detach())
+            self._weights.update(views(flat, layout))
+        self._activations: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._accumulators: dict[tuple[int, str], torch.Tensor] = {}
+        self._open: list[str] = []
+        self.log: list[tuple[str, int]] = []
+        self.largest_num_activations = 0
+
+    def begin(self, phase: str, visit: int) -> None:
+        self.log.append((phase, visit))
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        yield {owner: self._weights[owner].view_as(self._weights[owner]) for _, owner, _ in unit.params}
+
+    @contextmanager
+    def gradients(self, unit: Unit, visit: int) -> Iterator[MemorySink]:
+        trainable = {owner for _, owner, layout in unit.params if self._graph.layouts[layout].trainable}
+        assert trainable, unit.name
+        yield MemorySink(self._accumulators, visit, trainable)
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
+        assert (visit, micro_batch, index) not in self._activations
+        self._activations[visit, micro_batch, index] = tensor.clone(memory_format=torch.contiguous_format)
+        self.largest_num_activations = max(self.largest_num_activations, len(self._activations))
+
+    @contextmanager
+    def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
+        tensor = self._activations.pop((visit, micro_batch, index))
+        yield tensor
+        tensor.fill_(0)  # whoever still uses it is seen
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Return the gradients summed over use sites in use order, and start over."""
+        assert not self._activations, list(self._activations)
+        gradients: dict[str, torch.Tensor] = {}
+        for (_, name), accumulator in sorted(self._accumulators.items(), key=lambda item: item[0][0]):
+            gradients[name] = gradients[name] + accumulator if name in gradients else accumulator
+        self._accumulators = {}
+        return gradients
+
+
+class MemorySink:
+    """Accumulators of one visit."""
+
+    def __init__(self, accumulators: dict[tuple[int, str], torch.Tensor], visit: int, trainable: set[str]) -> None:
+        self._accumulators, self._visit, self._trainable = accumulators, visit, trainable
+
+    def add(self, name: str, gradient: torch.Tensor, /) -> None:
+        assert name in self._trainable, name
+        key = (self._visit, name)
+        if key in self._accumulators:
+            self._accumulators[key] += gradient
+        else:
+            self._accumulators[key] = gradient.to(torch.float32, copy=True)

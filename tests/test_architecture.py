@@ -1,0 +1,318 @@
+"""The shape of the code: who imports whom, how large files and functions get, what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("tiered", "megatrain", "cli")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# A module may import modules of a lower rank, and of its own rank where no circle results. The longest prefix counts.
+RANKS = {
+    "tiered.units": 0,
+    "tiered.errors": 1,
+    "tiered.block": 2,
+    "tiered.transfer": 2,
+    "tiered.schedule": 2,
+    "tiered.events": 2,
+    "tiered.memory": 3,
+    "tiered.manifest": 4,
+    "tiered.zarr_layout": 4,
+    "tiered.tiers": 5,
+    "tiered.links": 6,
+    "tiered.policies": 7,
+    "tiered": 8,  # lease, prefetch and the parts of the store
+    "tiered.store": 9,
+    "tiered.__init__": 10,
+    "tiered.testing": 11,
+    "megatrain": 20,
+    "megatrain.trainer": 21,
+    "megatrain.__init__": 22,
+    "cli": 30,
+}
+
+# Where a library that is heavy, optional or bound to hardware may be imported.
+RESTRICTED = {
+    "kvikio": ("tiered/links/gds.py",),
+    "cupy": ("tiered/links/gds.py",),
+    "zarr": (),
+    "numba": ("megatrain/optim/kernels.py",),
+    "greenlet": ("megatrain/engine/",),
+    "safetensors": ("megatrain/models/",),
+    "transformers": (
+        "megatrain/data/",
+        "megatrain/engine/",
+        "megatrain/models/",
+        "megatrain/optim/lr.py",
+        "megatrain/trainer.py",
+    ),
+    "torch.cuda": (
+        "megatrain/engine/",
+        "megatrain/plan/machine.py",
+        "tiered/links/cuda.py",
+        "tiered/memory/",
+        "tiered/tiers/gpu.py",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    module: str
+    tree: ast.Module
+    text: str
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(ROOT).as_posix()
+
+
+def read_sources() -> list[Source]:
+    sources = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            sources.append(Source(path, module, ast.parse(text, filename=str(path)), text))
+    return sources
+
+
+SOURCES = read_sources()
+MODULES = {source.module for source in SOURCES}
+ALL_FOLDERS = sorted(path.parent for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
+
+
+def typing_only(tree: ast.Module) -> set[ast.AST]:
+    """Return every node under `if TYPE_CHECKING:`; such imports never run."""
+    return {
+        node
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+
+
+def absolute_name(source: Source, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    base = source.module.split(".")[: -node.level]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def resolve(name: str) -> str:
+    """Return the module that a dotted name means: a package is its `__init__`."""
+    return f"{name}.__init__" if f"{name}.__init__" in MODULES else name
+
+
+def imports(source: Source, with_typing: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute module name) of every import, also those inside functions."""
+    skipped = set() if with_typing else typing_only(source.tree)
+    for node in ast.walk(source.tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, resolve(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = absolute_name(source, node)
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield node.lineno, resolve(inner if resolve(inner) in MODULES else module)
+
+
+def rank_of(module: str) -> int | None:
+    """Return the rank of the longest known prefix; None outside this project."""
+    parts = module.split(".")
+    if parts[0] not in PACKAGES:
+        return None
+    for length in range(len(parts), 0, -1):
+        rank = RANKS.get(".".join(parts[:length]))
+        if rank is not None:
+            return rank
+    raise AssertionError(f"{module} has no rank")
+
+
+def test_the_packages_are_found() -> None:
+    assert "tiered.store" in MODULES
+    assert "megatrain.precision" in MODULES
+    assert rank_of("tiered.links.host") == RANKS["tiered.links"]
+    assert rank_of("torch.nn") is None
+
+
+def test_imports_go_downward_only() -> None:
+    upward = []
+    for source in SOURCES:
+        rank = rank_of(source.module)
+        assert rank is not None
+        for line, imported in imports(source):
+            imported_rank = rank_of(imported)
+            if imported_rank is not None and imported_rank > rank:
+                upward.append(f"{source.name}:{line} (rank {rank}) imports {imported} (rank {imported_rank})")
+    assert not upward, "\n".join(upward)
+
+
+def test_no_circle_of_imports() -> None:
+    edges = {
+        source.module: {name for _, name in imports(source, with_typing=False) if name in MODULES} for source in SOURCES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, "circle: " + " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for imported in sorted(edges[module]):
+                visit(imported, (*trail, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, ())
+    assert done == MODULES
+
+
+def test_inside_the_command_imports_are_relative() -> None:
+    """One module object each: never `cli.main` and `megatrain_tier_cli.main` both."""
+    own_names = {"cli", "megatrain_tier_cli"}
+    absolute = [
+        f"{source.name}:{node.lineno}"
+        for source in SOURCES
+        if source.module.startswith("cli.")
+        for node in ast.walk(source.tree)
+        if (isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in own_names)
+        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] in own_names for alias in node.names))
+    ]
+    assert not absolute, absolute
+
+
+@pytest.mark.parametrize("library", sorted(RESTRICTED))
+def test_a_heavy_library_is_used_only_in_the_files_that_own_it(library: str) -> None:
+    owners = RESTRICTED[library]
+    strangers = []
+    for source in SOURCES:
+        if any(source.name == owner or (owner.endswith("/") and source.name.startswith(owner)) for owner in owners):
+            continue
+        skipped = typing_only(source.tree)
+        lines = [line for line, name in imports(source, with_typing=False) if f"{name}.".startswith(f"{library}.")]
+        lines += [
+            node.lineno
+            for node in ast.walk(source.tree)
+            if node not in skipped and isinstance(node, ast.Attribute) and ast.unparse(node) == library
+        ]
+        strangers += [f"{source.name}:{line}" for line in lines]
+    assert not strangers, strangers
+
+
+def test_files_and_functions_stay_small() -> None:
+    large = []
+    for source in SOURCES:
+        num_lines = len(source.text.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            large.append(f"{source.name}: {num_lines} lines, at most {MAX_FILE_LINES}")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    large.append(
+                        f"{source.name}:{node.lineno} {node.name}: {length} lines, at most {MAX_FUNCTION_LINES}"
+                    )
+    assert not large, "\n".join(large)
+
+
+def test_nothing_is_left_to_do_without_an_issue() -> None:
+    marker = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
+    found = [
+        f"{source.name}:{number}"
+        for source in SOURCES
+        for number, line in enumerate(source.text.splitlines(), 1)
+        if marker.search(line)
+    ]
+    assert not found, found
+
+
+def test_sources_are_ascii() -> None:
+    assert not [source.name for source in SOURCES if not source.text.isascii()]
+
+
+def is_true(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
+    """`torch.load` and pickle run what a file says; model folders come from anywhere."""
+    found = []
+    for source in SOURCES:
+        found += [f"{source.name}:{line} {name}" for line, name in imports(source) if name.split(".")[0] == "pickle"]
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                found.append(f"{source.name}:{node.lineno} torch.load")
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and is_true(node.value):
+                found.append(f"{source.name}:{node.value.lineno} trust_remote_code is on")
+    assert not found, found
+
+
+def test_every_package_is_listed_for_the_wheel() -> None:
+    """Automatic discovery is off (package-dir is set): an unlisted package would be missing from the wheel silently."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {
+        ".".join(["megatrain_tier_cli" if part == "cli" else part for part in folder.relative_to(ROOT).parts])
+        for folder in ALL_FOLDERS
+    }
+    assert set(project["tool"]["setuptools"]["packages"]) == folders
+    with_code = {source.path.parent for source in SOURCES}
+    assert with_code <= set(ALL_FOLDERS), f"no __init__.py: {sorted(map(str, with_code - set(ALL_FOLDERS)))}"
+
+
+def test_tests_are_no_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("package", ["tiered", "megatrain"])
+def test_importing_a_package_is_lean(package: str) -> None:
+    code = f"""
+import sys, threading
+import torch  # brings what it brings; only what comes on top counts
+before, threads = set(sys.modules), threading.active_count()
+import {package}
+heavy = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(sorted(heavy & {{"kvikio", "cupy", "zarr", "transformers", "safetensors", "numba", "greenlet", "rich", "click"}}))
+print(torch.cuda.is_initialized(), threading.active_count() - threads)
+"""
+    assert run_python(code).splitlines() == ["[]", "False 0"]
+
+
+def test_the_command_shows_its_help_without_torch() -> None:
+    pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
+    code = """
+import sys
+from megatrain_tier_cli.main import main
+sys.argv = ["megatrain-tier", "--help"]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
+"""
+    lines = run_python(code).splitlines()
+    assert lines[-1] == "[]", lines[-1]
+    assert "run" in "\n".join(lines) and "plan" in "\n".join(lines)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from tiered.errors import GenerationError
+from tiered.manifest import (
+    MANIFEST_NAME,
+    BlockRecord,
+    Manifest,
+    checksum,
+    current_generation,
+    generation_folder,
+    list_generations,
+    read_manifest,
+    remove_generation,
+    unfinished_generations,
+    write_manifest,
+)
+
+
+def sample(generation: int) -> Manifest:
+    block = BlockRecord("layer.0/weight", (3, 4), "bfloat16", "nvme", 24, "0123456789abcdef", "snap/1/layer.0/weight")
+    return Manifest(generation, (block,), {"step": generation * 10, "lr": 0.1, "names": ["a", None]})
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    write_manifest(tmp_path, sample(3))
+    assert read_manifest(tmp_path) == sample(3)
+    assert current_generation(tmp_path) == 3
+
+
+def test_the_last_commit_is_current_and_older_ones_stay_readable(tmp_path: Path) -> None:
+    for generation in (1, 2, 12):
+        write_manifest(tmp_path, sample(generation))
+    assert list_generations(tmp_path) == [1, 2, 12]
+    assert read_manifest(tmp_path).generation == 12
+    assert read_manifest(tmp_path, 2).meta["step"] == 20
+    remove_generation(tmp_path, 1)
+    assert list_generations(tmp_path) == [2, 12]
+    with pytest.raises(GenerationError, match="there are: 2, 12"):
+        read_manifest(tmp_path, 1)
+
+
+def test_nothing_committed(tmp_path: Path) -> None:
+    assert current_generation(tmp_path) is None
+    assert list_generations(tmp_path) == []
+    assert unfinished_generations(tmp_path) == []
+    with pytest.raises(GenerationError, match="nothing was committed"):
+        read_manifest(tmp_path)
+
+
+def test_crash_at_any_file_operation_leaves_the_old_or_the_new_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifest(tmp_path, sample(1))
+    real_fsync, real_replace = os.fsync, os.replace
+
+    class Crash(Exception):
+        pass
+
+    for crash_at in range(20):
+        calls = iter([None] * crash_at)
+
+        def count(calls: Iterator[None] = calls) -> None:
+            if next(calls, "end") == "end":
+                raise Crash
+
+        def fsync(fd: int) -> None:
+            count()
+            real_fsync(fd)
+
+        def replace(source: Path, target: Path) -> None:
+            count()
+            real_replace(source, target)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "replace", replace)
+        try:
+            write_manifest(tmp_path, sample(2))
+        except Crash:
+            assert read_manifest(tmp_path) in (sample(1), sample(2))
+            if current_generation(tmp_path) == 1:
+                assert unfinished_generations(tmp_path) == [2]
+        else:
+            assert read_manifest(tmp_path) == sample(2)
+            return
+    pytest.fail("the commit never completed")
+
+
+def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
+    write_manifest(tmp_path, sample(1))
+    path = generation_folder(tmp_path, 1) / MANIFEST_NAME
+    good = path.read_bytes()
+    num_detected = 0
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1 << (position % 8)
+        path.write_bytes(bad)
+        try:
+            found = read_manifest(tmp_path)
+        except GenerationError:
+            num_detected += 1
+        else:
+            assert found == sample(1), "a flip that changes nothing, e.g. in white space"
+    assert num_detected > 0.95 * len(good)
+
+
+def test_newer_format_garbage_and_strange_contents_are_refused(tmp_path: Path) -> None:
+    write_manifest(tmp_path, sample(1))
+    path = generation_folder(tmp_path, 1) / MANIFEST_NAME
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "format": 99}))
+    with pytest.raises(GenerationError, match="upgrade"):
+        read_manifest(tmp_path)
+    for garbage in ("", "[]", "{}", "null", '{"format": 1, "xxh3_64": "", "body": 3}'):
+        path.write_text(garbage)
+        with pytest.raises(GenerationError):
+            read_manifest(tmp_path)
+    other = generation_folder(tmp_path, 7)
+    other.mkdir(parents=True)
+    write_manifest(tmp_path, sample(2))
+    (other / MANIFEST_NAME).write_bytes((generation_folder(tmp_path, 2) / MANIFEST_NAME).read_bytes())
+    with pytest.raises(GenerationError, match="describes generation 2"):
+        read_manifest(tmp_path, 7)
+
+
+def test_checksum_is_xxh3_of_the_concatenation() -> None:
+    contents = np.arange(1000, dtype=np.uint8)
+    assert checksum(contents) == xxhash.xxh3_64_hexdigest(contents.tobytes())
+    assert checksum(contents[:300], contents[300:]) == checksum(contents)
+    assert len(checksum(b"")) == 16

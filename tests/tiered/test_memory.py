@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import errno
+import gc
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered.memory import slab as slab_module
+from tiered.memory.pool import SlabPool
+from tiered.memory.slab import HostSlab, huge_pages_allowed
+from tiered.units import MiB
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, MiB, 2 * MiB, 3 * MiB + 1])
+def test_slab_is_rounded_aligned_zeroed_and_writable(nbytes: int) -> None:
+    slab = HostSlab(nbytes)
+    assert slab.nbytes == -(-nbytes // 4096) * 4096
+    assert slab.tensor.numel() == slab.nbytes
+    assert slab.address % (2 * MiB if nbytes >= 2 * MiB else 4096) == 0
+    assert slab.has_huge_pages == (nbytes >= 2 * MiB and huge_pages_allowed())
+    assert int(slab.tensor.sum()) == 0
+    slab.tensor.fill_(7)
+    assert bytes(slab.view(slab.nbytes - 4, slab.nbytes)) == b"\7\7\7\7"
+    slab.close()
+    slab.close()
+
+
+def test_slab_memory_is_resident_from_the_start_and_gone_after_close() -> None:
+    before = resident_bytes()
+    slab = HostSlab(64 * MiB)
+    assert resident_bytes() - before >= 60 * MiB
+    slab.close()
+    assert resident_bytes() - before <= 8 * MiB
+
+
+def test_a_live_tensor_keeps_the_memory_mapped() -> None:
+    slab = HostSlab(4 * MiB)
+    tensor = slab.tensor.view(torch.float32)
+    tensor.fill_(2.0)
+    slab.close()
+    gc.collect()
+    assert float(tensor.sum()) == 2.0 * MiB
+    with pytest.raises(AssertionError, match="after close"):
+        _ = slab.tensor
+
+
+def test_kernel_without_populate_falls_back_to_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: errno.EINVAL)
+    before = resident_bytes()
+    slab = HostSlab(16 * MiB)
+    assert not slab.has_huge_pages
+    assert resident_bytes() - before >= 15 * MiB
+    slab.close()
+
+
+def test_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: errno.ENOMEM)
+    with pytest.raises(OSError, match="memory"):
+        HostSlab(4096)
+
+
+def test_asking_for_page_locking_without_a_device_gives_plain_memory() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a device")
+    assert not HostSlab(4096, pin=True).is_pinned
+
+
+def test_page_locking_ends_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: set[int] = set()
+
+    def register(address: int, nbytes: int) -> bool:
+        locked.add(address)
+        return True
+
+    monkeypatch.setattr(slab_module, "_register", register)
+    monkeypatch.setattr(slab_module, "_unregister", locked.remove)
+    slab = HostSlab(4096, pin=True)
+    assert slab.is_pinned and locked == {slab.address}
+    slab.close()
+    assert not slab.is_pinned and not locked
+    forgotten = HostSlab(4096, pin=True)
+    assert locked == {forgotten.address}
+    del forgotten
+    gc.collect()
+    assert not locked, "a slab that nobody closed must not stay registered"
+
+
+class Recorder:
+    """Makes numbered buffers and tracks how many bytes exist."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, int] = {}
+        self.most_bytes = 0
+        self.num_made = 0
+        self.lock = threading.Lock()
+
+    def make(self, nbytes: int) -> int:
+        with self.lock:
+            self.num_made += 1
+            self.alive[self.num_made] = nbytes
+            self.most_bytes = max(self.most_bytes, sum(self.alive.values()))
+            return self.num_made
+
+    def drop(self, buffer: int) -> None:
+        with self.lock:
+            del self.alive[buffer]
+
+
+def test_pool_reuses_same_size_and_drops_before_making() -> None:
+    recorder = Recorder()
+    pool = SlabPool(100, recorder.make, recorder.drop)
+    first = pool.take(60)
+    assert first == 1
+    assert pool.take(60) is None
+    pool.give(60, first)
+    assert pool.usage().used_bytes == 0 and pool.usage().pooled_bytes == 60
+    assert pool.take(60) == 1
+    pool.give(60, first)
+    assert pool.take(50) == 2
+    assert recorder.most_bytes == 60
+    assert pool.usage().high_water_bytes == 60
+    pool.close()
+    pool.give(50, 2)
+    assert not recorder.alive
+
+
+def test_pool_drops_the_largest_first() -> None:
+    recorder = Recorder()
+    pool = SlabPool(100, recorder.make, recorder.drop)
+    buffers = {size: pool.take(size) for size in (10, 50, 30)}
+    for size, buffer in buffers.items():
+        assert buffer is not None
+        pool.give(size, buffer)
+    pool.take(40)
+    assert sorted(recorder.alive.values()) == [10, 30, 40]
+
+
+def test_pool_reservations_share_the_ledger() -> None:
+    recorder = Recorder()
+    pool = SlabPool(100, recorder.make, recorder.drop)
+    buffer = pool.take(40)
+    assert buffer is not None
+    pool.give(40, buffer)
+    assert pool.reserve(80)
+    assert not recorder.alive, "a pooled buffer must make room for a reservation"
+    assert not pool.reserve(21)
+    assert pool.take(30) is None
+    assert pool.reserve(-80)
+    with pytest.raises(AssertionError):
+        pool.reserve(-1)
+    assert pool.usage().used_bytes == 0 and pool.usage().high_water_bytes == 80
+
+
+def test_failed_make_leaves_the_ledger_as_it_was() -> None:
+    def fail(nbytes: int) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    pool: SlabPool[int] = SlabPool(100, fail, lambda buffer: None)
+    with pytest.raises(OSError, match="no memory"):
+        pool.take(10)
+    assert pool.usage().used_bytes == 0
+
+
+def test_pool_never_exceeds_capacity_under_threads() -> None:
+    recorder = Recorder()
+    pool = SlabPool(1000, recorder.make, recorder.drop)
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        held: list[tuple[int, int]] = []
+        for _ in range(500):
+            size = chance.choice([10, 70, 130, 333])
+            buffer = pool.take(size) if chance.random() < 0.6 else None
+            if buffer is not None:
+                held.append((size, buffer))
+            elif held:
+                pool.give(*held.pop(chance.randrange(len(held))))
+            usage = pool.usage()
+            assert usage.used_bytes + usage.pooled_bytes <= 1000
+        for item in held:
+            pool.give(*item)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorder.most_bytes <= 1000
+    assert pool.usage().used_bytes == 0
+    assert sum(recorder.alive.values()) == pool.usage().pooled_bytes

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from tiered.errors import CapacityError, LockedError, TieredError, TransferError
+from tiered.tiers.base import Slot, Tier
+from tiered.tiers.directory import TierDirectory
+from tiered.tiers.files import files_of
+from tiered.tiers.nvme import NvmeTier
+from tiered.units import KiB, MiB
+from tiered.zarr_layout import own_attributes
+
+
+def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:
+    slot = tier.allocate(nbytes, name=key, home=True)
+    assert slot is not None
+    return slot
+
+
+def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
+    """Write ``value`` into every byte, the way a link does."""
+    for file in files_of(slot).files:
+        fd = tier.open_for_write(file)
+        os.close(fd)
+        assert file.path.stat().st_nlink == 1, "a file that a snapshot links must not be written"
+        file.path.write_bytes(bytes([value]) * file.nbytes)
+
+
+def contents(tree: Path, key: str) -> set[int]:
+    """Return the values of all bytes of an array, read by zarr."""
+    return set(np.unique(np.asarray(zarr.open_array(tree / key, mode="r")[:]).view(np.uint8)).tolist())
+
+
+def bytes_on_disk(*roots: Path) -> int:
+    """Return the allocated bytes of all chunk files, hard links counted once."""
+    blocks = {}
+    for root in roots:
+        for folder, _, names in os.walk(root):
+            for name in names:
+                status = os.lstat(os.path.join(folder, name))
+                if status.st_size % 4096 == 0 and name.isdigit():
+                    blocks[status.st_ino] = status.st_blocks * 512
+    return sum(blocks.values())
+
+
+def test_is_a_tier_and_not_addressable(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    assert isinstance(tier, Tier)
+    assert tier.device is None and tier.durable
+    with pytest.raises(TieredError, match="not addressable"):
+        tier.tensor(take(tier, 4), (1,), torch.float32)
+    tier.close()
+    tier.close()
+
+
+def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    slot = take(tier, 10_000)
+    assert slot.slot_bytes == tier.slot_bytes(10_000) == 12288 == tier.usage().used_bytes
+    (file,) = files_of(slot).files
+    assert file.path == tmp_path / "live/layer.0/weight/c/0"
+    assert file.path.stat().st_size == 12288
+    assert file.path.stat().st_blocks * 512 >= 12288
+    tier.free(slot)
+    assert tier.usage().used_bytes == 0 and tier.usage().high_water_bytes == 12288
+    assert not (tmp_path / "live/layer.0").exists(), "groups without blocks go"
+    with pytest.raises(AssertionError):
+        tier.free(slot)
+    tier.close()
+
+
+def test_no_room_is_none(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], 8192)
+    slot = take(tier, 5000)
+    assert tier.allocate(1, name="b", home=True) is None
+    tier.free(slot)
+    assert tier.allocate(8192, name="b", home=True) is not None
+    tier.close()
+
+
+def test_every_level_opens_with_zarr(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    slot = take(tier, 24, "model/layer.0/weight")
+    tier.describe(slot, (3, 4), torch.bfloat16)
+    live = zarr.open_group(tmp_path, mode="r")["live"]
+    assert isinstance(live, zarr.Group)
+    assert [name for name, _ in live.groups()] == ["model"]
+    array = live["model/layer.0/weight"]
+    assert isinstance(array, zarr.Array)
+    assert array.shape == (12,) and str(array.dtype) == "uint16"
+    own = own_attributes(json.loads((tmp_path / "live/model/layer.0/weight/zarr.json").read_text()))
+    assert own is not None and own["logical_dtype"] == "bfloat16" and own["shape"] == [3, 4]
+    tier.close()
+
+
+def test_empty_block(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    slot = take(tier, 0)
+    tier.describe(slot, (0, 4), torch.float32)
+    assert slot.slot_bytes == 0
+    assert zarr.open_array(tmp_path / "live/layer.0/weight", mode="r").shape == (0,)
+    tier.snapshot(slot, "1")
+    tier.adopt(slot, "1")
+    tier.drop_snapshot("1")
+    tier.free(slot)
+    tier.close()
+
+
+def test_stripes_lie_on_all_paths_and_the_first_reads_whole(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB, rates=[2, 1], chunk_bytes=64 * KiB)
+    slot = take(tier, 600 * KiB)
+    tier.describe(slot, (600 * KiB,), torch.uint8)
+    files = files_of(slot).files
+    assert [file.offset for file in files] == [i * 60 * KiB for i in range(10)]
+    assert sum(file.path_index == 0 for file in files) in (6, 7)
+    expected = np.empty(600 * KiB, dtype=np.uint8)
+    for number, file in enumerate(files):
+        assert file.path.is_relative_to(tmp_path / "ab"[file.path_index]) and not file.path.is_symlink()
+        file.path.write_bytes(bytes([number]) * file.nbytes)
+        expected[file.offset : file.offset + file.nbytes] = number
+    assert np.array_equal(zarr.open_array(tmp_path / "a/live/layer.0/weight", mode="r")[:], expected)
+    tier.free(slot)
+    assert not any((tmp_path / "b/live").rglob("*"))
+    tier.close()
+
+
+@pytest.mark.parametrize("key", ["", "a//b", "../x", "a/..", "/abs", "a/zarr.json"])
+def test_names_that_are_no_folders_are_refused(tmp_path: Path, key: str) -> None:
+    tier = NvmeTier([tmp_path / "t"], MiB)
+    with pytest.raises(ValueError, match="segment"):
+        tier.allocate(1, name=key, home=True)
+    assert tier.usage().used_bytes == 0
+    tier.close()
+
+
+def test_a_block_inside_another_or_twice_is_refused(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    slot = take(tier, 1, "a/b")
+    for key in ("a/b", "a", "a/b/c", "a/b/c/0"):
+        with pytest.raises(ValueError, match=r"already|inside another"):
+            tier.allocate(1, name=key, home=True)
+    tier.free(slot)
+    assert tier.allocate(1, name="a", home=True) is not None
+    tier.close()
+
+
+def test_full_drive_is_refused_with_path_and_errno_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, chunk_bytes=4096)
+    real = os.posix_fallocate
+    num_calls = 0
+
+    def full_at_the_third(fd: int, offset: int, nbytes: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_at_the_third)
+    with pytest.raises(TransferError, match="No space left") as caught:
+        tier.allocate(16384, name="layer.0/weight", home=True)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(caught.value.path).startswith(str(tmp_path))
+    assert tier.usage().used_bytes == 0
+    monkeypatch.setattr(os, "posix_fallocate", real)
+    assert bytes_on_disk(tmp_path) == tier.pool_bytes <= 2 * 4096
+    assert take(tier, 16384).slot_bytes == 16384
+    tier.close()
+
+
+def test_full_drive_gives_up_kept_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    tier.free(take(tier, 65536))
+    assert tier.pool_bytes == 65536
+    real = os.posix_fallocate
+
+    def full_while_files_are_kept(fd: int, offset: int, nbytes: int) -> None:
+        if tier.pool_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_while_files_are_kept)
+    assert take(tier, 4096).slot_bytes == 4096
+    assert tier.pool_bytes == 0
+    tier.close()
+
+
+def test_freed_files_are_reused_and_never_exceed_the_capacity(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], 64 * KiB)
+    slot = take(tier, 40 * KiB)
+    inode = files_of(slot).files[0].path.stat().st_ino
+    tier.free(slot)
+    assert tier.pool_bytes == 40 * KiB
+    again = take(tier, 40 * KiB, "other")
+    assert files_of(again).files[0].path.stat().st_ino == inode
+    tier.free(again)
+    small = take(tier, 20 * KiB)
+    assert tier.pool_bytes == 40 * KiB
+    large = take(tier, 30 * KiB, "large")
+    assert tier.pool_bytes == 0
+    assert bytes_on_disk(tmp_path) == tier.usage().used_bytes == small.slot_bytes + large.slot_bytes
+    tier.close()
+
+
+def test_reservations_share_the_ledger(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], 64 * KiB)
+    tier.free(take(tier, 40 * KiB))
+    tier.reserve(60 * KiB)
+    assert tier.pool_bytes == 0, "kept files must make room for a reservation"
+    assert tier.allocate(8192, name="b", home=True) is None
+    with pytest.raises(CapacityError):
+        tier.reserve(5000)
+    tier.reserve(-60 * KiB)
+    assert tier.usage().used_bytes == 0
+    tier.close()
+
+
+# -- ownership -------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_in_use_names_its_owner(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path / "a"], MiB)
+    with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
+        NvmeTier([tmp_path / "b", tmp_path / "a"], MiB)
+    tier.close()
+    NvmeTier([tmp_path / "b", tmp_path / "a"], MiB).close()
+
+
+@pytest.mark.parametrize("document", [None, "{}", "not json", '{"attributes": {}}'])
+def test_foreign_directories_are_refused_and_not_touched(tmp_path: Path, document: str | None) -> None:
+    (tmp_path / "live").mkdir()
+    (tmp_path / "live/precious").write_text("data")
+    if document is not None:
+        (tmp_path / "zarr.json").write_text(document)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TieredError, match="not made by tiered"):
+        NvmeTier([tmp_path], MiB)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_newer_format_is_refused(tmp_path: Path) -> None:
+    NvmeTier([tmp_path], MiB).close()
+    document = json.loads((tmp_path / "zarr.json").read_text())
+    document["attributes"]["megatrain"]["format"] = 99
+    (tmp_path / "zarr.json").write_text(json.dumps(document))
+    with pytest.raises(TieredError, match="upgrade"):
+        NvmeTier([tmp_path], MiB)
+
+
+def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TieredError, match="cannot be made a directory"):
+        NvmeTier([tmp_path / "file"], MiB)
+
+
+def test_paths_must_be_given_and_differ(tmp_path: Path) -> None:
+    for paths in ([], [tmp_path, tmp_path / "x" / ".."]):
+        with pytest.raises(ValueError, match="different paths"):
+            NvmeTier(paths, MiB)
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        NvmeTier([tmp_path / "t"], MiB, chunk_bytes=1000)
+
+
+def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    kept, lost = take(tier, 8192, "kept"), take(tier, 16384, "lost")
+    for slot, value in ((kept, 1), (lost, 2)):
+        tier.describe(slot, (slot.nbytes,), torch.uint8)
+        fill(tier, slot, value)
+    tier.snapshot(kept, "00000001")
+    (tmp_path / ".pool/4096").mkdir(parents=True)
+    (tmp_path / ".pool/4096/9").write_text("half-made")
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    assert not (tmp_path / "live").exists()
+    assert tier.pool_bytes == 16384 and tier.snapshot_bytes == 8192
+    assert contents(tmp_path / "snap/00000001", "kept") == {1}
+    assert bytes_on_disk(tmp_path) == 16384 + 8192
+    tier.close()
+    tier = NvmeTier([tmp_path], 20 * KiB)
+    assert tier.pool_bytes == 0, "kept files beyond a smaller capacity go"
+    tier.close()
+
+
+def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    tier = NvmeTier(paths, 256 * KiB, chunk_bytes=8192)
+    problems: list[str] = []
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        held: list[Slot] = []
+        for step in range(60):
+            slot = None
+            if chance.random() < 0.6:
+                slot = tier.allocate(chance.choice([3000, 9000, 20_000]), name=f"worker.{number}/{step}", home=True)
+            if slot is not None:
+                held.append(slot)
+            elif held:
+                tier.free(held.pop(chance.randrange(len(held))))
+            with tier.lock:
+                on_disk = bytes_on_disk(*paths)
+                if on_disk != tier.usage().used_bytes + tier.pool_bytes or on_disk > tier.capacity_bytes:
+                    problems.append(f"{on_disk} on disk, {tier.usage()}, {tier.pool_bytes} kept")
+        for slot in held:
+            tier.free(slot)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    assert tier.usage().used_bytes == 0
+    tier.close()
+
+
+def test_drive_without_o_direct_is_used_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    (file,) = files_of(take(tier, 4096)).files
+    real = os.open
+
+    def refuse(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode)
+
+    assert tier.io_path == "posix-direct"
+    monkeypatch.setattr(os, "open", refuse)
+    os.close(tier.open_for_read(file))
+    assert tier.io_path == "posix-buffered"
+    tier.close()
+
+
+def test_directory_reports_a_failing_lock_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("tiered.tiers.directory.fcntl.flock", fail)
+    with pytest.raises(OSError, match="No locks"):
+        TierDirectory(tmp_path)

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from tiered.errors import TransferError
+from tiered.links.base import Link
+from tiered.links.posix import IoEngine, PosixReadLink, PosixWriteLink
+from tiered.tiers.base import Slot
+from tiered.tiers.files import files_of
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+from tiered.units import KiB, MiB
+
+
+class Rig:
+    """An NvmeTier and a RamTier with both links; parts of 64 KiB so that small blocks have several."""
+
+    def __init__(self, paths: list[Path], *, chunk_bytes: int | None = None, direct_io: bool = True) -> None:
+        self.nvme = NvmeTier(paths, 64 * MiB, chunk_bytes=chunk_bytes, direct_io=direct_io)
+        self.ram = RamTier(64 * MiB)
+        engine = IoEngine(self.nvme, part_bytes=64 * KiB)
+        self.read = PosixReadLink(self.nvme, self.ram, engine)
+        self.write = PosixWriteLink(self.ram, self.nvme, engine)
+
+    def ram_slot(self, nbytes: int) -> Slot:
+        slot = self.ram.allocate(nbytes, name="block", home=False)
+        assert slot is not None
+        return slot
+
+    def home(self, nbytes: int, key: str = "layer/weight") -> Slot:
+        slot = self.nvme.allocate(nbytes, name=key, home=True)
+        assert slot is not None
+        return slot
+
+    def store(self, tensor: torch.Tensor, home: Slot) -> None:
+        slot = self.ram_slot(home.nbytes)
+        self.ram.tensor(slot, tensor.shape, tensor.dtype).copy_(tensor)
+        self.write.submit(slot, home, home.nbytes).wait(30)
+        self.ram.free(slot)
+
+    def load(self, home: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        slot = self.ram_slot(home.nbytes)
+        self.ram.tensor(slot, (home.nbytes,), torch.uint8).fill_(0xEE)
+        self.read.submit(home, slot, home.nbytes).wait(30)
+        tensor = self.ram.tensor(slot, shape, dtype).clone()
+        self.ram.free(slot)
+        return tensor
+
+    def close(self) -> None:
+        for part in (self.read, self.write, self.read, self.ram, self.nvme):
+            part.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig([tmp_path / "a"], chunk_bytes=256 * KiB)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("num_paths", [1, 2, 3])
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8])
+@pytest.mark.parametrize("num_elements", [0, 1, 1024, 300_001])
+def test_blocks_come_back_and_zarr_reads_the_same_bytes(
+    tmp_path: Path, num_paths: int, direct_io: bool, dtype: torch.dtype, num_elements: int
+) -> None:
+    paths = [tmp_path / str(number) for number in range(num_paths)]
+    rig = Rig(paths, chunk_bytes=128 * KiB, direct_io=direct_io)
+    nbytes = num_elements * dtype.itemsize
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    tensor = raw.view(dtype) if nbytes else torch.empty(0, dtype=dtype)
+    home = rig.home(nbytes)
+    rig.nvme.describe(home, (num_elements,), dtype)
+    rig.store(tensor, home)
+    assert rig.load(home, (num_elements,), dtype).dtype == dtype
+    assert torch.equal(rig.load(home, (nbytes,), torch.uint8), raw)
+    stored = np.asarray(zarr.open_array(paths[0] / "live/layer/weight", mode="r")[:])
+    assert stored.tobytes() == raw.numpy().tobytes()
+    assert rig.read.path == ("posix-direct" if direct_io else "posix-buffered")
+    rig.close()
+
+
+def test_counters_count_contents_not_padding(tmp_path: Path) -> None:
+    rig = Rig([tmp_path / "a", tmp_path / "b"], chunk_bytes=64 * KiB)
+    assert isinstance(rig.read, Link) and isinstance(rig.write, Link)
+    home = rig.home(300_001)
+    rig.store(torch.ones(300_001, dtype=torch.uint8), home)
+    rig.load(home, (300_001,), torch.uint8)
+    for link in (rig.read, rig.write):
+        usage = link.usage()
+        assert (usage.num_bytes, usage.num_transfers, usage.inflight_bytes) == (300_001, 1, 0)
+        assert usage.busy_s > 0
+    written = rig.nvme.bytes_written_by_path()
+    assert sum(written.values()) == 300_001
+    assert set(written) == {str(tmp_path / "a"), str(tmp_path / "b")} and all(written.values())
+    rig.close()
+
+
+def test_short_counts_are_continued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_read, real_write = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real_read(fd, [views[0][:4096]], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: real_write(fd, [views[0][:8192]], offset))
+    home = rig.home(100_000)
+    tensor = torch.arange(100_000) % 253
+    rig.store(tensor.to(torch.uint8), home)
+    assert torch.equal(rig.load(home, (100_000,), torch.uint8), tensor.to(torch.uint8))
+
+
+def test_a_cut_off_file_is_an_error_with_its_path(rig: Rig) -> None:
+    home = rig.home(100_000)
+    rig.store(torch.ones(100_000, dtype=torch.uint8), home)
+    path = files_of(home).files[0].path
+    os.truncate(path, 4096)
+    with pytest.raises(TransferError, match="cut off") as caught:
+        rig.load(home, (100_000,), torch.uint8)
+    assert caught.value.path == str(path) and caught.value.tier == "nvme"
+    assert rig.read.usage().num_bytes == 0 and rig.read.usage().inflight_bytes == 0
+
+
+def test_a_missing_file_is_an_error_not_zeros(rig: Rig) -> None:
+    home = rig.home(5000)
+    path = files_of(home).files[0].path
+    path.unlink()
+    with pytest.raises(TransferError, match="No such file") as caught:
+        rig.load(home, (5000,), torch.uint8)
+    assert caught.value.errno == errno.ENOENT and caught.value.path == str(path)
+    path.touch()
+
+
+def test_first_write_error_ends_the_transfer_after_all_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwritev
+
+    def broken(fd: int, views: list[memoryview], offset: int) -> int:
+        if offset == 128 * KiB:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", broken)
+    home = rig.home(250_000)
+    with pytest.raises(TransferError, match="write failed") as caught:
+        rig.store(torch.ones(250_000, dtype=torch.uint8), home)
+    assert (caught.value.errno, caught.value.offset) == (errno.EIO, 128 * KiB)
+    monkeypatch.setattr(os, "pwritev", real)
+    rig.store(torch.full((250_000,), 9, dtype=torch.uint8), home)
+    assert set(rig.load(home, (250_000,), torch.uint8).tolist()) == {9}
+
+
+def test_other_exceptions_reach_the_waiter_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def confused(*arguments: Any) -> int:
+        raise RuntimeError("confused")
+
+    monkeypatch.setattr(os, "preadv", confused)
+    with pytest.raises(TransferError, match="confused"):
+        rig.load(rig.home(5000), (5000,), torch.uint8)
+
+
+def test_o_direct_refused_at_the_first_transfer_falls_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    real = os.pwritev
+
+    def refuse_direct(fd: int, views: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse_direct)
+    home = rig.home(600_000)
+    tensor = (torch.arange(600_000) % 251).to(torch.uint8)
+    rig.store(tensor, home)
+    assert rig.write.path == "posix-buffered"
+    assert torch.equal(rig.load(home, (600_000,), torch.uint8), tensor)
+
+
+def test_writing_a_frozen_block_leaves_the_snapshot(rig: Rig, tmp_path: Path) -> None:
+    home = rig.home(600_000)
+    rig.nvme.describe(home, (600_000,), torch.uint8)
+    rig.store(torch.ones(600_000, dtype=torch.uint8), home)
+    rig.nvme.snapshot(home, "1")
+    rig.store(torch.full((600_000,), 2, dtype=torch.uint8), home)
+    assert rig.nvme.snapshot_bytes == home.slot_bytes, "each file was replaced once, however many parts wrote it"
+    assert set(rig.load(home, (600_000,), torch.uint8).tolist()) == {2}
+    frozen = zarr.open_array(tmp_path / "a/snap/1/layer/weight", mode="r")[:]
+    assert np.unique(np.asarray(frozen)).tolist() == [1]
+
+
+def test_reads_overtake_queued_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig([tmp_path / "a"])
+    engine = IoEngine(rig.nvme, num_threads=1, part_bytes=64 * KiB)
+    read, write = PosixReadLink(rig.nvme, rig.ram, engine), PosixWriteLink(rig.ram, rig.nvme, engine)
+    homes = [rig.home(4096, f"block.{number}") for number in range(3)]
+    slots = [rig.ram_slot(4096) for _ in range(3)]
+    gate = threading.Event()
+    order: list[str] = []
+    real_write = os.pwritev
+
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        gate.wait(30)
+        return real_write(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    transfers = [write.submit(slot, home, 4096) for slot, home in zip(slots[:2], homes[:2], strict=True)]
+    transfers.append(read.submit(homes[2], slots[2], 4096))
+    for name, transfer in zip(("write 0", "write 1", "read"), transfers, strict=True):
+        transfer.add_done_callback(functools.partial(lambda name, _: order.append(name), name))
+    gate.set()
+    for transfer in transfers:
+        transfer.wait(30)
+    assert order.index("read") < order.index("write 1")
+    for link in (read, write):
+        link.close()
+    rig.close()
+
+
+def test_many_transfers_at_once(rig: Rig) -> None:
+    tensors = [torch.full((70_000 + number,), number, dtype=torch.uint8) for number in range(40)]
+    homes = [rig.home(tensor.numel(), f"block.{number}") for number, tensor in enumerate(tensors)]
+    threads = [threading.Thread(target=rig.store, args=pair) for pair in zip(tensors, homes, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for tensor, home in zip(tensors, homes, strict=True):
+        assert torch.equal(rig.load(home, tuple(tensor.shape), torch.uint8), tensor)
+    assert rig.ram.usage().used_bytes == 0

@@ -1,0 +1,183 @@
+"""Snapshots of an NvmeTier: hard links, the rule of frozen files, adopting."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from tiered.errors import GenerationError
+from tiered.tiers.base import Slot
+from tiered.tiers.files import files_of
+from tiered.tiers.nvme import NvmeTier
+from tiered.units import KiB, MiB
+
+
+def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:
+    slot = tier.allocate(nbytes, name=key, home=True)
+    assert slot is not None
+    return slot
+
+
+def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
+    """Write ``value`` into every byte, the way a link does."""
+    for file in files_of(slot).files:
+        fd = tier.open_for_write(file)
+        os.close(fd)
+        assert file.path.stat().st_nlink == 1, "a file that a snapshot links must not be written"
+        file.path.write_bytes(bytes([value]) * file.nbytes)
+
+
+def contents(tree: Path, key: str) -> set[int]:
+    """Return the values of all bytes of an array, read by zarr."""
+    return set(np.unique(np.asarray(zarr.open_array(tree / key, mode="r")[:]).view(np.uint8)).tolist())
+
+
+def bytes_on_disk(*roots: Path) -> int:
+    """Return the allocated bytes of all chunk files, hard links counted once."""
+    blocks = {}
+    for root in roots:
+        for folder, _, names in os.walk(root):
+            for name in names:
+                status = os.lstat(os.path.join(folder, name))
+                if status.st_size % 4096 == 0 and name.isdigit():
+                    blocks[status.st_ino] = status.st_blocks * 512
+    return sum(blocks.values())
+
+
+@pytest.fixture(params=[1, 2], ids=["one-path", "two-paths"])
+def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], NvmeTier]:
+    paths = [tmp_path / str(number) for number in range(request.param)]
+    return lambda: NvmeTier(paths, MiB, chunk_bytes=16 * KiB)
+
+
+def test_a_snapshot_stays_as_it_was_when_the_block_is_written_again(make_tier: Callable[[], NvmeTier]) -> None:
+    tier = make_tier()
+    first = Path(tier.paths[0])
+    slot = take(tier, 50_000)
+    tier.describe(slot, (50_000,), torch.uint8)
+    fill(tier, slot, 1)
+    tier.snapshot(slot, "00000001")
+    assert tier.snapshot_bytes == 0
+    tier.sync_files([slot])
+    tier.sync_snapshot("00000001")
+    fill(tier, slot, 2)
+    assert tier.snapshot_bytes == slot.slot_bytes
+    assert contents(first / "snap/00000001", "layer.0/weight") == {1}
+    assert contents(first / "live", "layer.0/weight") == {2}
+    fill(tier, slot, 3)
+    assert tier.snapshot_bytes == slot.slot_bytes, "only the first write after a snapshot takes another file"
+    tier.drop_snapshot("00000001")
+    tier.drop_snapshot("00000001")
+    assert tier.snapshot_bytes == 0 and tier.pool_bytes == slot.slot_bytes
+    assert contents(first / "live", "layer.0/weight") == {3}
+    assert bytes_on_disk(*map(Path, tier.paths)) == 2 * slot.slot_bytes
+    tier.close()
+
+
+def test_generations_share_unchanged_files(make_tier: Callable[[], NvmeTier]) -> None:
+    tier = make_tier()
+    slot = take(tier, 20_000)
+    tier.describe(slot, (20_000,), torch.uint8)
+    fill(tier, slot, 1)
+    tier.snapshot(slot, "1")
+    tier.snapshot(slot, "2")
+    fill(tier, slot, 2)
+    assert tier.snapshot_bytes == slot.slot_bytes
+    tier.drop_snapshot("1")
+    assert tier.snapshot_bytes == slot.slot_bytes
+    assert contents(Path(tier.paths[0]) / "snap/2", "layer.0/weight") == {1}
+    tier.free(slot)
+    tier.drop_snapshot("2")
+    assert tier.snapshot_bytes == 0
+    assert tier.pool_bytes == bytes_on_disk(*map(Path, tier.paths)) == 2 * slot.slot_bytes
+    tier.close()
+
+
+def test_a_freed_block_lives_on_in_its_snapshot(make_tier: Callable[[], NvmeTier]) -> None:
+    tier = make_tier()
+    slot = take(tier, 20_000)
+    tier.describe(slot, (20_000,), torch.uint8)
+    fill(tier, slot, 5)
+    tier.snapshot(slot, "1")
+    slot_bytes = slot.slot_bytes
+    tier.free(slot)
+    assert tier.usage().used_bytes == 0 and tier.pool_bytes == 0 and tier.snapshot_bytes == slot_bytes
+    assert contents(Path(tier.paths[0]) / "snap/1", "layer.0/weight") == {5}
+    tier.close()
+
+
+def test_adopt_brings_a_committed_block_back_in_a_new_process(make_tier: Callable[[], NvmeTier]) -> None:
+    tier = make_tier()
+    first = Path(tier.paths[0])
+    slot = take(tier, 50_000)
+    tier.describe(slot, (100, 125), torch.float32)
+    fill(tier, slot, 1)
+    tier.snapshot(slot, "1")
+    fill(tier, slot, 2)
+    tier.close()
+    tier = make_tier()
+    slot = take(tier, 50_000)
+    tier.adopt(slot, "1")
+    assert tier.snapshot_bytes == 0 and tier.usage().used_bytes == slot.slot_bytes
+    assert contents(first / "live", "layer.0/weight") == {1}
+    assert json.loads((first / "live/layer.0/weight/zarr.json").read_text())["attributes"]["megatrain"]["shape"] == [
+        100,
+        125,
+    ]
+    fill(tier, slot, 3)
+    assert contents(first / "snap/1", "layer.0/weight") == {1}
+    assert contents(first / "live", "layer.0/weight") == {3}
+    tier.adopt(slot, "1")
+    assert contents(first / "live", "layer.0/weight") == {1}
+    tier.adopt(slot, "1")
+    assert tier.snapshot_bytes == 0
+    tier.free(slot)
+    tier.close()
+
+
+def test_adopt_takes_over_another_cut_and_charges_it(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    tier = NvmeTier(paths, MiB, rates=[1, 1], chunk_bytes=4096)
+    slot = take(tier, 50_000)
+    tier.describe(slot, (50_000,), torch.uint8)
+    for file in files_of(slot).files:
+        file.path.write_bytes(bytes([7]) * file.nbytes)
+    tier.snapshot(slot, "1")
+    tier.close()
+    tier = NvmeTier(paths, MiB, rates=[3, 1], chunk_bytes=32768)
+    slot = take(tier, 50_000)
+    tier.adopt(slot, "1")
+    assert files_of(slot).chunk_bytes == 4096
+    assert slot.slot_bytes == tier.usage().used_bytes == 13 * 4096
+    assert contents(tmp_path / "a/live", "layer.0/weight") == {7}
+    tier.free(slot)
+    assert tier.usage().used_bytes == 0
+    tier.close()
+
+
+def test_adopt_says_what_is_missing(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    tier = NvmeTier(paths, MiB, chunk_bytes=4096)
+    slot = take(tier, 20_000)
+    tier.describe(slot, (20_000,), torch.uint8)
+    tier.snapshot(slot, "1")
+    with pytest.raises(GenerationError, match="generation 2 has no block"):
+        tier.adopt(slot, "2")
+    tier.free(slot)
+    small = take(tier, 10_000)
+    with pytest.raises(GenerationError, match="larger"):
+        tier.adopt(small, "1")
+    tier.close()
+    tier = NvmeTier(paths[:1], MiB, chunk_bytes=4096)
+    slot = take(tier, 20_000)
+    with pytest.raises(GenerationError, match="lacks a part"):
+        tier.adopt(slot, "1")
+    assert tier.usage().used_bytes == slot.slot_bytes
+    tier.close()

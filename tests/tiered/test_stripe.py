@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiered.tiers.stripe import check_rates, deal, plan_chunks
+from tiered.units import GiB, KiB, MiB
+
+RATES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6).map(tuple)
+
+
+@given(rates=RATES, num_chunks=st.integers(0, 60))
+@settings(deadline=None, max_examples=60)
+def test_every_prefix_is_within_one_chunk_of_proportional(rates: tuple[float, ...], num_chunks: int) -> None:
+    total = sum(Fraction(rate) for rate in rates)
+    counts = [0] * len(rates)
+    for position, path in enumerate(deal(num_chunks, rates), start=1):
+        counts[path] += 1
+        for rate, count in zip(rates, counts, strict=True):
+            assert abs(count - position * Fraction(rate) / total) < 1
+
+
+@given(rates=RATES, nbytes=st.integers(0, 1 << 40), max_chunk=st.none() | st.sampled_from([16 * MiB, GiB]))
+@settings(deadline=None, max_examples=100)
+def test_chunks_cover_the_contents_with_little_padding(
+    rates: tuple[float, ...], nbytes: int, max_chunk: int | None
+) -> None:
+    nbytes %= 1 << 34
+    plan = plan_chunks(nbytes, rates, max_chunk)
+    num_chunks = len(plan.path_of_chunk)
+    assert plan.chunk_bytes % 4096 == 0 and plan.chunk_bytes > 0
+    assert nbytes <= plan.slot_bytes < nbytes + 4096 * num_chunks + (num_chunks == 0)
+    assert num_chunks == 0 or (num_chunks - 1) * plan.chunk_bytes < nbytes, "a last chunk without contents"
+    assert plan.chunk_bytes <= (max_chunk or (512 * MiB if len(rates) == 1 else 16 * MiB))
+
+
+def test_one_path_makes_one_file_of_a_block() -> None:
+    assert plan_chunks(437 * MiB + 5, (1.0,)).path_of_chunk == (0,)
+    assert plan_chunks(437 * MiB + 5, (1.0,)).chunk_bytes == 437 * MiB + 4096
+    assert len(plan_chunks(600 * MiB, (1.0,)).path_of_chunk) == 2
+    assert plan_chunks(600 * MiB, (1.0,)).slot_bytes == 600 * MiB
+
+
+def test_small_blocks_reach_every_path_in_proportion() -> None:
+    assert sorted(plan_chunks(64 * KiB, (1.0, 1.0)).path_of_chunk) == [0, 1]
+    assert sorted(plan_chunks(64 * KiB, (3.0, 1.0)).path_of_chunk) == [0, 0, 0, 1]
+    assert plan_chunks(100, (1.0, 1.0)).slot_bytes == 4096
+    assert plan_chunks(0, (1.0, 1.0)).path_of_chunk == ()
+
+
+@pytest.mark.parametrize("rates", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("inf")], [1.0, float("nan")]])
+def test_rates_that_make_no_sense_are_refused(rates: list[float]) -> None:
+    with pytest.raises(ValueError, match="2 paths"):
+        check_rates(rates, 2)

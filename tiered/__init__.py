@@ -1,0 +1,67 @@
+"""tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training."""
+
+from tiered.block import BlockSpec, CopyState
+from tiered.errors import (
+    BlockNotFoundError,
+    CapacityError,
+    CorruptBlockError,
+    GenerationError,
+    LeaseError,
+    LockedError,
+    TieredError,
+    TransferError,
+    UninitializedBlockError,
+)
+from tiered.events import Event, LinkStats, StoreStats, TierStats
+from tiered.generations import Commit
+from tiered.lease import Lease, LeaseGroup
+from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
+from tiered.schedule import NEVER, Access, Schedule, Trace
+from tiered.store import TieredStore
+from tiered.tiers.gpu import GpuTier
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+from tiered.transfer import Transfer
+from tiered.units import GB, GiB, KiB, MB, MiB, TiB, format_size, parse_size
+
+__all__ = [
+    "GB",
+    "LRU",
+    "MB",
+    "NEVER",
+    "Access",
+    "Belady",
+    "BlockNotFoundError",
+    "BlockSpec",
+    "Candidate",
+    "CapacityError",
+    "Commit",
+    "CopyState",
+    "CorruptBlockError",
+    "Event",
+    "EvictionPolicy",
+    "GenerationError",
+    "GiB",
+    "GpuTier",
+    "KiB",
+    "Lease",
+    "LeaseError",
+    "LeaseGroup",
+    "LinkStats",
+    "LockedError",
+    "MiB",
+    "NvmeTier",
+    "RamTier",
+    "Schedule",
+    "StoreStats",
+    "TiB",
+    "TierStats",
+    "TieredError",
+    "TieredStore",
+    "Trace",
+    "Transfer",
+    "TransferError",
+    "UninitializedBlockError",
+    "format_size",
+    "parse_size",
+]

@@ -1,0 +1,84 @@
+"""Blocks, and the states that one copy of a block can be in."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+
+_KEY = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """The unit of placement and of transfer: one named tensor with a home.
+
+    Attributes:
+        key: name, path-like: segments of letters, digits, ``_ . -`` joined by ``/``.
+        shape, dtype: what a lease's tensor looks like.
+        home: name of the tier that owns the block's slot for life.
+        durable: part of a commit. Scratch blocks (gradients, activations) are not.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    home: str
+    durable: bool = True
+
+    def __post_init__(self) -> None:
+        if not _KEY.fullmatch(self.key) or any(part in (".", "..") for part in self.key.split("/")):
+            raise ValueError(f"block key '{self.key}': use letters, digits, '_', '.', '-', joined by '/'")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"block '{self.key}': negative size in shape {self.shape}")
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+class CopyState(enum.Enum):
+    """State of one copy of one block in one tier.
+
+    ABSENT occurs only in caches, STALE only at home. Leases and pins are counts beside the state.
+    """
+
+    ABSENT = "absent"  # no slot
+    FILLING = "filling"  # slot held; being copied in, or being written for the first time
+    CLEAN = "clean"  # equal to the home copy: may be dropped for free (or is the home copy)
+    DIRTY = "dirty"  # the only newest bytes: must be written back before the slot is reused
+    DRAINING = "draining"  # write-back under way; readable
+    STALE = "stale"  # home slot whose newer version lives above, or never written
+
+    @property
+    def is_valid(self) -> bool:
+        return self in _VALID
+
+
+_VALID = frozenset({CopyState.CLEAN, CopyState.DIRTY, CopyState.DRAINING})
+
+#: The moves a copy may make. Anything else is a bug in the store (asserted on every move).
+LEGAL_MOVES: frozenset[tuple[CopyState, CopyState]] = frozenset(
+    {
+        (CopyState.ABSENT, CopyState.FILLING),
+        (CopyState.FILLING, CopyState.CLEAN),
+        (CopyState.FILLING, CopyState.DIRTY),
+        (CopyState.FILLING, CopyState.ABSENT),
+        (CopyState.FILLING, CopyState.STALE),
+        (CopyState.CLEAN, CopyState.DIRTY),
+        (CopyState.CLEAN, CopyState.ABSENT),
+        (CopyState.CLEAN, CopyState.STALE),
+        (CopyState.DIRTY, CopyState.DRAINING),
+        (CopyState.DIRTY, CopyState.ABSENT),
+        (CopyState.DRAINING, CopyState.CLEAN),
+        (CopyState.DRAINING, CopyState.DIRTY),
+        (CopyState.STALE, CopyState.FILLING),
+    }
+)

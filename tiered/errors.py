@@ -1,0 +1,134 @@
+"""The errors of the store. Each carries the facts as attributes and says what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiered.units import format_size
+
+
+class TieredError(Exception):
+    """Base of every error the store raises on purpose."""
+
+
+class CapacityError(TieredError):
+    """A tier has no room. Raised at once when waiting could never help.
+
+    Attributes:
+        tier: name of the tier.
+        need_bytes: bytes that were asked for.
+        free_bytes: bytes not held by any slot.
+        pinned_bytes: bytes held by pinned copies.
+        leased_bytes: bytes held by leased copies.
+        largest_holders: (key, bytes) of the largest slots, largest first.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        need_bytes: int,
+        free_bytes: int,
+        *,
+        pinned_bytes: int = 0,
+        leased_bytes: int = 0,
+        largest_holders: Sequence[tuple[str, int]] = (),
+        detail: str = "",
+    ) -> None:
+        self.tier = tier
+        self.need_bytes = need_bytes
+        self.free_bytes = free_bytes
+        self.pinned_bytes = pinned_bytes
+        self.leased_bytes = leased_bytes
+        self.largest_holders = tuple(largest_holders)
+        text = (
+            f"tier '{tier}' is too small: {need_bytes} bytes ({format_size(need_bytes)}) needed, "
+            f"{free_bytes} ({format_size(free_bytes)}) free, {pinned_bytes} pinned, {leased_bytes} leased"
+        )
+        if detail:
+            text += f"; {detail}"
+        if self.largest_holders:
+            holders = ", ".join(f"{key} {format_size(nbytes)}" for key, nbytes in self.largest_holders)
+            text += f"; largest: {holders}"
+        super().__init__(text)
+
+
+class BlockNotFoundError(TieredError, KeyError):
+    """No block of that name is registered."""
+
+    def __init__(self, key: str, hint: str = "") -> None:
+        self.key = key
+        super().__init__(f"no block named '{key}' is registered" + (f" ({hint})" if hint else ""))
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return str(self.args[0])
+
+
+class UninitializedBlockError(TieredError):
+    """The block was registered but never written, or its contents were discarded."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(f"block '{key}' has no contents: write it once with mode 'w' before reading it")
+
+
+class LeaseError(TieredError):
+    """A lease was used against its rules. A mistake of the program, not of its input."""
+
+
+class TransferError(TieredError, OSError):
+    """Bytes could not be moved.
+
+    Attributes:
+        tier: the tier (or link) where it failed.
+        path: the file, or None.
+        errno: the operating system's number, or None.
+        offset: byte offset in the file, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tier: str,
+        path: str | None = None,
+        errno: int | None = None,
+        offset: int | None = None,
+    ) -> None:
+        self.tier = tier
+        self.path = path
+        self.offset = offset
+        where = f" [{tier}]" if path is None else f" [{tier}, {path}" + (f", offset {offset}]" if offset is not None else "]")
+        text = message + where
+        super().__init__(text)
+        self.errno = errno
+        self.message = text
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class CorruptBlockError(TieredError):
+    """The bytes on disk are not the bytes that were written.
+
+    Attributes:
+        key, generation, expected, found: the block, its generation, and the two checksums.
+    """
+
+    def __init__(self, key: str, generation: int, expected: str, found: str, path: str = "") -> None:
+        self.key, self.generation, self.expected, self.found, self.path = key, generation, expected, found, path
+        super().__init__(
+            f"block '{key}' of generation {generation} is damaged: checksum {found}, expected {expected}"
+            + (f" ({path})" if path else "")
+        )
+
+
+class GenerationError(TieredError):
+    """A committed generation is missing, unreadable, or was written by a newer format."""
+
+
+class LockedError(TieredError):
+    """Another process uses the same directory."""
+
+    def __init__(self, path: str, owner: str) -> None:
+        self.path, self.owner = path, owner
+        super().__init__(f"'{path}' is in use by {owner}. Stop that run, or give this one another directory")

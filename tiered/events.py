@@ -1,0 +1,120 @@
+"""What the store tells about itself: events as they happen, counters as frozen statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+#: Why a caller of the store waited.
+STALL_CAUSES = ("fill", "drain", "space", "lease", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        kind: ``fetch``, ``write_back``, ``evict``, ``stall``, ``commit``.
+        key: block, tier: where it ended up, nbytes: bytes moved, start_s/end_s: ``time.perf_counter`` seconds.
+        detail: the link's path for movements, the cause for stalls.
+    """
+
+    kind: str
+    key: str
+    tier: str
+    nbytes: int
+    start_s: float
+    end_s: float
+    detail: str = ""
+
+
+EventSink = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Bytes of one tier now; ``high_water_bytes`` is the most ever used."""
+
+    capacity_bytes: int
+    used_bytes: int
+    home_bytes: int
+    pinned_bytes: int
+    leased_bytes: int
+    high_water_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """One direction of one link: bytes moved, seconds busy, bytes under way, and the path they took."""
+
+    num_bytes: int
+    busy_s: float
+    inflight_bytes: int
+    path: str
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        return self.num_bytes / self.busy_s if self.busy_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters of a store. ``later - earlier`` gives a window (levels such as ``used_bytes`` stay the later's).
+
+    Attributes:
+        tiers: by name. links: by ``"src->dst"``. stall_s: seconds that callers waited, by cause.
+        prefetch_on_time/late/wasted: prefetched copies that were ready, still coming, or dropped unused.
+        evictions_clean/dirty: copies dropped to make room or on request.
+        written_bytes: per durable path. schedule_misses: accesses that a set schedule did not foresee.
+    """
+
+    tiers: Mapping[str, TierStats]
+    links: Mapping[str, LinkStats]
+    stall_s: Mapping[str, float]
+    prefetch_on_time: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    evictions_clean: int = 0
+    evictions_dirty: int = 0
+    schedule_misses: int = 0
+    written_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __sub__(self, earlier: StoreStats) -> StoreStats:
+        links = {}
+        for name, link in self.links.items():
+            before = earlier.links.get(name)
+            links[name] = link if before is None else dataclasses.replace(
+                link, num_bytes=link.num_bytes - before.num_bytes, busy_s=link.busy_s - before.busy_s
+            )
+        counts = {
+            name: getattr(self, name) - getattr(earlier, name)
+            for name in (
+                "prefetch_on_time",
+                "prefetch_late",
+                "prefetch_wasted",
+                "evictions_clean",
+                "evictions_dirty",
+                "schedule_misses",
+            )
+        }
+        return StoreStats(
+            tiers=self.tiers,
+            links=links,
+            stall_s={cause: seconds - earlier.stall_s.get(cause, 0.0) for cause, seconds in self.stall_s.items()},
+            written_bytes={path: n - earlier.written_bytes.get(path, 0) for path, n in self.written_bytes.items()},
+            **counts,
+        )
+
+
+@dataclass(slots=True)
+class Counters:
+    """The store's running counts, changed under its lock."""
+
+    stall_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STALL_CAUSES, 0.0))
+    prefetch_on_time: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    evictions_clean: int = 0
+    evictions_dirty: int = 0
+    schedule_misses: int = 0

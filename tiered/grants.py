@@ -1,0 +1,247 @@
+"""Giving leases: who may use which copy, when, and what a released write means for the other copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tiered.block import CopyState
+from tiered.copies import Block, Copy
+from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
+from tiered.events import Event
+from tiered.lease import Lease
+from tiered.movement import Movement, Waiting
+from tiered.schedule import Access, Mode, Trace
+from tiered.tiers.base import Tier
+
+#: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
+Request = tuple[str, str, Mode]
+
+
+class Grants:
+    """The leases of one store. Methods named ``*_locked`` are called with ``movement.changed`` held."""
+
+    def __init__(self, movement: Movement) -> None:
+        self.movement = movement
+        self.leases: set[Lease] = set()
+        self.trace: Trace | None = None
+        self.closed = False
+
+    # -- looking up --------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise TieredError("the store is closed")
+
+    def block(self, key: str) -> Block:
+        block = self.movement.blocks.get(key)
+        if block is None:
+            raise BlockNotFoundError(key)
+        return block
+
+    def tier(self, name: str) -> Tier:
+        if name not in self.movement.tiers:
+            raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
+        return self.movement.tiers[name]
+
+    def _target(self, key: str, tier: str) -> Copy:
+        if self.tier(tier).device is None:
+            raise ValueError(f"tier '{tier}' is not addressable: acquire '{key}' in a faster tier")
+        return self.block(key).copy_in(tier)
+
+    # -- acquiring ---------------------------------------------------------------------------------------------
+
+    def acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
+        deadline = None if timeout_s is None else time.perf_counter() + timeout_s
+        with self.movement.changed:
+            self.check_open()
+            targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]
+            for _, copy, _ in targets:
+                copy.wanted += 1
+            try:
+                has_waited = False
+                while (waiting := self._first_obstacle(targets)) is not None:
+                    self._check_can_ever(targets, waiting)
+                    self._wait(waiting, targets[0][0], deadline)
+                    has_waited = True
+                return [self._grant(block, copy, mode, stream, late=has_waited) for block, copy, mode in targets]
+            finally:
+                for block, copy, mode in targets:
+                    copy.wanted -= 1
+                    if mode == "w" and block.writer is None and copy.state is CopyState.FILLING and not block.num_transfers:
+                        self._invalidate(copy)  # room taken for a lease that was not given after all
+                        self.movement.changed.notify_all()
+
+    def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:
+        """Take the next step for every target; return the first reason to wait, None when all can be granted."""
+        first: Waiting | None = None
+        for block, copy, mode in targets:
+            waiting = self._obstacle(block, copy, mode)
+            first = first or waiting
+        return first
+
+    def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
+        if block.writer is not None:
+            return Waiting("lease")
+        if mode != "w":
+            waiting = self.movement.bring(block, copy.tier, for_use=self.movement.now, demand=True)
+            if waiting is not None:
+                return waiting
+        if mode == "r":
+            return None
+        if block.num_transfers:
+            return Waiting("drain")
+        if block.num_readers:
+            return Waiting("lease")
+        if copy.slot is None:
+            copy.slot = self.movement.make_room(block, copy.tier, for_use=self.movement.now, demand=True)
+            if copy.slot is None:
+                return self.movement.no_room(block, copy.tier)
+            copy.move(CopyState.FILLING)
+        return None
+
+    def _wait(self, waiting: Waiting, block: Block, deadline: float | None) -> None:
+        start_s = time.perf_counter()
+        left_s = None if deadline is None else deadline - start_s
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
+        num_failures = len(self.movement.failed_write_backs)
+        self.movement.changed.wait(left_s)
+        end_s = time.perf_counter()
+        self.check_open()
+        self.movement.counters.stall_s[waiting.cause] += end_s - start_s
+        if self.movement.on_event is not None:
+            self.movement.on_event(Event("stall", block.spec.key, "", 0, start_s, end_s, waiting.cause))
+        transfer = waiting.transfer
+        if transfer is not None and transfer.done() and transfer.error is not None:
+            raise transfer.error
+        if waiting.cause in ("space", "drain") and len(self.movement.failed_write_backs) > num_failures:
+            raise self.movement.failed_write_backs[-1]
+
+    def _grant(self, block: Block, copy: Copy, mode: Mode, stream: Any, *, late: bool) -> Lease:
+        movement = self.movement
+        if copy.prefetched:
+            copy.prefetched = False
+            movement.counters.prefetch_late += late
+            movement.counters.prefetch_on_time += not late
+        copy.last_use = movement.now
+        copy.drop_when_clean = False
+        access = Access(movement.now, block.spec.key, copy.tier, mode)
+        if self.trace is not None:
+            self.trace.accesses.append(access)
+        if movement.schedule is not None and not copy.is_home and access not in movement.schedule:
+            movement.counters.schedule_misses += 1
+        assert copy.slot is not None
+        tier = self.movement.tiers[copy.tier]
+        if mode == "w" and copy.state is CopyState.STALE:
+            copy.move(CopyState.FILLING)
+        if copy.transfer is not None and copy.transfer.event is not None:
+            copy.transfer.wait_stream(stream if stream is not None else tier.current_stream())  # type: ignore[attr-defined]
+        lease = Lease(self, block, copy, mode, tier.tensor(copy.slot, block.spec.shape, block.spec.dtype))
+        if mode == "r":
+            copy.readers += 1
+        else:
+            block.writer = lease
+        self.leases.add(lease)
+        return lease
+
+    def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
+        block, copy = lease._block, lease._copy
+        with self.movement.changed:
+            self.leases.discard(lease)
+            record_use = getattr(self.movement.tiers[copy.tier], "record_use", None)
+            if record_use is not None and copy.slot is not None:
+                record_use(copy.slot, stream)
+            if lease.mode == "r":
+                copy.readers -= 1
+            else:
+                block.writer = None
+                if abandoned:
+                    self._invalidate(copy)
+                else:
+                    self._written(block, copy)
+            self.movement.settle(block, copy)
+            self.movement.pump()
+            self.movement.changed.notify_all()
+
+    def _written(self, block: Block, copy: Copy) -> None:
+        """The copy now holds the newest bytes: every other copy is superseded."""
+        block.version += 1
+        block.checksum = None
+        for other in block.copies.values():
+            if other is copy:
+                continue
+            if not other.is_home and other.slot is not None:
+                self.movement.drop(other)
+            elif other.is_home and other.state is CopyState.CLEAN:
+                other.move(CopyState.STALE)
+        if copy.is_home:
+            if copy.state is CopyState.FILLING:
+                copy.move(CopyState.CLEAN)
+        elif copy.state is not CopyState.DIRTY:
+            copy.move(CopyState.DIRTY)
+
+    def _invalidate(self, copy: Copy) -> None:
+        """An abandoned ``w`` lease: the bytes of this copy mean nothing."""
+        if copy.is_home:
+            copy.move(CopyState.STALE)
+        else:
+            self.movement.drop(copy)
+
+    # -- refusing ----------------------------------------------------------------------------------------------
+
+    def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
+        """Refuse at once what waiting can never give: room that does not exist, or the caller's own lease."""
+        if waiting.cause == "lease":
+            me = threading.get_ident()
+            for block, _, mode in targets:
+                for lease in self.leases:
+                    if lease._block is block and lease.thread_id == me and (mode != "r" or lease.mode != "r"):
+                        raise LeaseError(f"'{block.spec.key}' is leased ('{lease.mode}') by this very thread: release it first")
+        if waiting.cause == "space":
+            there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
+            need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in there) or waiting.need_bytes
+            if need > self.room_ever_locked(waiting.tier, besides=[c for _, c in there]):
+                keys = ", ".join(b.spec.key for b, _, _ in targets)
+                raise self.capacity_error_locked(waiting.tier, need, f"to acquire {keys}")
+
+    def room_ever_locked(self, tier: str, besides: Sequence[Copy] = (), *, own_leases: bool = True) -> int:
+        """Return the bytes of ``tier`` that could be free once everybody else lets go of what they hold."""
+        usage = self.movement.tiers[tier].usage()
+        me = threading.get_ident()
+        mine = {lease._copy for lease in self.leases if own_leases and lease.thread_id == me}
+        freeable = 0
+        for block in self.movement.blocks.values():
+            copy = block.copies.get(tier)
+            if copy is None or copy.is_home or copy.slot is None:
+                continue
+            if copy in besides or not (copy.pins or copy in mine):
+                freeable += copy.slot_bytes
+        return usage.free_bytes + freeable
+
+    def capacity_error_locked(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
+        """Return the error with the tier's numbers and its largest holders."""
+        held = [(b.spec.key, c) for b in self.movement.blocks.values() if (c := b.copies.get(tier)) and c.slot is not None]
+        largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
+        return CapacityError(
+            tier,
+            need_bytes,
+            self.movement.tiers[tier].usage().free_bytes,
+            pinned_bytes=sum(copy.slot_bytes for _, copy in held if copy.pins),
+            leased_bytes=sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier),
+            largest_holders=[(key, copy.slot_bytes) for key, copy in largest],
+            detail=detail,
+        )
+
+    def wait_quiet_locked(self, block: Block) -> None:
+        """Wait until no movement of the block is under way.
+
+        Raises:
+            LeaseError: the block is leased.
+        """
+        while block.num_transfers:
+            self.movement.changed.wait()
+        if block.writer is not None or block.num_readers:
+            raise LeaseError(f"block '{block.spec.key}' is leased: release it first")

@@ -1,0 +1,119 @@
+"""Leases: the right to use a copy in place, for as long as the lease is held."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiered.errors import LeaseError
+from tiered.schedule import Mode
+
+if TYPE_CHECKING:
+    import torch
+
+    from tiered.copies import Block, Copy
+
+
+class _Returner(Protocol):
+    def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None: ...
+
+
+class Lease:
+    """One copy of one block, held still. Use it as a context manager, or call ``release`` once.
+
+    The copy is neither evicted nor changed by anybody else while the lease lives. A ``w`` or ``rw`` lease is
+    exclusive over all copies of the block. Leaving the ``with`` block of a ``w`` lease by an exception abandons it.
+
+    Attributes:
+        tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device.
+            Not usable after release: the slot may then hold another block.
+        key, tier, mode: what was asked for. version: released writes the block had seen when the lease was given.
+    """
+
+    __slots__ = ("_block", "_copy", "_grants", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
+
+    def __init__(self, grants: _Returner, block: Block, copy: Copy, mode: Mode, tensor: torch.Tensor) -> None:
+        self._grants, self._block, self._copy = grants, block, copy
+        self._released = False
+        self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
+        self.tensor = tensor
+        self.thread_id = threading.get_ident()
+
+    def release(self, stream: Any = None) -> None:
+        """Give the copy back; after a ``w`` or ``rw`` lease its bytes are the block's newest contents.
+
+        Args:
+            stream: on a device tier, the stream whose queued work still uses the tensor (default: the current
+                one). The slot is not reused before that work is done; the host does not wait.
+
+        Raises:
+            LeaseError: released before.
+        """
+        self._return(abandoned=False, stream=stream)
+
+    def abandon(self) -> None:
+        """Give a ``w`` lease back without contents: what was written is dropped.
+
+        Raises:
+            LeaseError: not a ``w`` lease, or released before.
+        """
+        if self.mode != "w":
+            raise LeaseError(f"lease on '{self.key}' has mode '{self.mode}'; only a 'w' lease can be abandoned")
+        self._return(abandoned=True, stream=None)
+
+    def _return(self, *, abandoned: bool, stream: Any) -> None:
+        if self._released:
+            raise LeaseError(f"lease on '{self.key}' in tier '{self.tier}' was released before")
+        self._released = True
+        self._grants.return_lease(self, abandoned=abandoned, stream=stream)
+        del self.tensor
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._released:
+            return
+        if kind is not None and self.mode == "w":
+            self.abandon()
+        else:
+            self.release()
+
+    def __copy__(self) -> Lease:
+        raise LeaseError("a lease cannot be copied: acquire the block again")
+
+
+class LeaseGroup(Sequence[Lease]):
+    """Leases that were given together; released together. Index by position, or by key with ``group.of(key)``."""
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self._leases = tuple(leases)
+
+    def of(self, key: str) -> Lease:
+        for lease in self._leases:
+            if lease.key == key:
+                return lease
+        raise KeyError(key)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._leases[index]
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases)
+
+    def release(self, stream: Any = None) -> None:
+        """Release every lease of the group."""
+        for lease in self._leases:
+            lease.release(stream)
+
+    def __enter__(self) -> LeaseGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for lease in self._leases:
+            lease.__exit__(kind, error, trace)

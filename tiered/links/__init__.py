@@ -1,0 +1,1 @@
+"""Links: move bytes between the slots of two tiers."""

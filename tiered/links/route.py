@@ -1,0 +1,44 @@
+"""The links between neighbouring tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tiered.links.base import Link
+from tiered.links.cuda import CudaLink
+from tiered.links.host import HostLink
+from tiered.links.posix import IoEngine, PosixReadLink, PosixWriteLink
+from tiered.tiers.base import Tier
+from tiered.tiers.gpu import GpuTier
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+
+
+def default_links(tiers: Sequence[Tier]) -> list[Link]:
+    """Return both directions between each two neighbours of ``tiers`` (fast to slow).
+
+    Starts no thread and touches no device.
+
+    Raises:
+        ValueError: two neighbours that no link of this package connects.
+    """
+    return [link for fast, slow in pairwise(tiers) for link in _links_between(fast, slow)]
+
+
+def _links_between(fast: Tier, slow: Tier) -> tuple[Link, Link]:
+    if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
+        engine = IoEngine(slow)
+        return PosixReadLink(slow, fast, engine), PosixWriteLink(fast, slow, engine)
+    if isinstance(fast, GpuTier) and isinstance(slow, RamTier) and not _is_host_memory(fast):
+        return CudaLink(slow, fast), CudaLink(fast, slow)
+    if _is_host_memory(fast) and _is_host_memory(slow):
+        return HostLink(slow, fast), HostLink(fast, slow)
+    raise ValueError(
+        f"no link connects tier '{fast.name}' ({type(fast).__name__}) with the next slower one '{slow.name}' "
+        f"({type(slow).__name__}): put a RamTier between them, list tiers from fast to slow, or pass your own links"
+    )
+
+
+def _is_host_memory(tier: Tier) -> bool:
+    return tier.device is not None and tier.device.type == "cpu"

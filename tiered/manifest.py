@@ -1,0 +1,197 @@
+"""Generations on disk: what a committed state consists of, its checksums, and the atomic flip to it.
+
+``snap/<generation>/MANIFEST.json`` describes a generation; ``MANIFEST.json`` at the top names the current one. The
+top file is replaced by rename after everything it names is on disk, so that a crash at any instant leaves the old
+generation or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tiered.errors import GenerationError
+
+MANIFEST_NAME = "MANIFEST.json"
+SNAPSHOT_FOLDER = "snap"
+#: Version of these files. A reader refuses newer ones and reads all older ones.
+MANIFEST_VERSION = 1
+
+JSON = None | bool | int | float | str | Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One block of a generation.
+
+    Attributes:
+        key, shape, home, nbytes: as in ``BlockSpec``. dtype: its name, e.g. ``"bfloat16"``.
+        xxh3_64: checksum of the contents, 16 hex digits. location: folder of its zarr array, relative to the
+            directory of the manifest.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    home: str
+    nbytes: int
+    xxh3_64: str
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A generation: its number (>= 1, growing), its blocks, and the caller's own ``meta``."""
+
+    generation: int
+    blocks: tuple[BlockRecord, ...]
+    meta: Mapping[str, JSON] = field(default_factory=dict)
+
+
+def checksum(*buffers: Any) -> str:
+    """Return the xxh3_64 of the buffers one after the other, as 16 hex digits. Releases the GIL while it runs.
+
+    Args:
+        buffers: contiguous objects with the buffer protocol (memoryview, numpy array, bytes).
+    """
+    digest = xxhash.xxh3_64()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.hexdigest()
+
+
+def generation_name(generation: int) -> str:
+    """Return the folder name of a generation: digits that sort like the numbers."""
+    assert generation >= 0, generation
+    return f"{generation:08d}"
+
+
+def generation_folder(directory: str | os.PathLike[str], generation: int) -> Path:
+    """Return where a generation lies."""
+    return Path(directory, SNAPSHOT_FOLDER, generation_name(generation))
+
+
+def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Commit a generation: write its manifest, then make it the current one. Both survive a power cut.
+
+    Everything that the manifest names must be on disk before (``NvmeTier.sync_files``, ``sync_snapshot``).
+
+    Raises:
+        OSError: the drive refused; the current generation is the one before.
+    """
+    folder = generation_folder(directory, manifest.generation)
+    folder.mkdir(parents=True, exist_ok=True)
+    body = {"generation": manifest.generation, "meta": manifest.meta, "blocks": [asdict(b) for b in manifest.blocks]}
+    _write_sealed(folder / MANIFEST_NAME, body)
+    _sync_folder(folder.parent)
+    _sync_folder(Path(directory))
+    _write_sealed(Path(directory, MANIFEST_NAME), {"generation": manifest.generation})
+
+
+def read_manifest(directory: str | os.PathLike[str], generation: int | None = None) -> Manifest:
+    """Return the manifest of a generation, default the current one.
+
+    Raises:
+        GenerationError: there is none, it is damaged, or a newer version of this package wrote it.
+    """
+    if generation is None:
+        generation = current_generation(directory)
+        if generation is None:
+            raise GenerationError(f"nothing was committed in '{os.fspath(directory)}'")
+    path = generation_folder(directory, generation) / MANIFEST_NAME
+    if not path.exists():
+        known = ", ".join(map(str, list_generations(directory))) or "none"
+        raise GenerationError(f"no generation {generation} in '{os.fspath(directory)}'; there are: {known}")
+    body = _read_sealed(path)
+    try:
+        blocks = tuple(BlockRecord(**{**record, "shape": tuple(record["shape"])}) for record in body["blocks"])
+        manifest = Manifest(int(body["generation"]), blocks, body["meta"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise GenerationError(f"'{path}' is not a manifest: {error}") from error
+    if manifest.generation != generation:
+        raise GenerationError(f"'{path}' describes generation {manifest.generation}, not {generation}")
+    return manifest
+
+
+def current_generation(directory: str | os.PathLike[str]) -> int | None:
+    """Return the number of the last committed generation, or None if nothing was ever committed.
+
+    Raises:
+        GenerationError: the file that names it is damaged or newer than this package.
+    """
+    path = Path(directory, MANIFEST_NAME)
+    if not path.exists():
+        return None
+    generation = _read_sealed(path).get("generation")
+    if not isinstance(generation, int):
+        raise GenerationError(f"'{path}' names no generation")
+    return generation
+
+
+def list_generations(directory: str | os.PathLike[str]) -> list[int]:
+    """Return the numbers of all generations that have a manifest, oldest first."""
+    root = Path(directory, SNAPSHOT_FOLDER)
+    if not root.is_dir():
+        return []
+    return sorted(int(f.name) for f in root.iterdir() if f.name.isdigit() and (f / MANIFEST_NAME).is_file())
+
+
+def unfinished_generations(directory: str | os.PathLike[str]) -> list[int]:
+    """Return generations that a crash left half-written: a folder without a manifest, or newer than the current."""
+    root = Path(directory, SNAPSHOT_FOLDER)
+    if not root.is_dir():
+        return []
+    current = current_generation(directory)
+    current = -1 if current is None else current
+    folders = sorted(int(folder.name) for folder in root.iterdir() if folder.name.isdigit())
+    return [n for n in folders if n > current or not (generation_folder(directory, n) / MANIFEST_NAME).is_file()]
+
+
+def remove_generation(directory: str | os.PathLike[str], generation: int) -> None:
+    """Delete a generation's folder (after ``NvmeTier.drop_snapshot`` took the files it can reuse)."""
+    folder = generation_folder(directory, generation)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:
+    """Write a JSON file with a version and a checksum over its body: temporary file, fsync, rename, fsync."""
+    text = json.dumps(body, sort_keys=True)
+    document = {"format": MANIFEST_VERSION, "xxh3_64": checksum(text.encode()), "body": body}
+    temporary = path.with_suffix(".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(fd, "w") as file:
+        json.dump(document, file, sort_keys=True)
+        file.flush()
+        os.fsync(fd)
+    os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+        version, expected, body = document["format"], document["xxh3_64"], document["body"]
+        is_newer = int(version) > MANIFEST_VERSION
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GenerationError(f"'{path}' cannot be read as a manifest: {error}") from error
+    if is_newer:
+        raise GenerationError(f"'{path}' has format {version}, this version reads up to {MANIFEST_VERSION}: upgrade")
+    if not isinstance(body, dict) or checksum(json.dumps(body, sort_keys=True).encode()) != expected:
+        raise GenerationError(f"'{path}' is damaged: its checksum does not match. Open another generation")
+    return body
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,346 @@
+"""Moving blocks between tiers: fetch, write back, make room. Everything here runs under the store's lock.
+
+The functions are level-triggered: ``bring`` takes the next possible step towards "a valid copy is in that
+tier" and says what it waits for; when something ends, the waiting caller or the prefetcher calls it again.
+So no plan of several steps has to be kept consistent while other threads change the world.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tiered.block import CopyState
+from tiered.copies import Block, Copy
+from tiered.errors import UninitializedBlockError
+from tiered.events import Counters, Event, EventSink
+from tiered.links.base import Link
+from tiered.policies.base import Candidate, EvictionPolicy
+from tiered.prefetch import next_fetches
+from tiered.schedule import NEVER, Access, Schedule
+from tiered.tiers.base import Slot, Tier
+from tiered.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a copy is not there yet.
+
+    Attributes:
+        cause: one of ``STALL_CAUSES``. transfer: the movement whose failure concerns the waiter.
+        tier, need_bytes: for ``space``: where how much room is missing.
+    """
+
+    cause: str
+    transfer: Transfer | None = None
+    tier: str = ""
+    need_bytes: int = 0
+
+
+class Movement:
+    """The moving part of a store: owns no promise, only the mechanics. Call with ``changed`` held.
+
+    Attributes:
+        changed: condition over the store's lock, notified after every change of any copy.
+        now: the trainer's tick. schedule: the known future, or None.
+        home_bytes, reserved_bytes: by tier, what is not open to copies.
+        failed_write_backs: errors of write-backs; whoever waits for room while one is added gets it raised.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        links: Sequence[Link],
+        policy: EvictionPolicy,
+        *,
+        max_inflight_bytes: int,
+        on_event: EventSink | None,
+    ) -> None:
+        self.changed = threading.Condition()
+        self.blocks: dict[str, Block] = {}
+        self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}
+        self.order = [tier.name for tier in tiers]
+        self.links = {(link.src, link.dst): link for link in links}
+        self.policy = policy
+        self.counters = Counters()
+        self.on_event = on_event
+        self.schedule: Schedule | None = None
+        self.lookahead_bytes: int | None = 0
+        self.now = 0
+        self.home_bytes = dict.fromkeys(self.order, 0)
+        self.reserved_bytes = dict.fromkeys(self.order, 0)
+        self.failed_write_backs: list[BaseException] = []
+        self._max_inflight_bytes = max_inflight_bytes
+        self._inflight_bytes = 0
+        self._is_pumping = False
+
+    # -- bringing a copy in ------------------------------------------------------------------------------------
+
+    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None:
+        """Take the next step towards a valid copy of ``block`` in ``tier``; return None when it is there.
+
+        Args:
+            for_use: tick of the use it serves. Without ``demand``, only copies needed later than that make way.
+
+        Raises:
+            UninitializedBlockError: there are no contents to bring.
+        """
+        target = block.copy_in(tier)
+        if target.state.is_valid:
+            return None
+        if target.state is CopyState.FILLING:
+            return Waiting("fill", target.transfer)
+        newest = block.newest()
+        if target.is_home:
+            if newest is None:
+                raise UninitializedBlockError(block.spec.key)
+            return self.write_back(block, newest) or Waiting("drain", newest.transfer)
+        source = self._nearest_source(block, tier)
+        if source is None:
+            if block.home.state is CopyState.FILLING:
+                return Waiting("fill", block.home.transfer)
+            raise UninitializedBlockError(block.spec.key)
+        hop = self._hop_towards(source.tier, tier)
+        if hop != source.tier:
+            return self.bring(block, hop, for_use=for_use, demand=demand) or Waiting("fill")
+        slot = self.make_room(block, tier, for_use=for_use, demand=demand)
+        if slot is None:
+            return self.no_room(block, tier)
+        target.slot = slot
+        return Waiting("fill", self._fill(block, source, target))
+
+    def _nearest_source(self, block: Block, tier: str) -> Copy | None:
+        here = self.order.index(tier)
+        valid = [copy for copy in block.copies.values() if copy.state.is_valid]
+        return min(valid, key=lambda copy: abs(self.order.index(copy.tier) - here), default=None)
+
+    def _hop_towards(self, src: str, dst: str) -> str:
+        """Return the tier from which ``dst`` is filled on the way from ``src``: ``src`` itself or a neighbour."""
+        if (src, dst) in self.links:
+            return src
+        here = self.order.index(dst)
+        step = 1 if self.order.index(src) > here else -1
+        return self.order[here + step]
+
+    def _fill(self, block: Block, source: Copy, target: Copy) -> Transfer:
+        assert source.slot is not None and target.slot is not None
+        target.move(CopyState.FILLING)
+        source.readers += 1
+        block.num_transfers += 1
+        nbytes = block.spec.nbytes
+        self._inflight_bytes += nbytes
+        transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
+        target.transfer = transfer
+        target.last_use = self.now
+        transfer.add_done_callback(lambda done: self._filled(block, source, target, done))
+        return transfer
+
+    def _filled(self, block: Block, source: Copy, target: Copy, transfer: Transfer) -> None:
+        with self.changed:
+            source.readers -= 1
+            block.num_transfers -= 1
+            self._inflight_bytes -= block.spec.nbytes
+            if transfer.error is None:
+                target.move(CopyState.CLEAN)
+            else:
+                self._release_slot(target)
+                target.move(CopyState.ABSENT)
+            self._emit("fetch", block, target.tier, transfer)
+            self.settle(block, source)
+            self.settle(block, target)
+            self.pump()
+            self.changed.notify_all()
+
+    # -- writing back ------------------------------------------------------------------------------------------
+
+    def write_back(self, block: Block, copy: Copy) -> Waiting | None:
+        """Start writing a DIRTY copy to its home; return why it cannot start yet, or None when under way."""
+        if copy.state is CopyState.DRAINING:
+            return None
+        assert copy.state is CopyState.DIRTY and copy.slot is not None and block.home.slot is not None
+        if block.writer is not None:
+            return Waiting("lease")
+        hop = self._hop_towards(block.spec.home, copy.tier)
+        staging: Copy | None = None
+        if hop != block.spec.home:
+            staging = block.copy_in(hop)
+            slot = self.make_room(block, hop, for_use=self.now, demand=True)
+            if slot is None:
+                return self.no_room(block, hop)
+            staging.slot = slot
+        copy.move(CopyState.DRAINING)
+        block.home.move(CopyState.FILLING)
+        block.num_transfers += 1
+        nbytes = block.spec.nbytes
+        if staging is None:
+            transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, nbytes)
+        else:
+            transfer = self._submit_two_hops(block, copy, staging)
+        copy.transfer = block.home.transfer = transfer
+        transfer.add_done_callback(lambda done: self._drained(block, copy, staging, done))
+        return None
+
+    def _submit_two_hops(self, block: Block, copy: Copy, staging: Copy) -> Transfer:
+        """Write back through a middle tier (GPU -> RAM -> NVMe); the returned transfer ends with the second hop."""
+        assert copy.slot is not None and staging.slot is not None
+        staging.move(CopyState.FILLING)
+        nbytes, home = block.spec.nbytes, block.home
+        whole = Transfer(copy.tier, home.tier, nbytes, "staged")
+
+        def second_hop(first: Transfer) -> None:
+            if first.error is not None:
+                whole.finish(first.error)
+                return
+            assert staging.slot is not None and home.slot is not None
+            last = self.links[staging.tier, home.tier].submit(staging.slot, home.slot, nbytes)
+            last.add_done_callback(lambda done: whole.finish(done.error))
+
+        self.links[copy.tier, staging.tier].submit(copy.slot, staging.slot, nbytes).add_done_callback(second_hop)
+        return whole
+
+    def _drained(self, block: Block, copy: Copy, staging: Copy | None, transfer: Transfer) -> None:
+        with self.changed:
+            block.num_transfers -= 1
+            if transfer.error is None:
+                copy.move(CopyState.CLEAN)
+                block.home.move(CopyState.CLEAN)
+            else:  # the copy keeps the only valid bytes; whoever waits for room or for the home is told
+                self.failed_write_backs.append(transfer.error)
+                copy.move(CopyState.DIRTY)
+                copy.drop_when_clean = False
+                block.home.move(CopyState.STALE)
+            if staging is not None:
+                staging.move(CopyState.CLEAN if transfer.error is None else CopyState.ABSENT)
+                if transfer.error is not None:
+                    self._release_slot(staging)
+                staging.drop_when_clean = True
+                self.settle(block, staging)
+            self._emit("write_back", block, block.spec.home, transfer)
+            self.settle(block, copy)
+            self.pump()
+            self.changed.notify_all()
+
+    # -- making room -------------------------------------------------------------------------------------------
+
+    def make_room(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Slot | None:
+        """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet."""
+        owner = self.tiers[tier]
+        name, nbytes = block.spec.key, block.spec.nbytes
+        slot = owner.allocate(nbytes, name=name, home=False)
+        if slot is not None:
+            return slot
+        missing = owner.slot_bytes(nbytes) - owner.usage().free_bytes
+        missing -= sum(c.slot_bytes for _, c in self._copies(tier) if c.drop_when_clean and c.state is CopyState.DRAINING)
+        evictable = {b.spec.key: (b, c) for b, c in self._copies(tier) if self._may_evict(b, c)}
+        for candidate in self.policy.rank([self._candidate(b, c) for b, c in evictable.values()], self.now):
+            if missing <= 0:
+                break
+            if not demand and candidate.next_use <= for_use:
+                continue
+            victim_block, victim = evictable[candidate.key]
+            missing -= victim.slot_bytes
+            self.evict(victim_block, victim)
+        return owner.allocate(nbytes, name=name, home=False)
+
+    def no_room(self, block: Block, tier: str) -> Waiting:
+        """Return the reason to wait after ``make_room`` found none."""
+        return Waiting("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
+
+    def evict(self, block: Block, copy: Copy) -> None:
+        """Drop a copy, writing it back first if it is DIRTY (then it goes when the write ended)."""
+        if copy.state is CopyState.CLEAN and not copy.readers:
+            self.counters.evictions_clean += 1
+            self.drop(copy)
+            return
+        copy.drop_when_clean = True
+        if copy.state is CopyState.DIRTY:
+            self.counters.evictions_dirty += 1
+            self.write_back(block, copy)
+
+    def settle(self, block: Block, copy: Copy) -> None:
+        """Finish a postponed eviction, if nothing holds the copy any more."""
+        if not copy.drop_when_clean or copy.readers or block.writer is not None:
+            return
+        if copy.state is CopyState.CLEAN:
+            self.counters.evictions_clean += 1
+            self.drop(copy)
+
+    def drop(self, copy: Copy) -> None:
+        """Free a cache copy's slot without writing anything."""
+        assert not copy.is_home and not copy.readers, (copy.tier, copy.readers)
+        if copy.prefetched:
+            self.counters.prefetch_wasted += 1
+        self._release_slot(copy)
+        copy.move(CopyState.ABSENT)
+
+    def _release_slot(self, copy: Copy) -> None:
+        copy.prefetched = copy.drop_when_clean = False
+        if copy.slot is not None and not copy.is_home:
+            self.tiers[copy.tier].free(copy.slot)
+            copy.slot = None
+
+    def _copies(self, tier: str) -> list[tuple[Block, Copy]]:
+        return [(b, c) for b in self.blocks.values() if (c := b.copies.get(tier)) is not None and c.slot is not None]
+
+    @staticmethod
+    def _may_evict(block: Block, copy: Copy) -> bool:
+        return (
+            not copy.is_home
+            and copy.state in (CopyState.CLEAN, CopyState.DIRTY)
+            and not copy.readers
+            and block.writer is None
+            and not copy.pins
+            and not copy.wanted
+        )
+
+    def _candidate(self, block: Block, copy: Copy) -> Candidate:
+        key = block.spec.key
+        next_use = NEVER if self.schedule is None else self.schedule.next_use(key, copy.tier, self.now)
+        return Candidate(key, copy.slot_bytes, copy.state is CopyState.DIRTY, copy.last_use, next_use)
+
+    # -- prefetching -------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
+        if self.schedule is None or self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            room = {
+                name: tier.capacity_bytes - self.home_bytes[name] - self.reserved_bytes[name]
+                for name, tier in self.tiers.items()
+            }
+            for access in next_fetches(self.schedule, self.now, self.lookahead_bytes, room, self._inspect):
+                if self._inflight_bytes >= self._max_inflight_bytes:
+                    return
+                if not self._prefetch(access):
+                    return
+        finally:
+            self._is_pumping = False
+
+    def _inspect(self, access: Access) -> tuple[bool, int]:
+        block = self.blocks.get(access.key)
+        if block is None or block.spec.home == access.tier:
+            return True, 0
+        copy = block.copies.get(access.tier)
+        is_present = copy is not None and (copy.state.is_valid or copy.state is CopyState.FILLING)
+        return is_present, self.tiers[access.tier].slot_bytes(block.spec.nbytes)
+
+    def _prefetch(self, access: Access) -> bool:
+        """Start one fetch; False when room ran out, so that nothing later overtakes it."""
+        block = self.blocks[access.key]
+        if not block.has_contents or block.writer is not None:
+            return True
+        waiting = self.bring(block, access.tier, for_use=access.tick, demand=False)
+        if waiting is not None and waiting.cause == "space":
+            return False
+        copy = block.copy_in(access.tier)
+        copy.prefetched = copy.state is CopyState.FILLING  # not yet where it only got as far as a middle tier
+        return True
+
+    def _emit(self, kind: str, block: Block, tier: str, transfer: Transfer) -> None:
+        if self.on_event is not None:
+            self.on_event(
+                Event(kind, block.spec.key, tier, transfer.nbytes, transfer.start_s, transfer.end_s, transfer.path)
+            )

@@ -1,0 +1,107 @@
+"""What will be accessed, in which order: the future that policies and the prefetcher may use."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["r", "w", "rw"]
+
+#: "Not used again": later than every tick.
+NEVER = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of one block.
+
+    Attributes:
+        tick: when, in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
+        key, tier: which copy. mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
+    """
+
+    tick: int
+    key: str
+    tier: str
+    mode: Mode = "r"
+
+
+class Schedule:
+    """A known sequence of accesses, optionally repeating.
+
+    Args:
+        accesses: in any order; sorted by tick here (stable).
+        period: ticks after which the sequence repeats (one training step), or None for once.
+            All ticks must then lie in ``[0, period)``.
+        end: first tick at which nothing is accessed any more (the end of training), or None.
+
+    Raises:
+        ValueError: a tick outside the period.
+    """
+
+    def __init__(self, accesses: Iterable[Access], period: int | None = None, end: int | None = None) -> None:
+        self.accesses: Sequence[Access] = sorted(accesses, key=lambda access: access.tick)
+        self.period = period
+        self.end = end
+        if period is not None and self.accesses and not 0 <= self.accesses[0].tick <= self.accesses[-1].tick < period:
+            raise ValueError(f"ticks must lie in [0, {period}) for a schedule of that period")
+        self._ticks = [access.tick for access in self.accesses]
+        self._uses: dict[tuple[str, str], list[int]] = {}
+        for access in self.accesses:
+            self._uses.setdefault((access.key, access.tier), []).append(access.tick)
+
+    @classmethod
+    def from_trace(cls, trace: Trace, period: int | None = None) -> Schedule:
+        """Return the schedule that a recorded trace suggests (``with store.record() as trace``)."""
+        return cls(trace.accesses, period)
+
+    def __contains__(self, access: Access) -> bool:
+        tick = access.tick if self.period is None else access.tick % self.period
+        return tick in self._uses.get((access.key, access.tier), ())
+
+    def next_use(self, key: str, tier: str, after: int) -> int:
+        """Return the first tick later than ``after`` at which the copy is used, or ``NEVER``."""
+        ticks = self._uses.get((key, tier))
+        if not ticks:
+            return NEVER
+        base, local = (0, after) if self.period is None else (after - after % self.period, after % self.period)
+        index = bisect_right(ticks, local)
+        if index < len(ticks):
+            return self._clip(base + ticks[index])
+        return NEVER if self.period is None else self._clip(base + self.period + ticks[0])
+
+    def at(self, tick: int) -> Iterator[Access]:
+        """Yield the accesses of exactly this tick."""
+        local = tick if self.period is None else tick % self.period
+        index = bisect_right(self._ticks, local - 1)
+        while index < len(self.accesses) and self._ticks[index] == local:
+            access = self.accesses[index]
+            yield Access(tick, access.key, access.tier, access.mode)
+            index += 1
+
+    def upcoming(self, now: int) -> Iterator[Access]:
+        """Yield the accesses later than ``now`` in deadline order, at most one period of them."""
+        if not self.accesses:
+            return
+        base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
+        start = bisect_right(self._ticks, local)
+        count = len(self.accesses) - start if self.period is None else len(self.accesses)
+        for index in range(start, start + count):
+            turn, place = divmod(index, len(self.accesses))
+            access = self.accesses[place]
+            tick = base + turn * (self.period or 0) + access.tick
+            if self.end is not None and tick >= self.end:
+                return
+            yield Access(tick, access.key, access.tier, access.mode)
+
+    def _clip(self, tick: int) -> int:
+        return tick if self.end is None or tick < self.end else NEVER
+
+
+@dataclass
+class Trace:
+    """Accesses in the order they happened, filled in by ``TieredStore.record``."""
+
+    accesses: list[Access] = field(default_factory=list)

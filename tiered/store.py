@@ -1,0 +1,345 @@
+"""TieredStore: keeps the promises about blocks, and copies no byte itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tiered.block import BlockSpec, CopyState
+from tiered.copies import Block
+from tiered.errors import LeaseError
+from tiered.events import EventSink, StoreStats
+from tiered.generations import JSON, Commit, commit_generation, open_generation
+from tiered.grants import Grants, Request
+from tiered.lease import Lease, LeaseGroup
+from tiered.links.base import Link
+from tiered.links.route import default_links
+from tiered.movement import Movement
+from tiered.policies.base import EvictionPolicy
+from tiered.policies.lru import LRU
+from tiered.schedule import Mode, Schedule, Trace
+from tiered.statistics import collect_stats
+from tiered.tiers.base import Tier
+from tiered.transfer import Transfer
+from tiered.units import GiB
+
+
+class TieredStore:
+    """Named blocks in tiers of different speed. Thread-safe; a context manager (``close`` at the end).
+
+    Every block owns a slot in one **home** tier for life; faster tiers hold **copies**. So eviction never
+    allocates, and a full tier or disk is refused when a block is registered, not in the middle of the work.
+
+    Args:
+        tiers: fast to slow; a tier's ``capacity_bytes`` is never exceeded.
+        policy: ranks what to evict; default ``LRU()``. ``Belady()`` uses the schedule.
+        links: default: the cheapest known link between neighbouring tiers.
+        path: directory of committed generations; default: the first path of a durable tier.
+        max_inflight_bytes: most bytes that prefetches have under way at once.
+        on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        policy: EvictionPolicy | None = None,
+        links: Sequence[Link] | None = None,
+        *,
+        path: str | None = None,
+        max_inflight_bytes: int = 2 * GiB,
+        on_event: EventSink | None = None,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"a store needs tiers with different names, got {names}")
+        self._links = list(default_links(tiers) if links is None else links)
+        self._movement = Movement(
+            tiers, self._links, policy or LRU(), max_inflight_bytes=max_inflight_bytes, on_event=on_event
+        )
+        self._changed = self._movement.changed
+        self._blocks = self._movement.blocks
+        self._grants = Grants(self._movement)
+        self._collecting = threading.Lock()  # one acquire_many at a time gathers copies: no hold-and-wait between two
+        self.path = path if path is not None else next((t.paths[0] for t in tiers if getattr(t, "paths", None)), None)
+
+    @classmethod
+    def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
+        """Return a store with the blocks of a committed generation (default: the last one), contents verified.
+
+        Blocks get the home that they had if ``tiers`` has a tier of that name, else the slowest tier.
+
+        Raises:
+            GenerationError: nothing committed there, or written by a newer format. CorruptBlockError: damaged.
+        """
+        store = cls(tiers, path=path, **options)
+        try:
+            open_generation(store, path, generation)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    # -- declare -----------------------------------------------------------------------------------------------
+
+    def register(
+        self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
+    ) -> BlockSpec:
+        """Declare a block and reserve its home slot now.
+
+        Raises:
+            CapacityError: the home tier has no room for it. TransferError: the machine refused the space (disk full).
+            ValueError: a key in use or malformed, or an unknown tier.
+        """
+        spec = BlockSpec(key, tuple(shape), dtype, home, durable)
+        with self._changed:
+            self._grants.check_open()
+            if key in self._blocks:
+                raise ValueError(f"block '{key}' is registered already")
+            tier = self._grants.tier(home)
+            block = Block(spec)
+            slot = tier.allocate(spec.nbytes, name=key, home=True) or self._movement.make_room(
+                block, home, for_use=-1, demand=True
+            )
+            if slot is None:
+                raise self._grants.capacity_error_locked(home, tier.slot_bytes(spec.nbytes), f"to register '{key}'")
+            block.home.slot = slot
+            self._movement.home_bytes[home] += slot.slot_bytes
+            describe = getattr(tier, "describe", None)
+            if describe is not None:
+                describe(slot, spec.shape, dtype)
+            self._blocks[key] = block
+        return spec
+
+    def discard(self, *keys: str) -> None:
+        """Declare contents dead: copies are dropped and never written back. The blocks stay registered.
+
+        A committed generation keeps what it has. Waits for movements of the blocks that are under way.
+
+        Raises:
+            LeaseError: one of the blocks is leased.
+        """
+        with self._changed:
+            for key in keys:
+                block = self._grants.block(key)
+                self._grants.wait_quiet_locked(block)
+                for copy in block.copies.values():
+                    if not copy.is_home and copy.slot is not None:
+                        self._movement.drop(copy)
+                if block.home.state is CopyState.CLEAN:
+                    block.home.move(CopyState.STALE)
+                block.checksum = None
+            self._movement.pump()
+            self._changed.notify_all()
+
+    def unregister(self, *keys: str) -> None:
+        """Forget blocks and give their home slots back.
+
+        Raises:
+            LeaseError: one of the blocks is leased.
+        """
+        with self._changed:
+            self.discard(*keys)
+            for key in keys:
+                block = self._blocks.pop(key)
+                assert block.home.slot is not None
+                self._movement.home_bytes[block.spec.home] -= block.home.slot_bytes
+                self._movement.tiers[block.spec.home].free(block.home.slot)
+            self._changed.notify_all()
+
+    # -- use ---------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self, key: str, tier: str, mode: Mode = "r", *, stream: Any = None, timeout_s: float | None = None
+    ) -> Lease:
+        """Return a lease on the block's copy in ``tier``; bring the copy there first where that is needed.
+
+        The host waits for room and for file reads. A last copy to a device is only *ordered* before ``stream``
+        (default: the current one), after it was enqueued. ``r`` leases are shared; ``w`` and ``rw`` are exclusive
+        and wait for all leases and movements of the block. ``w`` does not bring the old contents.
+
+        Raises:
+            CapacityError: it can never fit beside the homes, pins and the caller's own leases.
+            UninitializedBlockError, BlockNotFoundError, TransferError. LeaseError: waits for the caller's own lease.
+            TimeoutError: not granted within ``timeout_s`` seconds.
+        """
+        lease: Lease = self._grants.acquire([(key, tier, mode)], stream, timeout_s)[0]
+        return lease
+
+    def acquire_many(
+        self, requests: Sequence[Request], *, stream: Any = None, timeout_s: float | None = None
+    ) -> LeaseGroup:
+        """Return leases on several blocks, all or nothing, so that two callers never wait for each other's share.
+
+        Do not call it while holding a lease that another ``acquire_many`` may wait for.
+
+        Raises:
+            ValueError: one key twice. Otherwise as ``acquire``.
+        """
+        if len({key for key, _, _ in requests}) != len(requests):
+            raise ValueError(f"one block twice in one acquire_many: {[key for key, _, _ in requests]}")
+        with self._collecting:
+            return LeaseGroup(self._grants.acquire(requests, stream, timeout_s))
+
+    def prefetch(self, key: str, tier: str) -> Transfer:
+        """Start bringing a copy in. A hint: never blocks, never raises for lack of room (``.skipped`` then)."""
+        with self._changed:
+            block = self._grants.block(key)
+            self._grants.tier(tier)
+            skipped = Transfer.finished(block.spec.home, tier)
+            if block.writer is not None or not block.has_contents:
+                return skipped
+            copy = block.copy_in(tier)
+            if copy.state.is_valid:
+                return skipped
+            self._movement.bring(block, tier, for_use=self._movement.now, demand=True)
+            if copy.state is not CopyState.FILLING or copy.transfer is None:
+                return skipped
+            copy.prefetched = True
+            return copy.transfer
+
+    # -- place -------------------------------------------------------------------------------------------------
+
+    def pin(self, key: str, tier: str) -> None:
+        """Keep a copy in ``tier`` from its next arrival on, until ``unpin``. Counted.
+
+        Raises:
+            CapacityError: homes and pins together would not fit the tier.
+        """
+        with self._changed:
+            block = self._grants.block(key)
+            copy = block.copy_in(tier)
+            if not copy.is_home and copy.pins == 0:
+                need = self._grants.tier(tier).slot_bytes(block.spec.nbytes)
+                if need > self._grants.room_ever_locked(tier, own_leases=False):
+                    raise self._grants.capacity_error_locked(tier, need, f"to pin '{key}'")
+            copy.pins += 1
+
+    def unpin(self, key: str, tier: str) -> None:
+        """Reverse one ``pin``.
+
+        Raises:
+            LeaseError: not pinned there.
+        """
+        with self._changed:
+            copy = self._grants.block(key).copy_in(tier)
+            if copy.pins == 0:
+                raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
+            copy.pins -= 1
+            self._movement.pump()
+            self._changed.notify_all()
+
+    def reserve(self, tier: str, nbytes: int) -> None:
+        """Put bytes that live outside any block (workspace, staging) on a tier's ledger; negative gives back.
+
+        Raises:
+            CapacityError: no such room beside what the tier holds now.
+        """
+        with self._changed:
+            self._grants.tier(tier).reserve(nbytes)
+            self._movement.reserved_bytes[tier] += nbytes
+
+    def evict(self, key: str, tier: str) -> Transfer:
+        """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
+
+        A copy that is leased or in flight goes as soon as that ends. The home copy always stays.
+
+        Raises:
+            LeaseError: the copy is pinned.
+        """
+        with self._changed:
+            block = self._grants.block(key)
+            copy = block.copy_in(tier)
+            if copy.pins:
+                raise LeaseError(f"block '{key}' is pinned in tier '{tier}': unpin it first")
+            if copy.is_home or copy.state is CopyState.ABSENT:
+                return Transfer.finished(tier, block.spec.home)
+            if copy.state is CopyState.FILLING and block.writer is None:
+                copy.drop_when_clean = True
+            elif copy.state is not CopyState.FILLING:
+                self._movement.evict(block, copy)
+            self._changed.notify_all()
+            draining = copy.state is CopyState.DRAINING and copy.transfer is not None
+            return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)
+
+    def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
+        """Tell the future, and how many bytes of it the prefetcher may hold ahead (None: as much as fits; 0: none)."""
+        with self._changed:
+            self._movement.schedule = schedule
+            self._movement.lookahead_bytes = lookahead_bytes
+            self._movement.pump()
+
+    @contextmanager
+    def record(self) -> Iterator[Trace]:
+        """Record the accesses made inside the ``with`` block, for ``Schedule.from_trace``."""
+        trace = Trace()
+        self._grants.trace = trace
+        try:
+            yield trace
+        finally:
+            self._grants.trace = None
+
+    def advance(self, tick: int) -> None:
+        """Say "the trainer is here": accesses up to ``tick`` lie in the past or are made now; drives the prefetcher."""
+        with self._changed:
+            self._movement.now = tick
+            self._movement.pump()
+
+    # -- keep --------------------------------------------------------------------------------------------------
+
+    def commit(self, meta: Mapping[str, JSON] | None = None) -> Commit:
+        """Make the present contents of all durable blocks a generation that survives a crash.
+
+        Returns once every block is either frozen on disk or read-leased; the rest is written by a thread.
+
+        Raises:
+            GenerationError: the store has no directory to commit to. TransferError: bytes could not be written.
+        """
+        self._grants.check_open()
+        return commit_generation(self, dict(meta or {}))
+
+    # -- look --------------------------------------------------------------------------------------------------
+
+    def where(self, key: str) -> dict[str, CopyState]:
+        """Return the state of every copy of the block that holds a slot, by tier."""
+        with self._changed:
+            return {c.tier: c.state for c in self._grants.block(key).copies.values() if c.slot is not None}
+
+    def blocks(self) -> Iterator[BlockSpec]:
+        """Return the specs of all registered blocks, in order of registration."""
+        with self._changed:
+            return iter([block.spec for block in self._blocks.values()])
+
+    def tier(self, name: str) -> Tier:
+        """Return a tier by name, for its ``reserve`` and ``usage``."""
+        return self._grants.tier(name)
+
+    def stats(self) -> StoreStats:
+        """Return all counters; subtract two of them for a window."""
+        with self._changed:
+            return collect_stats(self._movement, self._links, self._grants.leases)
+
+    def close(self) -> None:
+        """Finish what is under way and free everything. Uncommitted contents are gone. Idempotent."""
+        with self._changed:
+            if self._grants.closed:
+                return
+            self._grants.closed = True
+            self._movement.schedule = None
+            while any(block.num_transfers for block in self._blocks.values()):
+                self._changed.wait()
+            self._changed.notify_all()
+        for link in self._links:
+            link.close()
+        for tier in self._movement.tiers.values():
+            tier.close()
+
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

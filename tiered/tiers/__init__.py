@@ -1,0 +1,1 @@
+"""Tiers: places that hold bytes."""

@@ -1,0 +1,269 @@
+"""TierDirectory: one drive's directory of an NvmeTier - ownership, the lock, and inodes kept for reuse."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tiered.errors import LockedError, TieredError
+from tiered.units import PAGE_BYTES
+from tiered.zarr_layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
+
+_LOCK_NAME = "LOCK"
+
+
+class TierDirectory:
+    """A directory that this process owns until ``close``. Not thread-safe: guarded by its tier's lock.
+
+    ``live/`` holds the files of home slots, ``snap/<generation>/`` hard links of committed ones, and
+    ``.pool/<size>/`` files without owner: overwriting a file is far cheaper than unlinking it and making a new one.
+
+    Args:
+        path: made if missing. Must be empty or ours; files of an earlier, dead process under ``live/`` go to the pool.
+
+    Raises:
+        LockedError: another tier, here or in another process, uses it.
+        TieredError: it holds somebody else's files, or ours in a newer format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.live = self.path / "live"
+        self.snap = self.path / "snap"
+        self.pool_bytes = 0
+        self._pool = self.path / ".pool"
+        self._pooled: dict[int, list[Path]] = {}
+        self._next_id = 0
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TieredError(f"'{self.path}' cannot be made a directory: {error.strerror}") from error
+        self._check_ours()
+        self._lock_fd = self._lock()
+        try:
+            self._check_ours()  # again, now that nobody else can be making it
+            write_document(self.path, group_document({"page_bytes": PAGE_BYTES}), replace=True)
+            self._recover_pool()
+            self._recycle_live()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- ownership ---------------------------------------------------------------------------------------------
+
+    def _check_ours(self) -> None:
+        own = own_attributes(read_document(self.path))
+        if own is None:
+            if _holds_more_than(self.path, _LOCK_NAME):
+                raise TieredError(
+                    f"'{self.path}' is not empty and was not made by tiered: nothing in it is touched. "
+                    "Name an empty or a new directory"
+                )
+        elif int(own.get("format", 0)) > FORMAT_VERSION:
+            raise TieredError(
+                f"'{self.path}' has format {own['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
+                "or name another directory"
+            )
+
+    def _lock(self) -> int:
+        path = self.path / _LOCK_NAME
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise LockedError(str(self.path), owner or "another process") from None
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(), 0)
+        return fd
+
+    def close(self) -> None:
+        """Give up the lock; the files stay. Idempotent."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # -- inodes ------------------------------------------------------------------------------------------------
+
+    def take_pooled(self, nbytes: int, target: Path) -> bool:
+        """Rename a pooled file of exactly that size to ``target`` (over what is there); False if there is none."""
+        same_size = self._pooled.get(nbytes)
+        if not same_size:
+            return False
+        os.replace(same_size[-1], target)
+        same_size.pop()
+        self.pool_bytes -= nbytes
+        return True
+
+    def create(self, nbytes: int, target: Path) -> None:
+        """Make a preallocated file and rename it to ``target`` (over what is there).
+
+        Raises:
+            OSError: the drive refused (ENOSPC, even after all pooled files were deleted). Nothing is left behind.
+        """
+        folder = self._pool / str(nbytes)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / str(self._new_id())
+        try:
+            try:
+                _preallocate(path, nbytes)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not self.pool_bytes:
+                    raise
+                while self.drop_largest():
+                    pass
+                _preallocate(path, nbytes)
+            os.replace(path, target)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def put_pooled(self, path: Path, nbytes: int) -> None:
+        """Move a file that nothing links to any more into the pool."""
+        folder = self._pool / str(nbytes)
+        folder.mkdir(parents=True, exist_ok=True)
+        pooled = folder / str(self._new_id())
+        os.rename(path, pooled)
+        self._pooled.setdefault(nbytes, []).append(pooled)
+        self.pool_bytes += nbytes
+
+    def largest_pooled(self) -> int:
+        """Return the size of the largest pooled file, 0 if there is none."""
+        return max((size for size, files in self._pooled.items() if files), default=0)
+
+    def drop_largest(self) -> bool:
+        """Delete the largest pooled file; False if there is none."""
+        nbytes = self.largest_pooled()
+        if nbytes == 0:
+            return False
+        self._pooled[nbytes].pop(0).unlink()
+        self.pool_bytes -= nbytes
+        return True
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # -- starting over -----------------------------------------------------------------------------------------
+
+    def _recover_pool(self) -> None:
+        for folder in self._pool.iterdir() if self._pool.is_dir() else ():
+            for path in folder.iterdir():
+                status = path.lstat()
+                if folder.name == str(status.st_size) and path.name.isdigit() and _is_reusable(status):
+                    self._pooled.setdefault(status.st_size, []).append(path)
+                    self.pool_bytes += status.st_size
+                    self._next_id = max(self._next_id, int(path.name))
+                else:
+                    path.unlink()
+
+    def _recycle_live(self) -> None:
+        """Empty ``live/``, which a process that ended left behind: what it held was never committed."""
+        for path in files_below(self.live):
+            status = path.lstat()
+            if _is_reusable(status):
+                self.put_pooled(path, status.st_size)
+        if self.live.exists():
+            shutil.rmtree(self.live)
+
+    def frozen_bytes(self) -> int:
+        """Return the bytes of all files under ``snap/``, each counted once however many generations link it."""
+        sizes: dict[int, int] = {}
+        for path in files_below(self.snap):
+            status = path.lstat()
+            sizes[status.st_ino] = status.st_size
+        return sum(sizes.values())
+
+
+def files_below(root: Path) -> Iterator[Path]:
+    """Return the chunk files below ``root``: no symbolic links, no documents, nothing outside ``c/`` folders."""
+    for folder, _, names in os.walk(root):
+        if os.path.basename(folder) == "c":
+            for name in names:
+                path = Path(folder, name)
+                if name.isdigit() and not path.is_symlink():
+                    yield path
+
+
+def read_document(folder: Path) -> Any:
+    """Return the zarr document of a folder, or None if there is none that can be read."""
+    try:
+        return json.loads((folder / DOCUMENT_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write_document(folder: Path, document: dict[str, Any], *, replace: bool = False) -> None:
+    """Write the zarr document of a folder, making the folder; an existing one stays unless ``replace``."""
+    path = folder / DOCUMENT_NAME
+    if path.exists() and not replace:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(document))
+    os.replace(temporary, path)
+
+
+def make_groups(root: Path, key: str) -> None:
+    """Write a group document into ``root`` and every folder between it and the array ``key`` (zarr v3 needs them)."""
+    folder = root
+    write_document(folder, group_document())
+    for segment in key.split("/")[:-1]:
+        folder = folder / segment
+        write_document(folder, group_document())
+
+
+def remove_array(root: Path, key: str) -> None:
+    """Remove the folder of the array ``key``, and the groups above it that hold nothing else."""
+    folder = root / key
+    if folder.exists():
+        shutil.rmtree(folder)
+    for parent in folder.parents:
+        if parent == root or not parent.exists() or _holds_more_than(parent, DOCUMENT_NAME):
+            return
+        (parent / DOCUMENT_NAME).unlink(missing_ok=True)
+        parent.rmdir()
+
+
+def _holds_more_than(folder: Path, name: str) -> bool:
+    """Return whether a folder has an entry of another name; looks at two entries at most."""
+    with os.scandir(folder) as entries:
+        return any(entry.name != name for entry in entries)
+
+
+def sync_path(path: Path) -> None:
+    """Return once a file's contents, or a folder's entries, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _preallocate(path: Path, nbytes: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None  # it does not know the file by itself
+    finally:
+        os.close(fd)
+
+
+def _is_reusable(status: os.stat_result) -> bool:
+    """Return whether a file is a whole, preallocated chunk file that no snapshot links."""
+    is_whole = status.st_size > 0 and status.st_size % PAGE_BYTES == 0 and status.st_blocks * 512 >= status.st_size
+    return is_whole and status.st_nlink == 1

@@ -1,0 +1,163 @@
+"""GpuTier: slots in device memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tiered.errors import CapacityError, TransferError
+from tiered.memory.pool import SlabPool
+from tiered.tiers.base import Slot, TierUsage
+from tiered.tiers.ram import view_as
+from tiered.units import format_size, round_up
+
+_ALIGNMENT_BYTES = 512  # what the device's copy engines and torch's own allocator use
+
+
+@dataclass(eq=False, slots=True)
+class DeviceBuffer:
+    """The resource of a GpuTier's slot.
+
+    Attributes:
+        tensor: all bytes, 1-D uint8 on the device.
+        pending_events: recorded events of work that still uses the bytes; whoever copies into the buffer, or
+            hands it out, waits for them first (on the device, not on the host). Guarded by ``lock``.
+    """
+
+    tensor: torch.Tensor
+    pending_events: list[Any] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add_event(self, event: Any) -> None:
+        """Remember recorded work; forget what the device has finished."""
+        with self.lock:
+            self.pending_events = [pending for pending in self.pending_events if not pending.query()]
+            self.pending_events.append(event)
+
+    def order_before(self, stream: Any) -> None:
+        """Make later work of ``stream`` wait for all remembered work."""
+        with self.lock:
+            for event in self.pending_events:
+                stream.wait_event(event)
+
+    def wait(self) -> None:
+        """Wait on the host for all remembered work."""
+        with self.lock:
+            for event in self.pending_events:
+                event.synchronize()
+            self.pending_events = []
+
+
+class GpuTier:
+    """Device memory of at most ``capacity_bytes``; every slot is its own buffer of exact size (rounded to 512).
+
+    Touches no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its
+    own segments: leave a few percent of the device outside the tier.
+
+    Args:
+        capacity_bytes: bound on all slots and reservations together.
+        device: a CUDA device, or ``"cpu"``: then it is a second tier of host memory, for tests and for trying
+            out a three-tier setup without a device.
+    """
+
+    def __init__(self, capacity_bytes: int, *, name: str = "gpu", device: str | torch.device = "cuda") -> None:
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.alignment_bytes = _ALIGNMENT_BYTES
+        self.device: torch.device | None = torch.device(device)
+        self.durable = False
+        self._device = torch.device(device)
+        self._is_cuda = self._device.type == "cuda"
+        self._pool: SlabPool[DeviceBuffer] = SlabPool(capacity_bytes, self._make, self._drop)
+
+    def _make(self, nbytes: int) -> DeviceBuffer:
+        buffer = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        if self._is_cuda:
+            # torch hands out memory in the order of the current stream: earlier kernels there may still use it.
+            buffer.add_event(self._recorded_event(self.current_stream()))
+        return buffer
+
+    def _drop(self, buffer: DeviceBuffer) -> None:
+        buffer.wait()
+        buffer.tensor = torch.empty(0, dtype=torch.uint8)
+        if self._is_cuda:
+            # Without this, torch keeps the bytes for itself and the next size would come on top of them.
+            torch.cuda.empty_cache()
+
+    def _recorded_event(self, stream: Any) -> Any:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's current stream on the tier's device; None for host memory."""
+        return torch.cuda.current_stream(self._device) if self._is_cuda else None
+
+    def record_use(self, slot: Slot, stream: Any = None) -> None:
+        """Remember the work queued so far on ``stream`` (default: the current one) as a user of the slot."""
+        if self._is_cuda:
+            buffer_of(slot).add_event(self._recorded_event(stream if stream is not None else self.current_stream()))
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """Return ``nbytes`` rounded up to 512."""
+        return round_up(nbytes, _ALIGNMENT_BYTES)
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        """Return a slot (resource: a ``DeviceBuffer``), or None when there is no room now.
+
+        Raises:
+            TransferError: the device has less free memory than the ledger says.
+        """
+        slot_bytes = self.slot_bytes(nbytes)
+        if slot_bytes == 0:
+            return Slot(self.name, 0, 0, DeviceBuffer(torch.empty(0, dtype=torch.uint8, device=self._device)))
+        try:
+            buffer = self._pool.take(slot_bytes)
+        except torch.OutOfMemoryError as error:
+            raise TransferError(
+                f"the device has no memory for {format_size(slot_bytes)} of block '{name}'. "
+                f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
+                tier=self.name,
+            ) from error
+        return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
+
+    def free(self, slot: Slot) -> None:
+        """Take the slot back. Work that still uses it is remembered and waited for by the next user."""
+        buffer = buffer_of(slot)
+        if slot.slot_bytes:
+            self._pool.give(slot.slot_bytes, buffer)
+        slot.resource = None
+
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous view of the slot, usable on the calling thread's current stream."""
+        buffer = buffer_of(slot)
+        if self._is_cuda:
+            buffer.order_before(self.current_stream())
+        return view_as(buffer.tensor, shape, dtype)
+
+    def reserve(self, nbytes: int) -> None:
+        """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
+        if not self._pool.reserve(nbytes):
+            raise CapacityError(self.name, nbytes, self.usage().free_bytes, detail="to reserve working memory")
+
+    def sync(self) -> None:
+        """Do nothing: device memory does not survive the process."""
+
+    def usage(self) -> TierUsage:
+        """Return the ledger now; buffers kept for reuse count as free."""
+        usage = self._pool.usage()
+        return TierUsage(usage.capacity_bytes, usage.used_bytes, usage.high_water_bytes)
+
+    def close(self) -> None:
+        """Return all memory that no slot holds to the device."""
+        self._pool.close()
+
+
+def buffer_of(slot: Slot) -> DeviceBuffer:
+    """Return the device buffer of a GpuTier's slot."""
+    assert isinstance(slot.resource, DeviceBuffer), slot
+    return slot.resource

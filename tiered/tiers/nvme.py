@@ -1,0 +1,351 @@
+"""NvmeTier: slots in preallocated files that together are a zarr v3 hierarchy; snapshots by hard links."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tiered.errors import CapacityError, TieredError, TransferError
+from tiered.tiers import snapshots
+from tiered.tiers.base import Slot, TierUsage
+from tiered.tiers.directory import TierDirectory, make_groups, remove_array, write_document
+from tiered.tiers.files import ChunkFile, HomeFiles, files_of
+from tiered.tiers.stripe import check_rates, plan_chunks
+from tiered.units import PAGE_BYTES, format_size
+from tiered.zarr_layout import DOCUMENT_NAME, array_document
+
+
+class NvmeTier:
+    """Files on one or more drives, ``capacity_bytes`` in all. Slots are homes only, not addressable. Thread-safe.
+
+    ``<path>/live/<key>/`` of the first path is a zarr v3 array with the block's contents; files that live on other
+    paths are reached from there by symbolic links. Contents survive the process only in a snapshot: what an ended
+    process left under ``live/`` is recycled by the next. Files of freed slots are kept for reuse and count as
+    free; they are deleted when their room is needed, so that slots, reservations and kept files never exceed the
+    capacity. Bytes that only snapshots hold (``snapshot_bytes``) are real too: whoever takes snapshots
+    reserves that much, else they come on top.
+
+    A file that a snapshot links is never written: the first write after a snapshot goes to another file that
+    takes its name.
+
+    Args:
+        paths: directories, made if missing; each must be empty or from an earlier run. The first holds the arrays.
+        capacity_bytes: bound over all paths together.
+        name: what the store calls it.
+        rates: relative speed of each path (default equal); blocks are striped in this proportion.
+        chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
+        direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
+
+    Raises:
+        LockedError: another process uses one of the paths. TieredError: a directory holds foreign files.
+        ValueError: no path, one path twice, or rates or chunk_bytes that make no sense.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        capacity_bytes: int,
+        *,
+        name: str = "nvme",
+        rates: Sequence[float] | None = None,
+        chunk_bytes: int | None = None,
+        direct_io: bool = True,
+    ) -> None:
+        if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
+            raise ValueError(f"tier '{name}' needs one or more different paths, got {[str(path) for path in paths]}")
+        if chunk_bytes is not None and (chunk_bytes <= 0 or chunk_bytes % PAGE_BYTES):
+            raise ValueError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, got {chunk_bytes}")
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.alignment_bytes = PAGE_BYTES
+        self.device: torch.device | None = None
+        self.durable = True
+        self.lock = threading.RLock()  # guards the ledger and every rename; never held while contents move
+        self._rates = check_rates(rates if rates is not None else [1.0] * len(paths), len(paths))
+        self._chunk_bytes = chunk_bytes
+        self._is_direct = direct_io
+        self._live_bytes = 0
+        self._reserved_bytes = 0
+        self._high_water_bytes = 0
+        self._slots: dict[str, Slot] = {}
+        self._groups: Counter[str] = Counter()
+        self._written_bytes = [0] * len(paths)
+        self.directories: list[TierDirectory] = []
+        try:
+            for path in paths:
+                self.directories.append(TierDirectory(path))
+        except BaseException:
+            self.close()
+            raise
+        self.snapshot_bytes = sum(directory.frozen_bytes() for directory in self.directories)
+        self.trim_pools()
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the absolute paths, the one with the arrays first."""
+        return [str(directory.path) for directory in self.directories]
+
+    @property
+    def io_path(self) -> str:
+        """Return how files are read and written: ``posix-direct`` or ``posix-buffered``."""
+        return "posix-direct" if self._is_direct else "posix-buffered"
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """Return the size of all files of a slot: padding is below 4096 bytes per file."""
+        return plan_chunks(nbytes, self._rates, self._chunk_bytes).slot_bytes
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        """Return a slot (resource: ``HomeFiles``) with all its files preallocated, or None when there is no room.
+
+        Raises:
+            TransferError: a drive refused (full, read-only, ...); no file is left behind.
+            ValueError: ``name`` is in use, or would put an array inside another one.
+        """
+        assert home, f"tier '{self.name}' holds homes only, not a copy of '{name}'"
+        plan = plan_chunks(nbytes, self._rates, self._chunk_bytes)
+        folders = [directory.live / name / "c" for directory in self.directories]
+        files = tuple(
+            ChunkFile(index, folders[index] / str(number), number * plan.chunk_bytes, plan.chunk_bytes)
+            for number, index in enumerate(plan.path_of_chunk)
+        )
+        slot = Slot(self.name, nbytes, plan.slot_bytes, HomeFiles(name, plan.chunk_bytes, files))
+        with self.lock:
+            self._check_key(name)
+            if self._used() + plan.slot_bytes > self.capacity_bytes:
+                return None
+            self._charge(plan.slot_bytes)
+            try:
+                make_groups(self.directories[0].live, name)
+                folders[0].mkdir(parents=True, exist_ok=True)
+                for file in files:
+                    self.place_file(file)
+                self.link_to_first_path(files, "live", name)
+            except BaseException as error:
+                self.remove_files(files_of(slot))
+                self._charge(-slot.slot_bytes)
+                if isinstance(error, OSError):
+                    raise self._refused(error, name, plan.slot_bytes) from error
+                raise
+            self._slots[name] = slot
+            self._groups.update(_groups_of(name))
+        return slot
+
+    def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Write the zarr document of a home slot, so that the files are an array with that shape and dtype."""
+        home = files_of(slot)
+        document = array_document(home.key, shape, dtype, home.chunk_bytes)
+        write_document(self.directories[0].live / home.key, document, replace=True)
+
+    def free(self, slot: Slot) -> None:
+        """Give the slot's files back: those that no snapshot holds are kept for reuse."""
+        assert slot.tier == self.name and isinstance(slot.resource, HomeFiles), slot
+        home = slot.resource
+        with self.lock:
+            del self._slots[home.key]
+            self._groups.subtract(_groups_of(home.key))
+            self.remove_files(home)
+            self._charge(-slot.slot_bytes)
+            slot.resource = None
+            self.trim_pools()
+
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Refuse: files are reached through links only."""
+        raise TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
+
+    def reserve(self, nbytes: int) -> None:
+        """Charge bytes outside any slot, e.g. what snapshots will hold; negative gives back."""
+        with self.lock:
+            assert self._reserved_bytes + nbytes >= 0, (self._reserved_bytes, nbytes)
+            if self._used() + nbytes > self.capacity_bytes:
+                raise CapacityError(self.name, nbytes, self.capacity_bytes - self._used(), detail="to reserve room")
+            self._reserved_bytes += nbytes
+            self._high_water_bytes = max(self._high_water_bytes, self._used())
+            self.trim_pools()
+
+    def usage(self) -> TierUsage:
+        """Return the ledger: whole files of slots, and reservations. Files kept for reuse count as free."""
+        with self.lock:
+            return TierUsage(self.capacity_bytes, self._used(), self._high_water_bytes)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Return the bytes on disk of files kept for reuse."""
+        return sum(directory.pool_bytes for directory in self.directories)
+
+    def close(self) -> None:
+        """Give up the directories. The files stay: the next tier on these paths recycles them. Idempotent."""
+        for directory in self.directories:
+            directory.close()
+
+    # -- contents, for links -----------------------------------------------------------------------------------
+
+    def open_for_read(self, file: ChunkFile) -> int:
+        """Return a new file descriptor; the caller closes it. Raises ``OSError``."""
+        return self._open(file.path, os.O_RDONLY)
+
+    def open_for_write(self, file: ChunkFile) -> int:
+        """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
+        fd = self._open(file.path, os.O_RDWR)
+        if os.fstat(fd).st_nlink == 1:
+            return fd
+        os.close(fd)
+        with self.lock:
+            if file.path.stat().st_nlink > 1:  # else another part of the same transfer was here first
+                self.snapshot_bytes += file.nbytes
+                self.place_file(file)
+        return self._open(file.path, os.O_RDWR)
+
+    def stop_direct_io(self) -> None:
+        """Use the kernel's cache from now on: the file system does not do O_DIRECT."""
+        self._is_direct = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether files are opened with O_DIRECT."""
+        return self._is_direct
+
+    def count_written(self, path_index: int, nbytes: int) -> None:
+        """Add to the bytes written to one path; called by links."""
+        with self.lock:
+            self._written_bytes[path_index] += nbytes
+
+    def bytes_written_by_path(self) -> dict[str, int]:
+        """Return the bytes of contents written to each path since the tier was made."""
+        with self.lock:
+            return dict(zip(self.paths, self._written_bytes, strict=True))
+
+    # -- durability: see tiers/snapshots.py ---------------------------------------------------------------------
+
+    def sync_files(self, slots: Sequence[Slot]) -> None:
+        """Return once the contents of these slots survive a power cut. Raises ``TransferError``."""
+        snapshots.sync_files(self, slots)
+
+    def sync(self) -> None:
+        """Return once everything written so far survives a power cut. Raises ``TransferError``."""
+        with self.lock:
+            slots = list(self._slots.values())
+        self.sync_files(slots)
+
+    def snapshot(self, slot: Slot, generation: str) -> None:
+        """Link the slot's files into ``snap/<generation>/``; no byte is copied. The slot must be quiet meanwhile."""
+        snapshots.snapshot(self, slot, generation)
+
+    def sync_snapshot(self, generation: str) -> None:
+        """Return once the links and documents of a snapshot survive a power cut (contents: ``sync_files``)."""
+        snapshots.sync_snapshot(self, generation)
+
+    def drop_snapshot(self, generation: str) -> None:
+        """Forget a snapshot; its files that nothing else links are kept for reuse. No-op if there is none."""
+        snapshots.drop_snapshot(self, generation)
+
+    def adopt(self, slot: Slot, generation: str) -> None:
+        """Give a home slot the contents and the document that its key has in a snapshot; no byte is copied.
+
+        The slot takes over the snapshot's cut into files (other paths or rates may have been set then), so
+        ``slot.resource`` and ``slot.slot_bytes`` may change.
+
+        Raises:
+            GenerationError: the snapshot lacks the block or a part of it, or has it in another size.
+            CapacityError: the snapshot's files are larger and do not fit.
+        """
+        snapshots.adopt(self, slot, generation)
+
+    # -- files, for this tier and its snapshots; call with the lock held ------------------------------------------
+
+    def place_file(self, file: ChunkFile) -> None:
+        """Put a kept or new file of the right size under ``file.path``, over what is there."""
+        directory = self.directories[file.path_index]
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        if not directory.take_pooled(file.nbytes, file.path):
+            self.trim_pools()
+            directory.create(file.nbytes, file.path)
+
+    def remove_files(self, home: HomeFiles) -> None:
+        """Take the files of a slot out of ``live/``, and its folders."""
+        for file in home.files:
+            if not file.path.exists():
+                continue  # an allocation that failed half-way
+            if file.path.stat().st_nlink > 1:
+                self.snapshot_bytes += file.nbytes
+                file.path.unlink()
+            else:
+                self.directories[file.path_index].put_pooled(file.path, file.nbytes)
+        for directory in self.directories:
+            remove_array(directory.live, home.key)
+
+    def link_to_first_path(self, files: Sequence[ChunkFile], tree: str, key: str) -> None:
+        """Make symbolic links in the first path's array for files that live on other paths."""
+        folder = self.directories[0].path / tree / key / "c"
+        for file in files:
+            if file.path_index != 0:
+                (folder / file.path.name).symlink_to(file.path)
+
+    def replace_files(self, slot: Slot, home: HomeFiles) -> None:
+        """Let a slot own other files than it was allocated with; raises ``CapacityError`` if they do not fit."""
+        more_bytes = home.nbytes - slot.slot_bytes
+        if self._used() + more_bytes > self.capacity_bytes:
+            raise CapacityError(self.name, more_bytes, self.capacity_bytes - self._used(), detail=f"for '{home.key}'")
+        self._charge(more_bytes)
+        slot.resource, slot.slot_bytes = home, home.nbytes
+
+    def trim_pools(self) -> None:
+        """Delete kept files, largest first, until all that is and will be on disk fits the capacity.
+
+        Call it after the ledger was charged and before files are made: then the disk never holds more.
+        """
+        others = self._live_bytes + max(self._reserved_bytes, self.snapshot_bytes)
+        while others + self.pool_bytes > self.capacity_bytes:
+            if not max(self.directories, key=TierDirectory.largest_pooled).drop_largest():
+                return
+
+    def _open(self, path: Path, flags: int) -> int:
+        flags |= os.O_CLOEXEC
+        if self._is_direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.stop_direct_io()
+        return os.open(path, flags)
+
+    def _used(self) -> int:
+        return self._live_bytes + self._reserved_bytes
+
+    def _charge(self, nbytes: int) -> None:
+        self._live_bytes += nbytes
+        self._high_water_bytes = max(self._high_water_bytes, self._used())
+
+    def _check_key(self, key: str) -> None:
+        segments = key.split("/")
+        if any(segment in ("", ".", "..", DOCUMENT_NAME) for segment in segments):
+            raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
+        if key in self._slots:
+            raise ValueError(f"tier '{self.name}' has a slot for '{key}' already")
+        inside = next((group for group in _groups_of(key) if group in self._slots), None)
+        if inside is not None or self._groups[key]:
+            raise ValueError(f"'{key}': a block cannot lie inside another one ('{inside or key + '/...'}')")
+
+    def _refused(self, error: OSError, key: str, nbytes: int) -> TransferError:
+        path = str(error.filename or self.directories[0].path)
+        return TransferError(
+            f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
+            f"or give tier '{self.name}' fewer bytes",
+            tier=self.name,
+            path=path,
+            errno=error.errno,
+        )
+
+
+def _groups_of(key: str) -> list[str]:
+    """Return every group above a key: ``a/b/c`` lies in ``a`` and ``a/b``."""
+    segments = key.split("/")
+    return ["/".join(segments[:end]) for end in range(1, len(segments))]

@@ -1,0 +1,124 @@
+"""The zarr v3 documents of a block: shape, chunks, padding, logical dtype. Pure functions; zarr is not imported.
+
+A block is a 1-D array with the plain ``bytes`` codec, so that a chunk file is exactly the block's bytes: our links
+read and write the files directly, and any zarr v3 reader opens the array. An edge chunk is stored at full chunk
+size, hence file sizes are multiples of 4096 while ``shape`` is the true number of elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+#: Version of what we write under ``attributes.megatrain``; readers refuse newer ones.
+FORMAT_VERSION = 1
+ATTRIBUTES_KEY = "megatrain"
+DOCUMENT_NAME = "zarr.json"
+
+_ZARR_NAMES = {
+    torch.bool: "bool",
+    torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.uint32: "uint32",
+    torch.uint64: "uint64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+_RAW_NAMES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the dtype as text, e.g. ``"bfloat16"``; ``dtype_from_name`` reverses it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype that ``dtype_name`` wrote.
+
+    Raises:
+        ValueError: this version of torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' is not a dtype of torch {torch.__version__}")
+    return dtype
+
+
+def zarr_data_type(dtype: torch.dtype) -> str:
+    """Return the zarr data type that stores ``dtype``: its own, or an unsigned integer of equal size.
+
+    zarr has no built-in bfloat16 or float8: those are stored as ``uint16`` and ``uint8``, with the true name
+    in the attributes.
+    """
+    return _ZARR_NAMES.get(dtype) or _RAW_NAMES[dtype.itemsize]
+
+
+def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_bytes: int) -> dict[str, Any]:
+    """Return the document of a block's array.
+
+    Args:
+        key: the block's key. shape: the block's shape, kept in the attributes; the array is 1-D.
+        chunk_bytes: size of every chunk file; a multiple of 4096.
+    """
+    assert chunk_bytes > 0 and chunk_bytes % dtype.itemsize == 0, (key, chunk_bytes, dtype)
+    data_type = zarr_data_type(dtype)
+    # One-byte types have no byte order, and zarr refuses one.
+    codec: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        codec["configuration"] = {"endian": "little"}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [math.prod(shape)],
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk_bytes // dtype.itemsize]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _fill_value(data_type),
+        "codecs": [codec],
+        "attributes": {
+            ATTRIBUTES_KEY: {
+                "format": FORMAT_VERSION,
+                "key": key,
+                "shape": list(shape),
+                "logical_dtype": dtype_name(dtype),
+            }
+        },
+    }
+
+
+def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the document of a group; ``attributes`` go under ``attributes.megatrain``."""
+    own = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
+    return {"zarr_format": 3, "node_type": "group", "attributes": own}
+
+
+def own_attributes(document: object) -> dict[str, Any] | None:
+    """Return what we wrote under ``attributes.megatrain`` of a document, or None if it is not ours."""
+    if not isinstance(document, dict) or not isinstance(document.get("attributes"), dict):
+        return None
+    own = document["attributes"].get(ATTRIBUTES_KEY)
+    return own if isinstance(own, dict) else None
+
+
+def document_chunk_bytes(document: Mapping[str, Any]) -> int:
+    """Return the size of the chunk files that an ``array_document`` describes."""
+    num_elements = int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
+    return num_elements * dtype_from_name(document["attributes"][ATTRIBUTES_KEY]["logical_dtype"]).itemsize
+
+
+def _fill_value(data_type: str) -> bool | int | float | list[float]:
+    if data_type == "bool":
+        return False
+    if data_type.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if data_type.startswith("float") else 0
