@@ -221,9 +221,11 @@ class TiersConfig(Table):
 class PlacementConfig(Table):
     """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
 
-    weights: Preference = Field(default="auto", description="Parameters in the compute dtype (and their low halves).")
+    weights: Preference = Field(default="auto", description="Parameters in the compute dtype.")
     gradients: Preference = Field(default="auto", description="Gradient sums.")
-    optimizer: Preference = Field(default="auto", description="Optimizer state.")
+    optimizer: Preference = Field(
+        default="auto", description="Optimizer state, and the low halves of bf16 parameters."
+    )
     activations: Preference = Field(default="auto", description="Inputs of layers, kept for the recompute.")
 
 

@@ -91,7 +91,7 @@ class ProgramBuilder:
         num_micro_batches: micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
         compute_tier: name of the tier that layers run in. compute_dtype: of the weight blocks.
-        state_kinds: optimizer state per parameter: name -> dtype.
+        state_kinds: what the optimizer keeps besides the weight block, per parameter: name -> dtype.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ProgramBuilder:
     def _parameter_blocks(self) -> Iterator[BlockPlan]:
         for layout in self._graph.layouts.values():
             yield BlockPlan(weight_key(layout.name), "weights", layout.num_elements, self._compute_dtype)
-            if not layout.trainable:
+            if not self._is_trained(layout):
                 continue
             for state, dtype in self._state_kinds.items():
                 yield BlockPlan(state_key(layout.name, state), "optimizer", layout.num_elements, dtype)
@@ -135,6 +135,10 @@ class ProgramBuilder:
                     key = activation_key(visit, self._slot_of(micro_batch), index)
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
+    def _is_trained(self, layout: UnitLayout) -> bool:
+        """Frozen parameters own no gradient and no state; nor do those whose module the model never calls."""
+        return layout.trainable and bool(self._uses[layout.name])
+
     def _slot_of(self, micro_batch: int) -> int:
         """Return which set of activation blocks a micro-batch uses: one at a time needs only one set."""
         return micro_batch if self._order == "layer" else 0
@@ -147,7 +151,7 @@ class ProgramBuilder:
         for number, group in enumerate(groups):
             yield from self._pass(group, is_first=number == 0, is_last=number == len(groups) - 1)
         for index, layout in enumerate(self._graph.layouts.values()):
-            if layout.trainable:
+            if self._is_trained(layout):
                 yield self._update(index, layout)
 
     def _pass(self, group: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[Tick]:
@@ -165,7 +169,8 @@ class ProgramBuilder:
             yield Tick(
                 "backward",
                 visit,
-                self._weights(visit) + self._gradients(visit, is_first=is_first, is_last=is_last),
+                (self._weights(visit) if self._trace.visits[visit].has_backward else ())
+                + self._gradients(visit, is_first=is_first, is_last=is_last),
                 activations,
                 frozenset(key for key, _ in activations) | self._merged_away([visit], is_last=is_last),
             )

@@ -14,6 +14,7 @@ import torch
 
 from megatrain.engine.program import (
     StepProgram,
+    Tick,
     activation_key,
     gradient_key,
     layouts_of_unit,
@@ -21,7 +22,8 @@ from megatrain.engine.program import (
     weight_key,
 )
 from megatrain.models.layout import UnitLayout, views
-from megatrain.optim.norm import squared_norm_partials
+from megatrain.optim.clip import squared_norm, sum_gradients
+from megatrain.optim.threads import KernelThreads
 from tiered.lease import Lease
 
 if TYPE_CHECKING:
@@ -61,13 +63,16 @@ class StoreAccess:
         trace: VisitTrace,
         program: StepProgram,
         homes: Mapping[str, str],
+        threads: KernelThreads,
     ) -> None:
         self._store, self._graph, self._program, self._homes = store, graph, program, homes
         self._uses = uses_of_layouts(graph, trace)
         self._tier = program.compute_tier
+        self._threads = threads
         self._tick = -1
         self._merges: dict[str, dict[int, set[str]]] = {}
-        self.norm_partials: dict[str, float] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self.squared_norms: dict[str, float] = {}
         self.with_gradient: dict[str, set[str]] = {}
 
     # -- the program counter -----------------------------------------------------------------------------------
@@ -76,12 +81,12 @@ class StoreAccess:
         """Begin a step: ``step`` counts from 0 and numbers the ticks that the schedule speaks of."""
         self._tick = step * len(self._program.ticks) - 1
         self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses.items()}
-        self.norm_partials, self.with_gradient = {}, {}
+        self.squared_norms, self.with_gradient = {}, {}
 
     def begin(self, phase: Literal["forward", "head", "backward", "update"], visit: int) -> None:
         """Move to the next tick of the program; it must be the one that the engine is about to execute."""
         self._tick += 1
-        tick = self._program.ticks[self._tick % len(self._program.ticks)]
+        tick = self._current
         assert (tick.phase, tick.visit) == (phase, visit), f"program says {tick.phase} {tick.visit}, not {phase} {visit}"
         self._store.advance(self._tick)
 
@@ -100,13 +105,21 @@ class StoreAccess:
     @contextmanager
     def leases(self, requests: list[tuple[str, Mode]], tier: str) -> Iterator[list[Lease]]:
         """Lease blocks together; afterwards drop the copies that are away from home (changed ones are written back)."""
+        tick = self._current
         with self._store.acquire_many([(key, tier, mode) for key, mode in requests]) as group:
             yield list(group)
         for key, _ in requests:
-            self._leave(key, tier)
+            self._leave(key, tier, tick)
 
-    def _leave(self, key: str, tier: str) -> None:
-        """Drop the copies of a block on the way to its home."""
+    @property
+    def _current(self) -> Tick:
+        return self._program.ticks[self._tick % len(self._program.ticks)]
+
+    def _leave(self, key: str, tier: str, tick: Tick) -> None:
+        """Let go of a block after its tick: spent contents are dropped, copies away from home go back there."""
+        if key in tick.spent:
+            self._store.discard(key)
+            return
         if self._homes[key] == tier:
             return
         self._store.evict(key, tier)
@@ -119,7 +132,7 @@ class StoreAccess:
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         """Yield the accumulators of this use site. The last use site to be filled takes up the others' sums."""
         names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
-        tick = self._program.ticks[self._tick % len(self._program.ticks)]
+        tick = self._current
         modes: dict[str, Mode] = dict(tick.held)
         own = {name: gradient_key(name, self._uses[name].index(visit)) for name in names}
         others = {
@@ -140,10 +153,7 @@ class StoreAccess:
             for name in names:
                 self._close_use(name, visit, tensors, own[name], added, modes[own[name]])
         for key, _ in requests:
-            if key in tick.spent:
-                self._store.discard(key)
-            else:
-                self._leave(key, self._tier)
+            self._leave(key, self._tier, tick)
 
     def _added(self, name: str, visit: int) -> set[str]:
         return self._merges[name][self._uses[name].index(visit)]
@@ -172,10 +182,20 @@ class StoreAccess:
             other = gradient_key(name, use)
             if other not in tensors:
                 return  # micro-batch-major order: more micro-batches follow
-            tensors[key].add_(tensors[other])
+            if tensors[key].is_cuda:
+                tensors[key].add_(tensors[other])
+            else:
+                sum_gradients(tensors[key], tensors[other], self._threads)
             total |= self._merges[name][use]
         self.with_gradient[name] = total
-        self.norm_partials[name] = squared_norm_partials(tensors[key])
+        self.squared_norms[name] = self._squared_norm(tensors[key])
+
+    def _squared_norm(self, gradient: torch.Tensor) -> float:
+        if not gradient.is_cuda:
+            return squared_norm(gradient, self._threads)
+        # Pieces bound the fp64 temporary; their order is fixed, so the sum is the same wherever blocks live.
+        partials = [piece.double().square().sum() for piece in gradient.split(1 << 22)]
+        return float(torch.stack(partials).sum())
 
     # -- activations -------------------------------------------------------------------------------------------
 
@@ -186,7 +206,7 @@ class StoreAccess:
             flat = lease.tensor[: tensor.numel()]
             flat.copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
-        self._leave(key, self._tier)
+        self._leave(key, self._tier, self._current)
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:

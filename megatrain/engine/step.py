@@ -1,0 +1,129 @@
+"""One optimizer step: forward and backward layer by layer, exact clipping, update block group by block group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatrain.engine.program import StepProgram, gradient_key, state_key, uses_of_layouts
+from megatrain.engine.residency import StoreAccess
+from megatrain.engine.runner import LayerRunner
+from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.clip import clip_coefficient, global_norm
+from megatrain.optim.threads import KernelThreads
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.engine.trace import VisitTrace
+    from megatrain.models.graph import ModelGraph
+    from megatrain.models.layout import UnitLayout
+    from tiered.schedule import Mode
+    from tiered.store import TieredStore
+
+
+class NonFiniteGradientError(Exception):
+    """The gradient of a step is NaN or infinite. No parameter was changed by that step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave.
+
+    Attributes:
+        loss: token-weighted mean over the step, before the update. grad_norm: global norm before clipping.
+        num_trained_tokens: tokens that had a label.
+    """
+
+    loss: float
+    grad_norm: float
+    num_trained_tokens: int
+
+
+class StepEngine:
+    """Runs optimizer steps on blocks of a store. Used by one thread.
+
+    Args:
+        store: holds every block of ``program``, with contents for weights and state.
+        homes: block key -> tier. segments: what of a layout is updated with which decay.
+        max_grad_norm: largest global norm that is let through; 0: no clipping.
+        seed: of dropout.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        graph: ModelGraph,
+        trace: VisitTrace,
+        program: StepProgram,
+        homes: Mapping[str, str],
+        optimizer: Optimizer,
+        *,
+        device: torch.device | str,
+        order: Literal["layer", "micro_batch"] = "layer",
+        segments: Callable[[UnitLayout], Sequence[Segment]],
+        max_grad_norm: float,
+        seed: int = 0,
+        threads: KernelThreads | None = None,
+    ) -> None:
+        self._graph, self._optimizer = graph, optimizer
+        self._max_grad_norm, self._seed = max_grad_norm, seed
+        self._access = StoreAccess(store, graph, trace, program, homes, threads or KernelThreads())
+        self._runner = LayerRunner(
+            graph,
+            self._access,
+            device=device,
+            compute_dtype=graph.dtype,
+            order=order,
+            head_rows=trace.head_rows or None,
+            trace=trace,
+        )
+        uses = uses_of_layouts(graph, trace)
+        self._trained = [
+            (index, layout, tuple(segments(layout)))
+            for index, layout in enumerate(graph.layouts.values())
+            if layout.trainable and uses[layout.name]
+        ]
+        # The master weight itself, "weight", is a kind of the optimizer like its state.
+        self._kinds = [kind.name for kind in optimizer.state_kinds(weight_is_split(graph))]
+
+    def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
+        """Run optimizer step ``number`` (from 0) on its micro-batches.
+
+        Raises:
+            NonFiniteGradientError: the gradient is not finite; weights and state are as before the step.
+            NoTrainedTokensError: no position of the step has a label.
+        """
+        self._access.start_step(number)
+        loss = self._runner.forward_backward(micro_batches, seed=self._seed + number)
+        norm = global_norm(self._access.squared_norms[layout.name] for _, layout, _ in self._trained)
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError(
+                f"step {number + 1}: the gradient is not finite (loss {loss.loss}); nothing was updated in this step. "
+                "Lower optimizer.learning_rate, or look at the data of this step"
+            )
+        update = Update(number + 1, lr, clip_coefficient(norm, self._max_grad_norm))
+        for index, layout, segments in self._trained:
+            self._update(index, layout, segments, update)
+        return StepResult(loss.loss, norm, loss.num_trained_tokens)
+
+    def _update(self, index: int, layout: UnitLayout, segments: Sequence[Segment], update: Update) -> None:
+        self._access.begin("update", index)
+        keys = {kind: state_key(layout.name, kind) for kind in self._kinds}
+        gradient = gradient_key(layout.name, 0)
+        requests: list[tuple[str, Mode]] = [(key, "rw") for key in keys.values()]
+        with self._access.leases([*requests, (gradient, "r")], "ram") as leases:
+            tensors = {lease.key: lease.tensor for lease in leases}
+            # As in torch, a parameter that got no gradient in this step is left alone: no decay, no moments.
+            starts = {entry.offset for entry in layout.entries if entry.name in self._access.with_gradient[layout.name]}
+            chosen = [segment for segment in segments if segment.start in starts]
+            blocks = {kind: tensors[key] for kind, key in keys.items()}
+            self._optimizer.update(blocks, tensors[gradient], chosen, update)
+
+
+def weight_is_split(graph: ModelGraph) -> bool:
+    """Return whether weights are bf16 high halves whose fp32 master continues in a ``low`` block."""
+    return graph.dtype.itemsize == 2
+

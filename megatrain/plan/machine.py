@@ -1,0 +1,86 @@
+"""What this machine has, and what of it a config lets a run use."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),  # version 2
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
+)
+
+
+def resolve_device(config: RunConfig) -> torch.device:
+    """Return the compute device: what ``device`` says, or CUDA where there is one."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def resolve_compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Return what layers multiply in; auto: bf16 with CUDA, fp32 on the CPU."""
+    if config.precision.compute_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.precision.compute_dtype == "bfloat16" else torch.float32
+
+
+def total_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the RAM of the machine, or of the cgroup where that is less."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroup_limits(root))])
+
+
+def available_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the RAM that is free now, within the cgroup's limit. Memory on disk (swap) does not count."""
+    left = (max(0, limit - current) for limit, current in _cgroup_limits(root))
+    return min([psutil.virtual_memory().available, *left])
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    found = []
+    for limit_name, current_name in _CGROUP_FILES:
+        try:
+            limit, current = (root / limit_name).read_text(), (root / current_name).read_text()
+        except OSError:
+            continue
+        if limit.strip().isdigit():
+            found.append((int(limit), int(current)))
+    return found
+
+
+def ram_capacity_bytes(config: RunConfig) -> int:
+    """Return the capacity of the RAM tier; auto: what is free now less the margin."""
+    total = total_ram_bytes()
+    margin = config.tiers.safety_margin.resolve(total)
+    return config.tiers.ram.size.resolve(total, auto_bytes=max(0, available_ram_bytes() - margin))
+
+
+def gpu_capacity_bytes(config: RunConfig, device: torch.device) -> int:
+    """Return the capacity of the GPU tier; auto: what is free now less the margin."""
+    free, total = torch.cuda.mem_get_info(device)
+    margin = config.tiers.safety_margin.resolve(total)
+    return config.tiers.gpu.size.resolve(total, auto_bytes=max(0, free - margin))
+
+
+def nvme_capacity_bytes(config: RunConfig) -> int:
+    """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin."""
+    capacity = 0
+    for table in config.tiers.nvme:
+        disk = shutil.disk_usage(_existing_parent(table.path))
+        margin = config.tiers.safety_margin.resolve(disk.total)
+        capacity += table.size.resolve(disk.total, auto_bytes=max(0, disk.free - margin))
+    return capacity
+
+
+def _existing_parent(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,227 @@
+"""From a config to a plan: model graph, program of a step, placement. Touches no data and allocates nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram
+from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.optim.adamw import AdamW, AdamWConfig
+from megatrain.optim.base import Optimizer
+from megatrain.plan import machine
+from megatrain.plan.solve import Placement, PlacementSolver, TierBudget
+from tiered.tiers.stripe import check_rates, plan_chunks
+from tiered.units import PAGE_BYTES, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from megatrain.config.schema import RunConfig
+
+#: Tokens that a micro-batch aims at where the config gives tokens per step only. A constant, because the cut
+#: into micro-batches is part of the numbers and must not depend on the memory of the machine.
+MICRO_BATCH_TOKENS = 2048
+
+GPU_ALIGNMENT_BYTES = 512
+
+_TITLES: Mapping[Kind, str] = {
+    "weights": "weights",
+    "activations": "activations",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a run starts, and the figures a person wants to see of it.
+
+    Attributes:
+        graph, trace, program, placement: the model, its visits, the ticks of a step, the homes of its blocks.
+        budgets_by_tier: capacities, fast to slow. micro_batch_size, num_micro_batches: rows, and their number.
+    """
+
+    graph: ModelGraph
+    trace: VisitTrace
+    program: StepProgram
+    placement: Placement
+    optimizer: Optimizer
+    device: torch.device
+    budgets_by_tier: Mapping[str, TierBudget]
+    micro_batch_size: int
+    num_micro_batches: int
+    headline: str
+    fits: bool = True
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        return tuple(self.budgets_by_tier)
+
+    @property
+    def rows(self) -> Sequence[tuple[str, Mapping[str, int], str]]:
+        """(kind, tier -> bytes, note) for the table."""
+        notes = self._notes()
+        rows: list[tuple[str, Mapping[str, int], str]] = [
+            (_TITLES[kind], {tier: self.placement.home_bytes[tier][kind] for tier in self.tiers}, notes[kind])
+            for kind in KINDS
+        ]
+        rows.append(("working set", self.placement.working_bytes, "copies away from home that one tick needs at once"))
+        estimate = "" if self.trace.exact else ", estimated: this model looks at values"
+        rows.append(("workspace", self.placement.workspace_bytes, f"activations inside one unit, logits{estimate}"))
+        return rows
+
+    @property
+    def totals(self) -> Mapping[str, int]:
+        return {tier: self.placement.peak_bytes(tier) for tier in self.tiers}
+
+    @property
+    def budgets(self) -> Mapping[str, int]:
+        return {tier: budget.capacity_bytes for tier, budget in self.budgets_by_tier.items()}
+
+    @property
+    def traffic(self) -> Mapping[str, int]:
+        """Bytes that cross each link in one step."""
+        return self.placement.traffic_bytes
+
+    @property
+    def messages(self) -> Sequence[str]:
+        ahead = "the next tick's copies are fetched while this one computes"
+        return (ahead,) if self.placement.lookahead else ("no room to fetch ahead: every copy away from home is waited for",)
+
+    def _notes(self) -> dict[Kind, str]:
+        notes: dict[Kind, str] = {}
+        for kind in KINDS:
+            blocks = [block for block in self.program.blocks.values() if block.kind == kind]
+            dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
+            away = sum(self.placement.homes[block.key] != self.program.compute_tier for block in blocks)
+            notes[kind] = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
+        notes["activations"] += f"; micro-batches {self.num_micro_batches} x {self.micro_batch_size} rows"
+        return notes
+
+
+def plan_run(config: RunConfig) -> Plan:
+    """Plan a run.
+
+    Raises:
+        DoesNotFitError: a tier is too small; it names the size that would do.
+        ModelFolderError, UnsupportedModelError, FreezeError: the model cannot be trained.
+    """
+    device = machine.resolve_device(config)
+    dtype = machine.resolve_compute_dtype(config, device)
+    graph = build_graph(
+        config.model.model_name_or_path,
+        attn_implementation=config.model.attn_implementation,
+        freeze=config.model.freeze,
+        dtype=dtype,
+    )
+    micro_batch_size = micro_batch_rows(config)
+    num_micro_batches = config.rows_per_step // micro_batch_size
+    trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device)
+    optimizer = make_optimizer(config)
+    kinds = optimizer.state_kinds(dtype.itemsize == 2)
+    program = ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=num_micro_batches,
+        order=config.advanced.micro_batch_order,
+        compute_tier="gpu" if device.type == "cuda" else "ram",
+        compute_dtype=dtype,
+        state_kinds={kind.name: kind.dtype for kind in kinds if kind.name != "weight"},
+    ).build()
+    together = num_micro_batches if config.advanced.micro_batch_order == "layer" else 1
+    budgets = tier_budgets(config, device, workspace_bytes(trace, together))
+    placement = PlacementSolver(program, list(budgets.values()), allowed_tiers(config, list(budgets))).solve()
+    return Plan(
+        graph=graph,
+        trace=trace,
+        program=program,
+        placement=placement,
+        optimizer=optimizer,
+        device=device,
+        budgets_by_tier=budgets,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        headline=_headline(config, graph),
+    )
+
+
+def make_optimizer(config: RunConfig) -> Optimizer:
+    """Return the optimizer that the config asks for."""
+    table = config.optimizer
+    return AdamW(
+        AdamWConfig(
+            lr=table.learning_rate,
+            beta1=table.adam_beta1,
+            beta2=table.adam_beta2,
+            eps=table.adam_epsilon,
+            weight_decay=table.weight_decay,
+        )
+    )
+
+
+def micro_batch_rows(config: RunConfig) -> int:
+    """Return the rows of a micro-batch: as configured, else the largest divisor within ``MICRO_BATCH_TOKENS``."""
+    if config.micro_batch_size is not None:
+        return config.micro_batch_size
+    if config.data.packing and config.model.attn_implementation == "flash_attention_2":
+        return 1  # its kernels keep packed documents apart in batches of one row only
+    rows = config.rows_per_step
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * config.data.max_length <= MICRO_BATCH_TOKENS]
+    return max(fitting, default=1)
+
+
+def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
+    """Return what the compute device holds outside blocks at its fullest.
+
+    All micro-batches' streams are there between two units, each with the input of one and the output of the other;
+    one micro-batch at a time is computed.
+    """
+    streams = max((visit.held_nbytes for visit in trace.visits), default=0)
+    inside = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits), default=0)
+    return round_up(2 * num_micro_batches * streams + max(inside, trace.head_nbytes), PAGE_BYTES)
+
+
+def tier_budgets(config: RunConfig, device: torch.device, workspace: int) -> dict[str, TierBudget]:
+    """Return the tiers of the run, fast to slow, with their capacities and roundings."""
+    on_gpu = device.type == "cuda"
+    budgets: dict[str, TierBudget] = {}
+    if on_gpu:
+        capacity = machine.gpu_capacity_bytes(config, device)
+        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, GPU_ALIGNMENT_BYTES), workspace)
+    capacity = machine.ram_capacity_bytes(config)
+    budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
+    if config.tiers.nvme:
+        rates = check_rates(nvme_rates(config), len(config.tiers.nvme))
+        capacity = machine.nvme_capacity_bytes(config)
+        budgets["nvme"] = TierBudget("nvme", capacity, lambda n: plan_chunks(n, rates).slot_bytes)
+    return budgets
+
+
+def nvme_rates(config: RunConfig) -> list[float]:
+    """Return the relative weights of the NVMe paths; equal where the config names none."""
+    given = [table.rate for table in config.tiers.nvme]
+    return [1.0 if rate is None else rate for rate in given]
+
+
+def allowed_tiers(config: RunConfig, tiers: Sequence[str]) -> dict[Kind, Sequence[str]]:
+    """Return for each kind the tiers that may be its home, preferred first. GPU memory holds copies unless asked."""
+    default = [tier for tier in tiers if tier != "gpu"]
+    allowed: dict[Kind, Sequence[str]] = {}
+    for kind in KINDS:
+        wanted = getattr(config.placement, kind)
+        allowed[kind] = default if wanted == "auto" else [tier for tier in wanted if tier in tiers] or default
+    return allowed
+
+
+def _headline(config: RunConfig, graph: ModelGraph) -> str:
+    name = config.model.model_name_or_path.rstrip("/").split("/")[-1]
+    count = graph.num_parameters
+    size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    layers = sum(unit.is_layer for unit in graph.units)
+    dtype = str(graph.dtype).removeprefix("torch.")
+    tokens = config.rows_per_step * config.data.max_length
+    return f"{name}  {size} parameters, {layers} layers   {config.task}, {dtype}, {tokens:,} tokens/step"
