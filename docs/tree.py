@@ -35,12 +35,12 @@ def tree() -> str:
             if path.read_text(encoding="utf-8").strip():
                 lines.append(f"{name:36}{summary(path)}")
         lines.append("")
-    lines += [f"{name:36}{text}" for name, text in OTHERS.items() if (ROOT / name).is_file() or holds_files(ROOT / name)]
+    lines += [f"{name:36}{text}" for name, text in OTHERS.items() if has_content(ROOT / name)]
     return "```\n" + "\n".join(lines) + "\n```\n"
 
 
-def holds_files(folder: Path) -> bool:
-    return any(path.is_file() for path in folder.rglob("*"))
+def has_content(path: Path) -> bool:
+    return path.is_file() or any(inner.suffix in (".py", ".md") for inner in path.rglob("*"))
 
 
 def with_tree(readme: str) -> str:

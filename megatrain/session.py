@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,29 +18,41 @@ from megatrain.models.initialize import init_weights
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.optim.base import build_segments
+from megatrain.plan.machine import existing_parent
 from megatrain.plan.planner import Plan, nvme_rates
+from megatrain.plan.solve import DoesNotFitError
 from megatrain.precision import decode, encode
 from tiered.policies import LRU, Belady
 from tiered.store import TieredStore
+from tiered.tiers.directory import reusable_bytes
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
+from tiered.tiers.stripe import plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from tiered.tiers.base import Tier
 
+#: Kinds of blocks whose contents outlive a step.
+DURABLE_KINDS = ("weights", "optimizer")
+
 
 class Session:
     """Owns the store of one run. A context manager: leaving it closes the store.
 
     Raises:
-        LockedError: another run uses an NVMe path. TransferError: a drive has not the space it was planned to have.
+        ModelFolderError: the weights do not fit the model. DoesNotFitError: a drive has too little free space.
+        LockedError: another run uses an NVMe path. Nothing is allocated before these are known.
     """
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         self.config, self.plan = config, plan
+        self._weights: WeightLoader | None = None
+        if not config.model.train_from_scratch:
+            self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
+        check_drives(config, plan)
         policy = LRU() if config.advanced.eviction_policy == "lru" else Belady()
         self._tiers = make_tiers(config, plan)
         try:
@@ -57,33 +71,39 @@ class Session:
     # -- before training ---------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Reserve every slot, then bring in weights unit by unit and zero the optimizer state.
+        """Bring in weights unit by unit and zero the optimizer state, then reserve what only steps need.
+
+        The fp32 copy of a unit that is on its way in takes the room that its gradient has in a step: so a run that
+        fits also starts.
 
         Raises:
             ModelFolderError, InitializationError: the weights cannot be had.
         """
+        self._register(durable=True)
+        self._fill_weights()
+        self._zero_state()
+        self._register(durable=False)
         for tier, nbytes in self.plan.placement.workspace_bytes.items():
             if nbytes:
                 self.store.reserve(tier, nbytes)
+
+    def _register(self, *, durable: bool) -> None:
         for block in self.plan.program.blocks.values():
-            durable = block.kind in ("weights", "optimizer")
-            home = self.plan.placement.homes[block.key]
-            self.store.register(block.key, (block.num_elements,), block.dtype, home=home, durable=durable)
-        self._fill_weights()
-        self._zero_state()
+            if (block.kind in DURABLE_KINDS) == durable:
+                home = self.plan.placement.homes[block.key]
+                self.store.register(block.key, (block.num_elements,), block.dtype, home=home, durable=durable)
 
     def _fill_weights(self) -> None:
         graph, config = self.plan.graph, self.config
-        if config.model.train_from_scratch:
+        if self._weights is None:
             for layout in graph.layouts.values():
                 with self._master(layout) as master:
                     init_weights(graph.model, layout, views(master, layout), config.seed)
             return
-        loader = WeightLoader(config.model.model_name_or_path, graph.model)
         for layout in graph.layouts.values():
             with self._master(layout) as master:
-                loader.fill(layout, views(master, layout))
-        loader.load_buffers()
+                self._weights.fill(layout, views(master, layout))
+        self._weights.load_buffers()
 
     @contextmanager
     def _master(self, layout: UnitLayout) -> Iterator[torch.Tensor]:
@@ -93,14 +113,21 @@ class Session:
             if not weight_is_split(self.plan.graph):
                 yield lease.tensor.zero_()
             else:
-                nbytes = round_up(4 * layout.num_elements, PAGE_BYTES)
-                self.store.reserve("ram", nbytes)
-                master = torch.zeros(layout.num_elements)
-                yield master
-                self._encode(master, lease.tensor, low)
-                del master
-                self.store.reserve("ram", -nbytes)
+                with self._room_for_master(layout):
+                    master = torch.zeros(layout.num_elements)
+                    yield master
+                    self._encode(master, lease.tensor, low)
+                    del master
         self._leave(weight, low)
+
+    @contextmanager
+    def _room_for_master(self, layout: UnitLayout) -> Iterator[None]:
+        nbytes = round_up(4 * layout.num_elements, PAGE_BYTES) if weight_is_split(self.plan.graph) else 0
+        self.store.reserve("ram", nbytes)
+        try:
+            yield
+        finally:
+            self.store.reserve("ram", -nbytes)
 
     def _encode(self, master: torch.Tensor, high: torch.Tensor, low: str) -> None:
         if low not in self.plan.program.blocks:  # frozen weights are never updated and need no low half
@@ -163,14 +190,27 @@ class Session:
                 yield views(master, layout)
         self._leave(weight, low)
 
-    def export(self, folder: Path) -> Path:
-        """Write the Hugging Face folder of the trained model, unit by unit."""
+    def _end_training(self) -> None:
+        """Give back what only steps need; weights and optimizer state stay."""
         self.store.set_schedule(None)
+        blocks = self.plan.program.blocks.values()
+        self.store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
+        for tier, nbytes in self.plan.placement.workspace_bytes.items():
+            self.store.reserve(tier, -nbytes)
+
+    @contextmanager
+    def _exported_weights(self, layout: UnitLayout) -> Iterator[Mapping[str, torch.Tensor]]:
+        with self._room_for_master(layout), self.master_weights(layout) as weights:
+            yield weights
+
+    def export(self, folder: Path) -> Path:
+        """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
+        self._end_training()
         table = self.config.export
         dtype = self.plan.graph.dtype if table.dtype == "auto" else getattr(torch, table.dtype)
         return export_model(
             self.plan.graph,
-            self.master_weights,
+            self._exported_weights,
             folder,
             dtype=dtype,
             max_shard_nbytes=table.max_shard_size,
@@ -190,3 +230,27 @@ def make_tiers(config: RunConfig, plan: Plan) -> list[Tier]:
             paths = [str(table.path) for table in config.tiers.nvme]
             tiers.append(NvmeTier(paths, budget.capacity_bytes, rates=nvme_rates(config)))
     return tiers
+
+
+def check_drives(config: RunConfig, plan: Plan) -> None:
+    """Refuse drives that have less free space than the plan puts on them; files of earlier runs are free space.
+
+    Raises:
+        DoesNotFitError: with the bytes that the drive would need.
+    """
+    rates = tuple(nvme_rates(config))
+    needs = Counter[int]()
+    for key, block in plan.program.blocks.items():
+        if plan.placement.homes[key] == "nvme":
+            cut = plan_chunks(block.nbytes, rates)
+            needs.update({path: cut.chunk_bytes * count for path, count in Counter(cut.path_of_chunk).items()})
+    drives: dict[int, list[int]] = {}
+    for number, table in enumerate(config.tiers.nvme):
+        drives.setdefault(existing_parent(table.path).stat().st_dev, []).append(number)
+    for numbers in drives.values():
+        paths = [config.tiers.nvme[number].path for number in numbers]
+        have = shutil.disk_usage(existing_parent(paths[0])).free + sum(reusable_bytes(path) for path in paths)
+        need = sum(needs[number] for number in numbers)
+        if need > have:
+            advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
+            raise DoesNotFitError("nvme", need, have, advice)

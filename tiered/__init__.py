@@ -22,7 +22,7 @@ from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
-from tiered.units import GB, GiB, KiB, MB, MiB, TiB, format_size, parse_size
+from tiered.units import GB, MB, GiB, KiB, MiB, TiB, format_size, parse_size
 
 __all__ = [
     "GB",

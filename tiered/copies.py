@@ -22,7 +22,19 @@ class Copy:
         prefetched: brought by the prefetcher and not used yet. drop_when_clean: evict once drained.
     """
 
-    __slots__ = ("drop_when_clean", "is_home", "last_use", "pins", "prefetched", "readers", "slot", "state", "tier", "transfer", "wanted")
+    __slots__ = (
+        "drop_when_clean",
+        "is_home",
+        "last_use",
+        "pins",
+        "prefetched",
+        "readers",
+        "slot",
+        "state",
+        "tier",
+        "transfer",
+        "wanted",
+    )
 
     def __init__(self, tier: str, *, is_home: bool) -> None:
         self.tier = tier

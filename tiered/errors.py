@@ -97,8 +97,10 @@ class TransferError(TieredError, OSError):
         self.tier = tier
         self.path = path
         self.offset = offset
-        where = f" [{tier}]" if path is None else f" [{tier}, {path}" + (f", offset {offset}]" if offset is not None else "]")
-        text = message + where
+        parts = [tier]
+        if path is not None:
+            parts.append(path if offset is None else f"{path}, offset {offset}")
+        text = f"{message} [{', '.join(parts)}]"
         super().__init__(text)
         self.errno = errno
         self.message = text

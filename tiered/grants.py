@@ -11,7 +11,7 @@ from tiered.block import CopyState
 from tiered.copies import Block, Copy
 from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
 from tiered.events import Event
-from tiered.lease import Lease
+from tiered.lease import NO_THREAD, Lease
 from tiered.movement import Movement, Waiting
 from tiered.schedule import Access, Mode, Trace
 from tiered.tiers.base import Tier
@@ -70,7 +70,8 @@ class Grants:
             finally:
                 for block, copy, mode in targets:
                     copy.wanted -= 1
-                    if mode == "w" and block.writer is None and copy.state is CopyState.FILLING and not block.num_transfers:
+                    has_room_taken = mode == "w" and copy.state is CopyState.FILLING
+                    if has_room_taken and block.writer is None and not block.num_transfers:
                         self._invalidate(copy)  # room taken for a lease that was not given after all
                         self.movement.changed.notify_all()
 
@@ -199,7 +200,8 @@ class Grants:
             for block, _, mode in targets:
                 for lease in self.leases:
                     if lease._block is block and lease.thread_id == me and (mode != "r" or lease.mode != "r"):
-                        raise LeaseError(f"'{block.spec.key}' is leased ('{lease.mode}') by this very thread: release it first")
+                        key = block.spec.key
+                        raise LeaseError(f"'{key}' is leased ('{lease.mode}') by this very thread: release it first")
         if waiting.cause == "space":
             there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
             need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in there) or waiting.need_bytes
@@ -223,7 +225,8 @@ class Grants:
 
     def capacity_error_locked(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
         """Return the error with the tier's numbers and its largest holders."""
-        held = [(b.spec.key, c) for b in self.movement.blocks.values() if (c := b.copies.get(tier)) and c.slot is not None]
+        blocks = self.movement.blocks.values()
+        held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
         largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
         return CapacityError(
             tier,
@@ -236,12 +239,21 @@ class Grants:
         )
 
     def wait_quiet_locked(self, block: Block) -> None:
-        """Wait until no movement of the block is under way.
+        """Wait until no movement of the block is under way and no commit holds it.
 
         Raises:
             LeaseError: the block is leased.
         """
-        while block.num_transfers:
+        while block.num_transfers or block.writer is not None or block.num_readers:
+            if any(lease._block is block and lease.thread_id != NO_THREAD for lease in self.leases):
+                raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
             self.movement.changed.wait()
-        if block.writer is not None or block.num_readers:
-            raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
+
+    def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
+        """Wait once for what stands between the newest bytes of ``block`` and its home.
+
+        Raises:
+            CapacityError, LeaseError: waiting could never help. TransferError: a write-back failed.
+        """
+        self._check_can_ever([(block, block.home, "r")], waiting)
+        self._wait(waiting, block, None)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tiered.copies import Block, Copy
 
 
+#: ``thread_id`` of a lease that no caller holds but a commit under way: it ends without anybody's doing.
+NO_THREAD = -1
+
+
 class _Returner(Protocol):
     def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None: ...
 
@@ -40,6 +44,11 @@ class Lease:
         self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
         self.tensor = tensor
         self.thread_id = threading.get_ident()
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the lease was given back."""
+        return self._released
 
     def release(self, stream: Any = None) -> None:
         """Give the copy back; after a ``w`` or ``rw`` lease its bytes are the block's newest contents.
@@ -73,7 +82,9 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._released:
             return
         if kind is not None and self.mode == "w":
@@ -114,6 +125,8 @@ class LeaseGroup(Sequence[Lease]):
     def __enter__(self) -> LeaseGroup:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for lease in self._leases:
             lease.__exit__(kind, error, trace)

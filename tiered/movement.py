@@ -87,6 +87,9 @@ class Movement:
             UninitializedBlockError: there are no contents to bring.
         """
         target = block.copy_in(tier)
+        if target.state is CopyState.DRAINING and target.drop_when_clean:
+            # On its way out. Keeping it after all would make the bytes moved depend on who is faster.
+            return Waiting("drain", target.transfer)
         if target.state.is_valid:
             return None
         if target.state is CopyState.FILLING:
@@ -231,7 +234,9 @@ class Movement:
         if slot is not None:
             return slot
         missing = owner.slot_bytes(nbytes) - owner.usage().free_bytes
-        missing -= sum(c.slot_bytes for _, c in self._copies(tier) if c.drop_when_clean and c.state is CopyState.DRAINING)
+        for _, copy in self._copies(tier):
+            if copy.drop_when_clean and copy.state is CopyState.DRAINING:
+                missing -= copy.slot_bytes
         evictable = {b.spec.key: (b, c) for b, c in self._copies(tier) if self._may_evict(b, c)}
         for candidate in self.policy.rank([self._candidate(b, c) for b, c in evictable.values()], self.now):
             if missing <= 0:

@@ -25,6 +25,7 @@ from tiered.policies.lru import LRU
 from tiered.schedule import Mode, Schedule, Trace
 from tiered.statistics import collect_stats
 from tiered.tiers.base import Tier
+from tiered.tiers.directory import TierDirectory
 from tiered.transfer import Transfer
 from tiered.units import GiB
 
@@ -42,6 +43,9 @@ class TieredStore:
         path: directory of committed generations; default: the first path of a durable tier.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
+
+    Attributes:
+        path: as above, or None. keep_generations: how many of the last generations a commit leaves (default 2).
     """
 
     def __init__(
@@ -65,7 +69,12 @@ class TieredStore:
         self._blocks = self._movement.blocks
         self._grants = Grants(self._movement)
         self._collecting = threading.Lock()  # one acquire_many at a time gathers copies: no hold-and-wait between two
-        self.path = path if path is not None else next((t.paths[0] for t in tiers if getattr(t, "paths", None)), None)
+        file_paths = [paths[0] for tier in tiers if (paths := getattr(tier, "paths", None))]
+        self.path: str | None = path if path is not None else next(iter(file_paths), None)
+        self.keep_generations = 2
+        self._committing = threading.Lock()  # one commit at a time
+        self._commit: Commit | None = None  # the last one, under way or ended
+        self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
@@ -289,6 +298,12 @@ class TieredStore:
             self._movement.now = tick
             self._movement.pump()
 
+    def wait_idle(self) -> None:
+        """Wait until nothing moves: write-backs and prefetches that were started have ended, well or badly."""
+        with self._changed:
+            while any(block.num_transfers for block in self._blocks.values()):
+                self._changed.wait()
+
     # -- keep --------------------------------------------------------------------------------------------------
 
     def commit(self, meta: Mapping[str, JSON] | None = None) -> Commit:
@@ -324,7 +339,14 @@ class TieredStore:
             return collect_stats(self._movement, self._links, self._grants.leases)
 
     def close(self) -> None:
-        """Finish what is under way and free everything. Uncommitted contents are gone. Idempotent."""
+        """Finish what is under way, a commit too, and free everything. Uncommitted contents are gone. Idempotent.
+
+        Warns (``RuntimeWarning``) of a commit that failed and that nobody waited for.
+        """
+        with self._committing:
+            commit = self._commit
+        if commit is not None:
+            commit.join()
         with self._changed:
             if self._grants.closed:
                 return
@@ -337,9 +359,13 @@ class TieredStore:
             link.close()
         for tier in self._movement.tiers.values():
             tier.close()
+        if self._directory is not None:
+            self._directory.close()
 
     def __enter__(self) -> TieredStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

@@ -21,7 +21,20 @@ class Transfer:
         event: a recorded device event that ends after the copy, or None.
     """
 
-    __slots__ = ("_callbacks", "_done", "_lock", "dst", "end_s", "error", "event", "nbytes", "path", "skipped", "src", "start_s")
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_lock",
+        "dst",
+        "end_s",
+        "error",
+        "event",
+        "nbytes",
+        "path",
+        "skipped",
+        "src",
+        "start_s",
+    )
 
     def __init__(self, src: str, dst: str, nbytes: int, path: str = "", *, skipped: bool = False) -> None:
         self.src, self.dst, self.nbytes, self.path, self.skipped = src, dst, nbytes, path, skipped

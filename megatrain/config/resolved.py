@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config.problems import ConfigError, Problem
@@ -41,12 +43,33 @@ def write_resolved(config: RunConfig) -> Path:
         partial.write_text(to_toml(config), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        reason = error.strerror or str(error)
-        problem = Problem(
-            "output_dir", f"output_dir: cannot write in {config.output_dir}: {reason}", "Write another folder"
-        )
-        raise ConfigError(str(path), [problem]) from error
+        raise _unwritable(config, error) from error
     return path
+
+
+def check_writable(config: RunConfig) -> None:
+    """Find out whether ``output_dir`` can be written, by writing an empty file; nothing stays behind.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    folder = config.output_dir
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(config, error) from error
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
+    message = f"output_dir: cannot write in {config.output_dir}: {error.strerror or error}"
+    return ConfigError(str(config.output_dir), [Problem("output_dir", message, "Write another folder")])
 
 
 def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:

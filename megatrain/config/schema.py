@@ -223,9 +223,7 @@ class PlacementConfig(Table):
 
     weights: Preference = Field(default="auto", description="Parameters in the compute dtype.")
     gradients: Preference = Field(default="auto", description="Gradient sums.")
-    optimizer: Preference = Field(
-        default="auto", description="Optimizer state, and the low halves of bf16 parameters."
-    )
+    optimizer: Preference = Field(default="auto", description="Optimizer state, and the low halves of bf16 parameters.")
     activations: Preference = Field(default="auto", description="Inputs of layers, kept for the recompute.")
 
 

@@ -99,6 +99,25 @@ def load_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> Token
     return encode_rows(rows(), encoder, max_length=config.data.max_length, overlong=config.data.overlong)
 
 
+def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Args:
+        num_embeddings: rows of the model's input embedding. where: the tokenizer, for the message.
+
+    Raises:
+        DataError: the tokenizer is not the model's.
+    """
+    largest = int(dataset.tokens.max())
+    if largest >= num_embeddings:
+        raise DataError(
+            where,
+            f"this tokenizer gives the token id {largest}, but the model has embeddings for {num_embeddings} tokens "
+            "(vocab_size)",
+            "Use the model's own tokenizer",
+        )
+
+
 def encode_rows(
     rows: Iterable[Row], encoder: RowEncoder, *, max_length: int, overlong: str = "truncate"
 ) -> TokenDataset:

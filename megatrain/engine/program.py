@@ -7,7 +7,8 @@ the planned traffic and the moved traffic are one thing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -50,6 +51,7 @@ class Tick:
         held: (key, mode) leased together for the whole tick.
         passing: (key, mode) leased one after the other within it (activations of the micro-batches).
         spent: keys whose contents are dead after the tick: dropped, never written back.
+        kept: held keys that the next tick holds too: their copies stay for it.
     """
 
     phase: Phase
@@ -57,6 +59,7 @@ class Tick:
     held: tuple[tuple[str, Mode], ...]
     passing: tuple[tuple[str, Mode], ...] = ()
     spent: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class ProgramBuilder:
     def build(self) -> StepProgram:
         """Return the program."""
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
-        return StepProgram(blocks, tuple(self._ticks()), self._compute_tier)
+        return StepProgram(blocks, self._with_kept(list(self._ticks())), self._compute_tier)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -142,6 +145,14 @@ class ProgramBuilder:
     def _slot_of(self, micro_batch: int) -> int:
         """Return which set of activation blocks a micro-batch uses: one at a time needs only one set."""
         return micro_batch if self._order == "layer" else 0
+
+    def _with_kept(self, ticks: list[Tick]) -> tuple[Tick, ...]:
+        """Note what consecutive ticks of one tier both hold. Costs no room: the second needs it there anyway."""
+        for number, (tick, following) in enumerate(pairwise(ticks)):
+            if "ram" == self._compute_tier or "update" not in (tick.phase, following.phase):
+                both = {key for key, _ in tick.held} & {key for key, _ in following.held}
+                ticks[number] = replace(tick, kept=frozenset(both - tick.spent))
+        return tuple(ticks)
 
     # -- ticks -------------------------------------------------------------------------------------------------
 

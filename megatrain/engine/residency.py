@@ -120,7 +120,7 @@ class StoreAccess:
         if key in tick.spent:
             self._store.discard(key)
             return
-        if self._homes[key] == tier:
+        if self._homes[key] == tier or key in tick.kept:
             return
         self._store.evict(key, tier)
         if tier == "gpu" and self._homes[key] == "nvme":

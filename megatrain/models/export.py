@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megatrain.models.layout import UnitLayout
 
-__all__ = ["RECORD_FILE", "ExportError", "ExportedGraph", "WeightSource", "export_model"]
+__all__ = ["RECORD_FILE", "ExportError", "ExportedGraph", "WeightSource", "check_target", "export_model"]
 
 RECORD_FILE = "export.json"
 _PROGRAM = "megatrain-tier"
@@ -95,7 +95,7 @@ def export_model(
         ConversionError: the weights cannot be brought into the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()
-    _refuse_foreign(out)
+    check_target(out)
     model = graph.model
     steps, inputs = _plan(model, dtype)
     layout_of = _layouts_by_name(graph)
@@ -218,8 +218,12 @@ def _write_companions(
         model.generation_config.save_pretrained(folder)
 
 
-def _refuse_foreign(out: Path) -> None:
-    """Refuse a path whose contents this program did not write, or that somebody added to."""
+def check_target(out: Path) -> None:
+    """Refuse a path whose contents this program did not write, or that somebody added to. Writes nothing.
+
+    Raises:
+        ExportError: it is a file, or a folder with other contents than one earlier export.
+    """
     if not out.exists():
         return
     if not out.is_dir():

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["FreezeError", "ModelGraph", "Unit", "UnsupportedModelError", "build_graph"]
 
 
+_MAX_POSITION_OFFSET = 2  # some families leave the first rows of their position embedding unused
+
+
 class FreezeError(Exception):
     """A `freeze` pattern names no parameter, or nothing is left to train."""
 
@@ -115,6 +118,17 @@ def build_graph(
         dtype=dtype,
     )
     return graph_of(model, config, freeze=freeze, dtype=dtype)
+
+
+def num_learned_positions(graph: ModelGraph) -> int | None:
+    """Return how many positions the model has learned embeddings for; None where it computes positions."""
+    most = getattr(graph.config, "max_position_embeddings", None)
+    words = graph.model.get_input_embeddings()
+    for module in graph.model.modules():
+        if isinstance(module, nn.Embedding) and module is not words and isinstance(most, int):
+            if 0 <= module.num_embeddings - most <= _MAX_POSITION_OFFSET:
+                return most
+    return None
 
 
 def graph_of(

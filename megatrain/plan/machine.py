@@ -73,13 +73,14 @@ def nvme_capacity_bytes(config: RunConfig) -> int:
     """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin."""
     capacity = 0
     for table in config.tiers.nvme:
-        disk = shutil.disk_usage(_existing_parent(table.path))
+        disk = shutil.disk_usage(existing_parent(table.path))
         margin = config.tiers.safety_margin.resolve(disk.total)
         capacity += table.size.resolve(disk.total, auto_bytes=max(0, disk.free - margin))
     return capacity
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -151,16 +151,21 @@ class PlacementSolver:
     def traffic(self, homes: Mapping[str, str]) -> dict[str, int]:
         """Return the contents that each link moves in one step, by ``"src->dst"``."""
         moved = {f"{a}->{b}": 0 for s in self._order for d in self._order if s != d for a, b in self.route(s, d)}
+        here: dict[str, bool] = {}  # copies that the tick before left in place -> whether they are newer than home
         for tick in self._program.ticks:
-            tier = self._program.tier_of(tick)
+            tier, left = self._program.tier_of(tick), here
+            here = {}
             for key, mode in (*tick.held, *tick.passing):
                 if homes[key] == tier:
                     continue
                 nbytes = self._program.blocks[key].nbytes
-                if mode != "w":
+                if mode != "w" and key not in left:
                     for a, b in self.route(homes[key], tier):
                         moved[f"{a}->{b}"] += nbytes
-                if mode != "r" and key not in tick.spent:
+                is_newer = mode != "r" or left.get(key, False)
+                if key in tick.kept:
+                    here[key] = is_newer
+                elif is_newer and key not in tick.spent:
                     for a, b in self.route(tier, homes[key]):
                         moved[f"{a}->{b}"] += nbytes
         return moved

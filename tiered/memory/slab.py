@@ -31,6 +31,11 @@ def huge_pages_allowed() -> bool:
         return False
 
 
+def cuda_is_available() -> bool:
+    """Return whether the machine has a CUDA device, for which memory is worth page-locking."""
+    return torch.cuda.is_available()
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)

@@ -187,6 +187,14 @@ class TierDirectory:
         return sum(sizes.values())
 
 
+def reusable_bytes(path: Path) -> int:
+    """Return the bytes that a tier on this path takes over from earlier ones instead of asking the drive for them."""
+    if own_attributes(read_document(path)) is None:
+        return 0
+    pooled = sum(file.lstat().st_size for file in (path / ".pool").glob("*/*"))
+    return pooled + sum(file.lstat().st_size for file in files_below(path / "live"))
+
+
 def files_below(root: Path) -> Iterator[Path]:
     """Return the chunk files below ``root``: no symbolic links, no documents, nothing outside ``c/`` folders."""
     for folder, _, names in os.walk(root):

@@ -246,6 +246,12 @@ class NvmeTier:
         """Forget a snapshot; its files that nothing else links are kept for reuse. No-op if there is none."""
         snapshots.drop_snapshot(self, generation)
 
+    def count_snapshot(self, nbytes: int) -> None:
+        """Add files that somebody else wrote into a snapshot of the first path; they go with ``drop_snapshot``."""
+        with self.lock:
+            self.snapshot_bytes += nbytes
+            self.trim_pools()
+
     def adopt(self, slot: Slot, generation: str) -> None:
         """Give a home slot the contents and the document that its key has in a snapshot; no byte is copied.
 

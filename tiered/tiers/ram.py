@@ -9,7 +9,7 @@ import torch
 
 from tiered.errors import CapacityError, TransferError
 from tiered.memory.pool import SlabPool
-from tiered.memory.slab import HostSlab
+from tiered.memory.slab import HostSlab, cuda_is_available
 from tiered.tiers.base import Slot, TierUsage
 from tiered.units import PAGE_BYTES, format_size, round_up
 
@@ -40,7 +40,7 @@ class RamTier:
         self._pool: SlabPool[HostSlab] = SlabPool(capacity_bytes, self._make, self._drop)
 
     def _make(self, nbytes: int) -> HostSlab:
-        pin = torch.cuda.is_available() if self._pin_memory is None else self._pin_memory
+        pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
         slab = HostSlab(nbytes, pin=pin)
         with self._counting:
             self.num_unpinned_slabs += pin and not slab.is_pinned

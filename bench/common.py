@@ -1,0 +1,122 @@
+"""What every bench prints: one JSON object per line, each with the same header, so that a line can stand alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "examples" / "quickstart"
+
+#: Fields of every row: those of the header, and the row's own.
+HEADER_FIELDS = ("bench", "hardware", "versions", "commit", "T")
+ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
+
+
+def hardware() -> dict[str, Any]:
+    """Return the processor, CPUs this process may use, threads of torch, RAM in bytes, and the GPU or null."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpu": gpu,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide speed."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "numpy", "numba", "zarr"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def commit() -> str:
+    """Return the commit of this tree, with "+" after it if files differ from it; "unknown" outside git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + (
+            "+" if _git("status", "--porcelain", "--untracked-files=no", "--", "megatrain", "tiered") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+class Report:
+    """Collects rows and prints them, as JSON lines or as a table for people.
+
+    Args:
+        bench: Name of the bench. as_json: JSON lines. tokens_per_step: T, which every row states; None where the
+            bench has no tokens.
+    """
+
+    def __init__(self, bench: str, *, as_json: bool, tokens_per_step: int | None) -> None:
+        self._header = dict(zip(HEADER_FIELDS, (bench, hardware(), versions(), commit(), tokens_per_step), strict=True))
+        self._as_json = as_json
+        self._all_ok = True
+        if not as_json:
+            print(json.dumps(self._header))
+
+    @property
+    def all_ok(self) -> bool:
+        """Whether every row so far that is not about time was ok."""
+        return self._all_ok
+
+    def row(
+        self,
+        name: str,
+        value: float | int | str | Sequence[float],
+        unit: str,
+        *,
+        target: float | int | None = None,
+        ok: bool | None = None,
+        timing: bool = False,
+    ) -> None:
+        """Print one row.
+
+        Args:
+            name: What was measured, dotted. value, unit: The figure.
+            target: What it should be, or at most be; None where nothing is claimed.
+            ok: Whether the target is met; None without a target.
+            timing: Whether ``ok`` depends on the machine's speed and load; if so it does not fail the bench.
+        """
+        self._all_ok = self._all_ok and (timing or ok is not False)
+        if self._as_json:
+            own = dict(zip(ROW_FIELDS, (name, value, unit, target, ok, timing), strict=True))
+            print(json.dumps({**own, **self._header}), flush=True)
+            return
+        verdict = "" if ok is None else "ok" if ok else "NOT OK"
+        shown = f"{value:,.4f}" if isinstance(value, float) else str(value)
+        print(
+            f"{name:44} {shown:>20} {unit:10} {'' if target is None else f'target {target:,}':>24} {verdict}",
+            flush=True,
+        )
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

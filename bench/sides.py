@@ -1,0 +1,210 @@
+"""The two sides of `step.py`: a step of ours with its parts timed from outside, and a step of plain PyTorch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.config.schema import RunConfig
+from megatrain.data.dataset import load_dataset
+from megatrain.data.loader import BatchLoader
+from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.engine.runner import shifted_labels
+from megatrain.models.layout import TensorEntry
+from megatrain.optim import clip
+from megatrain.optim.base import Optimizer, Segment, StateKind, Update, decays
+from megatrain.plan.planner import plan_run
+from megatrain.session import Session
+from tiered.events import StoreStats
+
+MicroBatches = Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of one side.
+
+    Attributes:
+        total_s: the step as it counts. parts_s: seconds of its parts, by name. loss: before the update.
+        grad_norm: before clipping.
+    """
+
+    total_s: float
+    parts_s: Mapping[str, float]
+    loss: float
+    grad_norm: float
+
+
+def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, **tables: Any) -> RunConfig:
+    """Return the config of a side: micro-batches x rows x tokens of ``text``, fp32 on the CPU.
+
+    Args:
+        model: Hugging Face folder with weights and tokenizer. shape: micro-batches, rows of each, tokens of a row.
+        folder: may be written to. tables: more tables of the config, e.g. ``tiers``.
+    """
+    num_micro_batches, rows, length = shape
+    return RunConfig.model_validate(
+        {
+            "task": "pretrain",
+            "output_dir": str(folder / "outputs"),
+            "device": "cpu",
+            "model": {"model_name_or_path": str(model), "attn_implementation": "sdpa"},
+            "precision": {"compute_dtype": "float32"},
+            "data": {"max_length": length, "train": [{"path": str(text)}]},
+            "training": {"per_device_train_batch_size": rows, "gradient_accumulation_steps": num_micro_batches},
+            "optimizer": {"learning_rate": 1e-4},
+            **tables,
+        }
+    )
+
+
+def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield the micro-batches of step after step."""
+    tokenizer = load_tokenizer(config.model.model_name_or_path)
+    loader = BatchLoader(
+        load_dataset(config, tokenizer),
+        micro_batch_size=config.training.per_device_train_batch_size,
+        num_micro_batches=config.training.gradient_accumulation_steps,
+        max_length=config.data.max_length,
+        packing=True,
+        data_seed=config.data_seed,
+        pad_token_id=pad_token_id(tokenizer),
+    )
+    return (batch.micro_batches for batch in loader)
+
+
+@dataclass
+class TimedOptimizer:
+    """An optimizer that notes when the update phase of a step begins and how long its kernels run."""
+
+    inner: Optimizer
+    first_update_s: float | None = None
+    kernel_s: float = 0.0
+
+    def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
+        return self.inner.state_kinds(split_master)
+
+    def update(
+        self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
+    ) -> None:
+        start_s = time.perf_counter()
+        if self.first_update_s is None:
+            self.first_update_s = start_s
+        self.inner.update(blocks, gradient, segments, update)
+        self.kernel_s += time.perf_counter() - start_s
+
+
+class Ours:
+    """Our engine on one placement. A context manager: leaving it closes the store. Between steps nothing moves.
+
+    Args:
+        config: of the run. num_steps: how many steps will be taken.
+    """
+
+    def __init__(self, config: RunConfig, num_steps: int) -> None:
+        plan = plan_run(config)
+        plan.optimizer.warm_up()
+        clip.warm_up()
+        self.optimizer = TimedOptimizer(plan.optimizer)
+        self.plan = replace(plan, optimizer=self.optimizer)
+        self.windows: list[StoreStats] = []
+        self._session = Session(config, self.plan)
+        self._store = self._session.store
+        self._session.prepare()
+        self._store.wait_idle()
+        self._before = self._store.stats()
+        self._engine = self._session.make_engine(num_steps)
+        self._store.wait_idle()
+
+    def __enter__(self) -> Ours:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._session.__exit__(*exception)
+
+    def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
+        """Run one step and wait until its last write-back, and the first copies of the next step, have landed.
+
+        That wait counts: nothing of this side may run in the time of another.
+        """
+        store, optimizer = self._store, self.optimizer
+        optimizer.first_update_s, optimizer.kernel_s = None, 0.0
+        start_s = time.perf_counter()
+        result = self._engine.step(micro_batches, number=len(self.windows), lr=lr)
+        stepped_s = time.perf_counter()
+        store.wait_idle()
+        end_s = time.perf_counter()
+        now = store.stats()
+        window, self._before = now - self._before, now
+        self.windows.append(window)
+        assert optimizer.first_update_s is not None
+        parts = {
+            "forward_backward": optimizer.first_update_s - start_s,
+            "update": stepped_s - optimizer.first_update_s,
+            "update_kernels": optimizer.kernel_s,
+            "settle": end_s - stepped_s,
+            **{f"stall_{cause}": seconds for cause, seconds in window.stall_s.items()},
+        }
+        return StepTimes(end_s - start_s, parts, result.loss, result.grad_norm)
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes that crossed each link in all steps."""
+        return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
+
+
+class Plain:
+    """Plain PyTorch: the Hugging Face model whole in RAM, gradient checkpointing, accumulation, fused AdamW."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(
+            config.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self._model.train()
+        model = self._model  # transformers 5.23 renamed the switch
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        table = config.optimizer
+        self._max_grad_norm = table.max_grad_norm
+        decaying: list[Tensor] = []
+        others: list[Tensor] = []
+        for name, parameter in self._model.named_parameters():
+            entry = TensorEntry(name, tuple(parameter.shape), 0)
+            (decaying if decays(entry, table.weight_decay_exclude) else others).append(parameter)
+        groups = [{"params": decaying, "weight_decay": table.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        betas = (table.adam_beta1, table.adam_beta2)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=table.learning_rate, betas=betas, eps=table.adam_epsilon, fused=True
+        )
+
+    def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
+        """Run one step."""
+        marks = [time.perf_counter()]
+        num_items = sum(int((shifted_labels(batch["labels"]) != -100).sum()) for batch in micro_batches)
+        loss = 0.0
+        for batch in micro_batches:
+            term = self._model(**batch, num_items_in_batch=num_items, use_cache=False).loss
+            term.backward()
+            loss += term.item()
+        marks.append(time.perf_counter())
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+        marks.append(time.perf_counter())
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        parts = dict(zip(("forward_backward", "clip", "update"), _differences(marks), strict=True))
+        return StepTimes(marks[-1] - marks[0], parts, loss, float(norm))
+
+
+def _differences(marks: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(marks)]

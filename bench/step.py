@@ -1,0 +1,207 @@
+"""Step time: ours with everything in RAM, ours with its state on NVMe, and plain PyTorch.
+
+    python bench/step.py --json
+    python bench/step.py --quick              # a minute: the 0.82 M model of this repository
+    python bench/step.py --model FOLDER --tokens 2x2x256 --steps 5
+
+The three sides take turns step by step in one process, on the same micro-batches, from the same weights, with the
+same threads. Claim: in RAM a step takes at most 1.10 times the plain one; placement changes no bit of the loss;
+every link moves exactly the planned bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.common import QUICKSTART, Report
+from bench.sides import Ours, Plain, StepTimes, batches, run_config
+from megatrain.config.schema import RunConfig
+from megatrain.optim.threads import default_num_threads
+from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
+
+#: A step of ours in RAM may take this many times a plain one.
+TARGET_RATIO = 1.10
+#: Sums are taken in another order than PyTorch takes them, so losses drift apart by rounding.
+LOSS_TOLERANCE = 1e-3
+RAM, NVME, PLAIN = "ours_ram", "ours_nvme", "plain"
+LR = 1e-4
+
+Rounds = Sequence[Mapping[str, StepTimes]]
+
+
+def main() -> int:
+    """Run the bench; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    torch.set_num_threads(default_num_threads())
+    model = model_folder(arguments)
+    shape = arguments.tokens or ((2, 2, 128) if arguments.quick else (2, 2, 256))
+    num_steps = arguments.steps or (10 if arguments.quick else 5)
+    num_micro_batches, rows, length = shape
+    report = Report("step", as_json=arguments.json, tokens_per_step=num_micro_batches * rows * length)
+    report.row("model", model.name, "folder")
+    report.row("shape", "x".join(map(str, shape)), "micro-batches x rows x tokens")
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        folder = Path(scratch)
+        if not list(model.glob("*.safetensors")):
+            model = with_random_weights(model, folder / model.name)
+        bench = Bench(model, arguments, shape, num_steps, folder, report)
+        bench.run()
+    return 0 if report.all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="the 0.82 M model of this repository, random weights")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; without weights they are random")
+    parser.add_argument("--text", type=Path, default=QUICKSTART / "loomings.txt", help="text to train on")
+    parser.add_argument("--steps", type=int, help="rounds that are measured, after one that is not")
+    parser.add_argument("--tokens", type=_shape, help="micro-batches x rows x tokens of a step, e.g. 2x2x256")
+    parser.add_argument("--ram", help='RAM tier of the NVMe side, e.g. "700MiB"; default: a quarter above its minimum')
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
+    return parser.parse_args()
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
+    return num_micro_batches, rows, length
+
+
+def model_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder that is asked for, else SmolLM2-135M if it was fetched, else the tiny model."""
+    if arguments.model is not None:
+        return arguments.model
+    fetched = QUICKSTART / "smollm2-135m"
+    return fetched if fetched.is_dir() and not arguments.quick else QUICKSTART / "model"
+
+
+def with_random_weights(model: Path, folder: Path) -> Path:
+    """Write a copy of a folder without weights that has some: all sides must start from the same ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+class Bench:
+    """The three sides, their rounds, and the rows about them."""
+
+    def __init__(
+        self,
+        model: Path,
+        arguments: argparse.Namespace,
+        shape: tuple[int, int, int],
+        num_steps: int,
+        folder: Path,
+        report: Report,
+    ) -> None:
+        self._model, self._arguments, self._shape = model, arguments, shape
+        self._num_steps, self._folder, self._report = num_steps, folder, report
+        self._tokens = shape[0] * shape[1] * shape[2]
+
+    def run(self) -> None:
+        """Take one unmeasured round and then the measured ones, and print the rows."""
+        config = run_config(self._model, self._arguments.text, self._shape, self._folder)
+        nvme_config = self._nvme_config()
+        data = batches(config)
+        with ExitStack() as stack:
+            ours = {
+                RAM: stack.enter_context(Ours(config, 1 + self._num_steps)),
+                NVME: stack.enter_context(Ours(nvme_config, 1 + self._num_steps)),
+            }
+            sides: dict[str, Ours | Plain] = {**ours, PLAIN: Plain(config)}
+            rounds = []
+            for _ in range(1 + self._num_steps):
+                micro_batches = next(data)
+                rounds.append({name: side.step(micro_batches, LR) for name, side in sides.items()})
+        self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+        self._tell_times(rounds[1:])
+        self._tell_parts(rounds[1:])
+        self._tell_losses(rounds)
+        for name, side in ours.items():
+            self._tell_traffic(name, side)
+
+    def _nvme_config(self) -> RunConfig:
+        """Return the config whose RAM tier holds little more than the largest working set."""
+        ram = self._arguments.ram
+        if ram is None:
+            try:
+                plan_run(self._config_with_ram("1MiB"))
+                ram = "1MiB"
+            except DoesNotFitError as error:
+                ram = f"{error.need_bytes * 5 // 4}B"
+        return self._config_with_ram(ram)
+
+    def _config_with_ram(self, ram: str) -> RunConfig:
+        tiers = {"ram": {"size": ram}, "nvme": [{"path": str(self._folder / "nvme")}]}
+        return run_config(self._model, self._arguments.text, self._shape, self._folder, tiers=tiers)
+
+    def _tell_times(self, rounds: Rounds) -> None:
+        for name in (RAM, NVME, PLAIN):
+            seconds = [step[name].total_s for step in rounds]
+            self._report.row(f"{name}.step", statistics.median(seconds), "s")
+            self._report.row(f"{name}.steps", [round(second, 4) for second in seconds], "s")
+            self._report.row(f"{name}.rate", self._tokens / statistics.median(seconds), "tokens/s")
+        for name, target in ((RAM, TARGET_RATIO), (NVME, None)):
+            ratios = [step[name].total_s / step[PLAIN].total_s for step in rounds]
+            ratio = statistics.median(ratios)
+            ok = None if target is None else ratio <= target
+            self._report.row(f"ratio.{name}/{PLAIN}", ratio, "x", target=target, ok=ok, timing=True)
+            self._report.row(f"ratio.{name}/{PLAIN}.each", [round(each, 4) for each in ratios], "x")
+
+    def _tell_parts(self, rounds: Rounds) -> None:
+        """Print where the time went; the update of ours includes its kernels, and stalls lie within the others."""
+        for name in (RAM, NVME, PLAIN):
+            for part in rounds[0][name].parts_s:
+                seconds = statistics.median(step[name].parts_s[part] for step in rounds)
+                self._report.row(f"{name}.{part}", seconds, "s")
+
+    def _tell_losses(self, rounds: Rounds) -> None:
+        differing = sum(
+            (step[RAM].loss, step[RAM].grad_norm) != (step[NVME].loss, step[NVME].grad_norm) for step in rounds
+        )
+        self._report.row("loss.steps_that_differ_by_placement", differing, "steps", target=0, ok=differing == 0)
+        apart = max(abs(step[RAM].loss - step[PLAIN].loss) / abs(step[PLAIN].loss) for step in rounds)
+        self._report.row("loss.relative_to_plain", apart, "1", target=LOSS_TOLERANCE, ok=apart <= LOSS_TOLERANCE)
+        self._report.row("loss.first", rounds[0][RAM].loss, "nats")
+        self._report.row("loss.last", rounds[-1][RAM].loss, "nats")
+
+    def _tell_traffic(self, name: str, side: Ours) -> None:
+        num_steps = len(side.windows)
+        for tier, stats in side.windows[-1].tiers.items():
+            row = f"{name}.{tier}.high_water"
+            fits = stats.high_water_bytes <= stats.capacity_bytes
+            self._report.row(row, stats.high_water_bytes, "bytes", target=stats.capacity_bytes, ok=fits)
+        for link, moved in side.moved_bytes().items():
+            planned = side.plan.traffic[link]
+            row = f"{name}.{link}.moved_per_step"
+            self._report.row(row, moved / num_steps, "bytes", target=planned, ok=moved == planned * num_steps)
+            if moved:
+                busy_s = sum(window.links[link].busy_s for window in side.windows)
+                self._report.row(f"{name}.{link}.rate", moved / busy_s, "bytes/s")
+        misses = sum(window.schedule_misses for window in side.windows)
+        self._report.row(f"{name}.schedule_misses", misses, "accesses", target=0, ok=misses == 0)
+        for counter in ("prefetch_on_time", "prefetch_late", "prefetch_wasted"):
+            total = sum(getattr(window, counter) for window in side.windows)
+            self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

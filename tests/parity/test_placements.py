@@ -1,0 +1,70 @@
+"""Law 1: placement never changes the numbers. Law 4: planned traffic is moved traffic. Both on the same runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reference.tiered_run import TieredRun, config_text, run_config
+
+NUM_STEPS = 10
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+LRU = 'eviction_policy = "lru"'
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all in RAM": {"nvme": 0},
+    "all on NVMe": {"placement": ALL_NVME},
+    "weights in RAM, state on NVMe": {"placement": 'optimizer = ["nvme"]'},
+    "activations and gradients on NVMe": {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]'},
+    "RAM tier of two layers": {"ram": "tight"},
+    "two NVMe paths striped": {"placement": ALL_NVME, "nvme": 2},
+    "prefetch depth 0": {"placement": ALL_NVME, "advanced": "prefetch = 0"},
+    "prefetch depth 1 block": {"placement": ALL_NVME, "advanced": 'prefetch = "1MiB"'},
+    "prefetch unlimited": {"placement": ALL_NVME, "advanced": 'prefetch = "unlimited"'},
+    "LRU": {"placement": ALL_NVME, "advanced": LRU},
+    "LRU, tight": {"ram": "tight", "advanced": LRU},
+    "micro-batch-major": {"nvme": 0, "advanced": 'micro_batch_order = "micro_batch"'},
+    "micro-batch-major on NVMe": {"placement": ALL_NVME, "advanced": 'micro_batch_order = "micro_batch"'},
+}
+
+
+def run(folder: Path, model: Path, placement: dict[str, Any], precision: str) -> TieredRun:
+    options = {"nvme": 1, **placement}
+    if options.get("ram") == "tight":
+        options["ram"] = "5500KiB"
+    return run_config(config_text(folder, model, precision=precision, **options), folder, num_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def baselines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
+    return {
+        dtype: run(
+            tmp_path_factory.mktemp(dtype), tiny_model, PLACEMENTS["all in RAM"], f'compute_dtype = "{dtype}"'
+        )
+        for dtype in ("float32", "bfloat16")
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "all in RAM"])
+def test_same_bits_and_planned_traffic(
+    name: str, dtype: str, tiny_model: Path, tmp_path: Path, baselines: dict[str, TieredRun]
+) -> None:
+    result, expected = run(tmp_path, tiny_model, PLACEMENTS[name], f'compute_dtype = "{dtype}"'), baselines[dtype]
+    assert result.losses == expected.losses
+    assert result.grad_norms == expected.grad_norms
+    assert result.digests == expected.digests
+    assert result.moved is not None
+    moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
+    planned = {link: NUM_STEPS * nbytes for link, nbytes in result.plan.traffic.items()}
+    assert moved == planned
+    assert result.moved.prefetch_wasted == 0 and result.moved.schedule_misses == 0
+    for tier, stats in result.moved.tiers.items():
+        assert stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
+
+
+def test_the_runs_learn(baselines: dict[str, TieredRun]) -> None:
+    for baseline in baselines.values():
+        assert baseline.losses[-1] < baseline.losses[0] - 0.3

@@ -1,0 +1,119 @@
+"""A short run of the real engine over a real store, for comparing losses, final blocks and bytes moved."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.config import load_config
+from megatrain.data.dataset import load_dataset
+from megatrain.data.loader import BatchLoader
+from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
+from megatrain.plan.planner import Plan, plan_run
+from megatrain.session import Session
+from tiered.events import StoreStats
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@dataclass
+class TieredRun:
+    """What a run gave: losses, norms, a digest per block, fp32 weights by name, and what moved."""
+
+    plan: Plan
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    moved: StoreStats | None = None
+
+
+def config_text(folder: Path, model: Path, *, nvme: int = 1, **tables: str) -> str:
+    """Return a config of the 0.82 M model on a page of Moby Dick; ``tables`` adds lines to a table."""
+    text = f"""
+task = "pretrain"
+output_dir = "{folder / "out"}"
+device = "cpu"
+{tables.get("top", "")}
+[model]
+model_name_or_path = "{model}"
+{tables.get("model", "")}
+[data]
+max_length = 64
+{tables.get("data", "")}
+[[data.train]]
+path = "{EXAMPLES / "quickstart" / "loomings.txt"}"
+[training]
+per_device_train_batch_size = 2
+gradient_accumulation_steps = 3
+[optimizer]
+learning_rate = 1e-3
+lr_scheduler_type = "constant"
+warmup_steps = 0
+{tables.get("optimizer", "")}
+[precision]
+{tables.get("precision", "")}
+[placement]
+{tables.get("placement", "")}
+[advanced]
+{tables.get("advanced", "")}
+[tiers.ram]
+size = "{tables.get("ram", "256MiB")}"
+"""
+    for number in range(nvme):
+        text += f'[[tiers.nvme]]\npath = "{folder / f"drive{number}"}"\nsize = "256MiB"\n'
+    return text
+
+
+def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
+    """Plan, train ``num_steps`` steps, and read every durable block back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.toml"
+    path.write_text(text)
+    config = load_config(path).config
+    plan = plan_run(config)
+    run = TieredRun(plan)
+    loader = make_loader(config, plan)
+    table = config.optimizer
+    lr = learning_rate_schedule(
+        table.lr_scheduler_type, table.learning_rate, num_steps, num_warmup_steps(table.warmup_steps, num_steps)
+    )
+    with Session(config, plan) as session:
+        session.prepare()
+        session.store.wait_idle()
+        before = session.store.stats()
+        engine = session.make_engine(num_steps)
+        for number in range(num_steps):
+            result = engine.step(next(loader).micro_batches, number=number, lr=lr(number))
+            run.losses.append(result.loss)
+            run.grad_norms.append(result.grad_norm)
+        session.store.wait_idle()
+        run.moved = session.store.stats() - before
+        session.store.set_schedule(None)
+        for block in plan.program.blocks.values():
+            if block.kind in ("weights", "optimizer"):
+                with session.store.acquire(block.key, "ram") as lease:
+                    run.digests[block.key] = hashlib.sha256(lease.tensor.view(torch.uint8).numpy()).hexdigest()
+        for layout in plan.graph.layouts.values():
+            with session.master_weights(layout) as weights:
+                run.weights.update({name: tensor.clone() for name, tensor in weights.items()})
+    return run
+
+
+def make_loader(config: Any, plan: Plan) -> BatchLoader:
+    """Return the loader that the trainer would use."""
+    tokenizer = load_tokenizer(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
+    return BatchLoader(
+        load_dataset(config, tokenizer),
+        micro_batch_size=plan.micro_batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        data_seed=config.data_seed,
+        pad_token_id=pad_token_id(tokenizer),
+    )
