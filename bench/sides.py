@@ -136,7 +136,7 @@ class Ours:
         """
         store, optimizer = self._store, self.optimizer
         optimizer.first_update_s, optimizer.kernel_s = None, 0.0
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         result = self._engine.step(micro_batches, number=len(self.windows), lr=lr)
         stepped_s = time.perf_counter()
         store.wait_idle()
@@ -150,6 +150,7 @@ class Ours:
             "update": stepped_s - optimizer.first_update_s,
             "update_kernels": optimizer.kernel_s,
             "settle": end_s - stepped_s,
+            "cpu": time.process_time() - start_cpu_s,
             **{f"stall_{cause}": seconds for cause, seconds in window.stall_s.items()},
         }
         return StepTimes(end_s - start_s, parts, result.loss, result.grad_norm)
@@ -187,7 +188,7 @@ class Plain:
 
     def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
         """Run one step."""
-        marks = [time.perf_counter()]
+        marks, start_cpu_s = [time.perf_counter()], time.process_time()
         num_items = sum(int((shifted_labels(batch["labels"]) != -100).sum()) for batch in micro_batches)
         loss = 0.0
         for batch in micro_batches:
@@ -203,6 +204,7 @@ class Plain:
         self._optimizer.zero_grad()
         marks.append(time.perf_counter())
         parts = dict(zip(("forward_backward", "clip", "update"), _differences(marks), strict=True))
+        parts["cpu"] = time.process_time() - start_cpu_s
         return StepTimes(marks[-1] - marks[0], parts, loss, float(norm))
 
 

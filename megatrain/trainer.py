@@ -36,7 +36,8 @@ class Trainer:
     """One run of one config. ``plan`` is there after construction; nothing is allocated or written before ``train``.
 
     Raises:
-        DoesNotFitError: the run cannot fit its tiers. ConfigError: more positions than the model has. ModelFolderError, UnsupportedModelError: the model is unusable.
+        DoesNotFitError: the run cannot fit its tiers. ConfigError: data.max_length is more than the model's positions.
+        ModelFolderError, UnsupportedModelError: the model is unusable.
     """
 
     def __init__(self, config: RunConfig, *, observer: RunObserver) -> None:

@@ -1,6 +1,7 @@
 """tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training."""
 
 from tiered.block import BlockSpec, CopyState
+from tiered.commit import Commit
 from tiered.errors import (
     BlockNotFoundError,
     CapacityError,
@@ -13,7 +14,6 @@ from tiered.errors import (
     UninitializedBlockError,
 )
 from tiered.events import Event, LinkStats, StoreStats, TierStats
-from tiered.generations import Commit
 from tiered.lease import Lease, LeaseGroup
 from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
 from tiered.schedule import NEVER, Access, Schedule, Trace

@@ -84,8 +84,12 @@ class StoreStats:
         links = {}
         for name, link in self.links.items():
             before = earlier.links.get(name)
-            links[name] = link if before is None else dataclasses.replace(
-                link, num_bytes=link.num_bytes - before.num_bytes, busy_s=link.busy_s - before.busy_s
+            links[name] = (
+                link
+                if before is None
+                else dataclasses.replace(
+                    link, num_bytes=link.num_bytes - before.num_bytes, busy_s=link.busy_s - before.busy_s
+                )
             )
         counts = {
             name: getattr(self, name) - getattr(earlier, name)

@@ -249,6 +249,10 @@ class Grants:
                 raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
             self.movement.changed.wait()
 
+    def wait_for_room_locked(self, block: Block, tier: str) -> None:
+        """Wait once for copies on their way out of ``tier``. Raises ``TransferError``: a write-back failed."""
+        self._wait(self.movement.no_room(block, tier), block, None)
+
     def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
         """Wait once for what stands between the newest bytes of ``block`` and its home.
 

@@ -165,44 +165,48 @@ class Movement:
         if block.writer is not None:
             return Waiting("lease")
         hop = self._hop_towards(block.spec.home, copy.tier)
-        staging: Copy | None = None
-        if hop != block.spec.home:
-            staging = block.copy_in(hop)
-            slot = self.make_room(block, hop, for_use=self.now, demand=True)
-            if slot is None:
+        middle = None if hop == block.spec.home else block.copy_in(hop)
+        if middle is not None and not middle.state.is_valid:
+            if middle.state is CopyState.FILLING:  # a fetch of these very bytes: send them on from there
+                return Waiting("fill", middle.transfer)
+            middle.slot = self.make_room(block, hop, for_use=self.now, demand=True)
+            if middle.slot is None:
                 return self.no_room(block, hop)
-            staging.slot = slot
         copy.move(CopyState.DRAINING)
         block.home.move(CopyState.FILLING)
         block.num_transfers += 1
-        nbytes = block.spec.nbytes
-        if staging is None:
-            transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, nbytes)
+        if middle is None:
+            transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
-            transfer = self._submit_two_hops(block, copy, staging)
+            transfer = self._submit_two_hops(block, copy, middle)
         copy.transfer = block.home.transfer = transfer
-        transfer.add_done_callback(lambda done: self._drained(block, copy, staging, done))
+        transfer.add_done_callback(lambda done: self._drained(block, copy, middle, done))
         return None
 
-    def _submit_two_hops(self, block: Block, copy: Copy, staging: Copy) -> Transfer:
+    def _submit_two_hops(self, block: Block, copy: Copy, middle: Copy) -> Transfer:
         """Write back through a middle tier (GPU -> RAM -> NVMe); the returned transfer ends with the second hop."""
-        assert copy.slot is not None and staging.slot is not None
-        staging.move(CopyState.FILLING)
+        assert copy.slot is not None and middle.slot is not None
         nbytes, home = block.spec.nbytes, block.home
         whole = Transfer(copy.tier, home.tier, nbytes, "staged")
+        middle.readers += 1
 
-        def second_hop(first: Transfer) -> None:
-            if first.error is not None:
+        def second_hop(first: Transfer | None) -> None:
+            if first is not None and first.error is not None:
                 whole.finish(first.error)
                 return
-            assert staging.slot is not None and home.slot is not None
-            last = self.links[staging.tier, home.tier].submit(staging.slot, home.slot, nbytes)
+            assert middle.slot is not None and home.slot is not None
+            last = self.links[middle.tier, home.tier].submit(middle.slot, home.slot, nbytes)
             last.add_done_callback(lambda done: whole.finish(done.error))
 
-        self.links[copy.tier, staging.tier].submit(copy.slot, staging.slot, nbytes).add_done_callback(second_hop)
+        if middle.state.is_valid:  # it has the newest bytes already
+            second_hop(None)
+        else:
+            middle.move(CopyState.FILLING)
+            middle.transfer = whole
+            self.links[copy.tier, middle.tier].submit(copy.slot, middle.slot, nbytes).add_done_callback(second_hop)
         return whole
 
-    def _drained(self, block: Block, copy: Copy, staging: Copy | None, transfer: Transfer) -> None:
+    def _drained(self, block: Block, copy: Copy, middle: Copy | None, transfer: Transfer) -> None:
         with self.changed:
             block.num_transfers -= 1
             if transfer.error is None:
@@ -213,24 +217,31 @@ class Movement:
                 copy.move(CopyState.DIRTY)
                 copy.drop_when_clean = False
                 block.home.move(CopyState.STALE)
-            if staging is not None:
-                staging.move(CopyState.CLEAN if transfer.error is None else CopyState.ABSENT)
-                if transfer.error is not None:
-                    self._release_slot(staging)
-                staging.drop_when_clean = True
-                self.settle(block, staging)
+            if middle is not None:
+                self._end_relay(block, middle, transfer)
             self._emit("write_back", block, block.spec.home, transfer)
             self.settle(block, copy)
             self.pump()
             self.changed.notify_all()
 
+    def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
+        """Let go of the copy that a write-back went through; one that was made for it goes with it."""
+        middle.readers -= 1
+        if middle.state is CopyState.FILLING and transfer.error is not None:
+            self._release_slot(middle)
+            middle.move(CopyState.ABSENT)
+        elif middle.state is CopyState.FILLING:
+            middle.move(CopyState.CLEAN)
+            middle.drop_when_clean = True
+        self.settle(block, middle)
+
     # -- making room -------------------------------------------------------------------------------------------
 
-    def make_room(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Slot | None:
+    def make_room(self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False) -> Slot | None:
         """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet."""
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
-        slot = owner.allocate(nbytes, name=name, home=False)
+        slot = owner.allocate(nbytes, name=name, home=home)
         if slot is not None:
             return slot
         missing = owner.slot_bytes(nbytes) - owner.usage().free_bytes
@@ -246,7 +257,7 @@ class Movement:
             victim_block, victim = evictable[candidate.key]
             missing -= victim.slot_bytes
             self.evict(victim_block, victim)
-        return owner.allocate(nbytes, name=name, home=False)
+        return owner.allocate(nbytes, name=name, home=home)
 
     def no_room(self, block: Block, tier: str) -> Waiting:
         """Return the reason to wait after ``make_room`` found none."""
@@ -254,21 +265,23 @@ class Movement:
 
     def evict(self, block: Block, copy: Copy) -> None:
         """Drop a copy, writing it back first if it is DIRTY (then it goes when the write ended)."""
-        if copy.state is CopyState.CLEAN and not copy.readers:
-            self.counters.evictions_clean += 1
-            self.drop(copy)
-            return
+        is_first = not copy.drop_when_clean
         copy.drop_when_clean = True
-        if copy.state is CopyState.DIRTY:
-            self.counters.evictions_dirty += 1
-            self.write_back(block, copy)
+        if copy.state in (CopyState.DIRTY, CopyState.DRAINING):
+            self.counters.evictions_dirty += is_first
+        else:
+            self.counters.evictions_clean += is_first
+        self.settle(block, copy)
 
     def settle(self, block: Block, copy: Copy) -> None:
-        """Finish a postponed eviction, if nothing holds the copy any more."""
-        if not copy.drop_when_clean or copy.readers or block.writer is not None:
+        """Take the next step of an eviction that was asked for, if nothing holds the copy any more."""
+        if not copy.drop_when_clean or block.writer is not None:
             return
-        if copy.state is CopyState.CLEAN:
-            self.counters.evictions_clean += 1
+        if copy.pins or copy.wanted:
+            copy.drop_when_clean = False  # somebody wants it after all
+        elif copy.state is CopyState.DIRTY:
+            self.write_back(block, copy)
+        elif copy.state is CopyState.CLEAN and not copy.readers:
             self.drop(copy)
 
     def drop(self, copy: Copy) -> None:

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 
 from tiered.block import BlockSpec, CopyState
+from tiered.commit import Commit
 from tiered.copies import Block
 from tiered.errors import LeaseError
 from tiered.events import EventSink, StoreStats
-from tiered.generations import JSON, Commit, commit_generation, open_generation
+from tiered.generations import Generations
 from tiered.grants import Grants, Request
 from tiered.lease import Lease, LeaseGroup
 from tiered.links.base import Link
 from tiered.links.route import default_links
+from tiered.manifest import JSON
 from tiered.movement import Movement
 from tiered.policies.base import EvictionPolicy
 from tiered.policies.lru import LRU
 from tiered.schedule import Mode, Schedule, Trace
 from tiered.statistics import collect_stats
-from tiered.tiers.base import Tier
-from tiered.tiers.directory import TierDirectory
+from tiered.tiers.base import Slot, Tier
 from tiered.transfer import Transfer
 from tiered.units import GiB
 
@@ -41,11 +42,9 @@ class TieredStore:
         policy: ranks what to evict; default ``LRU()``. ``Belady()`` uses the schedule.
         links: default: the cheapest known link between neighbouring tiers.
         path: directory of committed generations; default: the first path of a durable tier.
+        keep_generations: how many of the last generations a commit leaves.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
-
-    Attributes:
-        path: as above, or None. keep_generations: how many of the last generations a commit leaves (default 2).
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class TieredStore:
         links: Sequence[Link] | None = None,
         *,
         path: str | None = None,
+        keep_generations: int = 2,
         max_inflight_bytes: int = 2 * GiB,
         on_event: EventSink | None = None,
     ) -> None:
@@ -69,12 +69,7 @@ class TieredStore:
         self._blocks = self._movement.blocks
         self._grants = Grants(self._movement)
         self._collecting = threading.Lock()  # one acquire_many at a time gathers copies: no hold-and-wait between two
-        file_paths = [paths[0] for tier in tiers if (paths := getattr(tier, "paths", None))]
-        self.path: str | None = path if path is not None else next(iter(file_paths), None)
-        self.keep_generations = 2
-        self._committing = threading.Lock()  # one commit at a time
-        self._commit: Commit | None = None  # the last one, under way or ended
-        self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
+        self._generations = Generations(self._movement, self._grants, path, keep_generations)
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
@@ -87,11 +82,16 @@ class TieredStore:
         """
         store = cls(tiers, path=path, **options)
         try:
-            open_generation(store, path, generation)
+            store._generations.open(generation, store.register)
         except BaseException:
             store.close()
             raise
         return store
+
+    @property
+    def path(self) -> str | None:
+        """Return the directory of committed generations, or None."""
+        return self._generations.path
 
     # -- declare -----------------------------------------------------------------------------------------------
 
@@ -111,11 +111,7 @@ class TieredStore:
                 raise ValueError(f"block '{key}' is registered already")
             tier = self._grants.tier(home)
             block = Block(spec)
-            slot = tier.allocate(spec.nbytes, name=key, home=True) or self._movement.make_room(
-                block, home, for_use=-1, demand=True
-            )
-            if slot is None:
-                raise self._grants.capacity_error_locked(home, tier.slot_bytes(spec.nbytes), f"to register '{key}'")
+            slot = self._home_slot(block, tier)
             block.home.slot = slot
             self._movement.home_bytes[home] += slot.slot_bytes
             describe = getattr(tier, "describe", None)
@@ -123,6 +119,16 @@ class TieredStore:
                 describe(slot, spec.shape, dtype)
             self._blocks[key] = block
         return spec
+
+    def _home_slot(self, block: Block, tier: Tier) -> Slot:
+        """Return the home slot of a new block, after copies made way for it where they must."""
+        nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
+        while need <= self._grants.room_ever_locked(tier.name):
+            slot = self._movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
+            if slot is not None:
+                return slot
+            self._grants.wait_for_room_locked(block, tier.name)
+        raise self._grants.capacity_error_locked(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def discard(self, *keys: str) -> None:
         """Declare contents dead: copies are dropped and never written back. The blocks stay registered.
@@ -315,7 +321,7 @@ class TieredStore:
             GenerationError: the store has no directory to commit to. TransferError: bytes could not be written.
         """
         self._grants.check_open()
-        return commit_generation(self, dict(meta or {}))
+        return self._generations.commit(dict(meta or {}))
 
     # -- look --------------------------------------------------------------------------------------------------
 
@@ -343,10 +349,7 @@ class TieredStore:
 
         Warns (``RuntimeWarning``) of a commit that failed and that nobody waited for.
         """
-        with self._committing:
-            commit = self._commit
-        if commit is not None:
-            commit.join()
+        self._generations.join()
         with self._changed:
             if self._grants.closed:
                 return
@@ -359,8 +362,7 @@ class TieredStore:
             link.close()
         for tier in self._movement.tiers.values():
             tier.close()
-        if self._directory is not None:
-            self._directory.close()
+        self._generations.close()
 
     def __enter__(self) -> TieredStore:
         return self

@@ -124,10 +124,12 @@ def num_learned_positions(graph: ModelGraph) -> int | None:
     """Return how many positions the model has learned embeddings for; None where it computes positions."""
     most = getattr(graph.config, "max_position_embeddings", None)
     words = graph.model.get_input_embeddings()
+    if not isinstance(most, int):
+        return None
     for module in graph.model.modules():
-        if isinstance(module, nn.Embedding) and module is not words and isinstance(most, int):
-            if 0 <= module.num_embeddings - most <= _MAX_POSITION_OFFSET:
-                return most
+        is_other = isinstance(module, nn.Embedding) and module is not words
+        if is_other and 0 <= module.num_embeddings - most <= _MAX_POSITION_OFFSET:
+            return most
     return None
 
 

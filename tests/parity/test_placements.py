@@ -47,8 +47,11 @@ def baselines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name != "all in RAM"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "float32") for name in PLACEMENTS if name != "all in RAM"]
+    + [(name, "bfloat16") for name in ("all on NVMe", "LRU, tight", "two NVMe paths striped", "micro-batch-major")],
+)
 def test_same_bits_and_planned_traffic(
     name: str, dtype: str, tiny_model: Path, tmp_path: Path, baselines: dict[str, TieredRun]
 ) -> None:
