@@ -149,7 +149,7 @@ class ProgramBuilder:
     def _with_kept(self, ticks: list[Tick]) -> tuple[Tick, ...]:
         """Note what consecutive ticks of one tier both hold. Costs no room: the second needs it there anyway."""
         for number, (tick, following) in enumerate(pairwise(ticks)):
-            if "ram" == self._compute_tier or "update" not in (tick.phase, following.phase):
+            if self._compute_tier == "ram" or "update" not in (tick.phase, following.phase):
                 both = {key for key, _ in tick.held} & {key for key, _ in following.held}
                 ticks[number] = replace(tick, kept=frozenset(both - tick.spent))
         return tuple(ticks)

@@ -87,7 +87,9 @@ class StoreAccess:
         """Move to the next tick of the program; it must be the one that the engine is about to execute."""
         self._tick += 1
         tick = self._current
-        assert (tick.phase, tick.visit) == (phase, visit), f"program says {tick.phase} {tick.visit}, not {phase} {visit}"
+        assert (tick.phase, tick.visit) == (phase, visit), (
+            f"program says {tick.phase} {tick.visit}, not {phase} {visit}"
+        )
         self._store.advance(self._tick)
 
     # -- weights -----------------------------------------------------------------------------------------------
@@ -136,7 +138,11 @@ class StoreAccess:
         modes: dict[str, Mode] = dict(tick.held)
         own = {name: gradient_key(name, self._uses[name].index(visit)) for name in names}
         others = {
-            name: [k for use in range(len(self._uses[name])) if (k := gradient_key(name, use)) in modes and k != own[name]]
+            name: [
+                key
+                for use in range(len(self._uses[name]))
+                if (key := gradient_key(name, use)) in modes and key != own[name]
+            ]
             for name in names
         }
         requests: list[tuple[str, Mode]] = [(key, modes[key]) for key in own.values()]
@@ -194,7 +200,7 @@ class StoreAccess:
         if not gradient.is_cuda:
             return squared_norm(gradient, self._threads)
         # Pieces bound the fp64 temporary; their order is fixed, so the sum is the same wherever blocks live.
-        partials = [piece.double().square().sum() for piece in gradient.split(1 << 22)]
+        partials = [piece.double().square().sum() for piece in torch.split(gradient, 1 << 22)]
         return float(torch.stack(partials).sum())
 
     # -- activations -------------------------------------------------------------------------------------------

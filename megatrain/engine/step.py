@@ -126,4 +126,3 @@ class StepEngine:
 def weight_is_split(graph: ModelGraph) -> bool:
     """Return whether weights are bf16 high halves whose fp32 master continues in a ``low`` block."""
     return graph.dtype.itemsize == 2
-

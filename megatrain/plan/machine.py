@@ -34,13 +34,15 @@ def resolve_compute_dtype(config: RunConfig, device: torch.device) -> torch.dtyp
 
 def total_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the RAM of the machine, or of the cgroup where that is less."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroup_limits(root))])
+    total: int = psutil.virtual_memory().total
+    return min([total, *(limit for limit, _ in _cgroup_limits(root))])
 
 
 def available_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the RAM that is free now, within the cgroup's limit. Memory on disk (swap) does not count."""
     left = (max(0, limit - current) for limit, current in _cgroup_limits(root))
-    return min([psutil.virtual_memory().available, *left])
+    available: int = psutil.virtual_memory().available
+    return min([available, *left])
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

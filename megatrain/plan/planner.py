@@ -15,7 +15,7 @@ from megatrain.optim.base import Optimizer
 from megatrain.plan import machine
 from megatrain.plan.solve import Placement, PlacementSolver, TierBudget
 from tiered.tiers.stripe import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, round_up
+from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,8 +89,15 @@ class Plan:
 
     @property
     def messages(self) -> Sequence[str]:
-        ahead = "the next tick's copies are fetched while this one computes"
-        return (ahead,) if self.placement.lookahead else ("no room to fetch ahead: every copy away from home is waited for",)
+        compute = self.program.compute_tier
+        placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
+        if not placement.working_bytes[compute]:
+            return (f"every block is at home in {compute}: nothing is fetched",)
+        held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
+        return (
+            f"{format_size(capacity - held)} of {compute} are open to copies; half of the ticks need at most "
+            f"{format_size(placement.median_working_bytes[compute])}, the rest is fetched ahead",
+        )
 
     def _notes(self) -> dict[Kind, str]:
         notes: dict[Kind, str] = {}

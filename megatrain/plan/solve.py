@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from megatrain.engine.program import KINDS, BlockPlan, Kind, StepProgram, Tick
 from tiered.schedule import Mode
@@ -48,14 +49,18 @@ class Placement:
     """The answer: homes, what each tier holds at its fullest, and the bytes each link moves per step.
 
     Attributes:
-        homes: block key -> tier. home_bytes: tier -> kind -> slot bytes. working_bytes: tier -> the largest
-        working set of a tick that is not at home. traffic_bytes: ``"src->dst"`` -> contents moved per step.
-        lookahead: whether the next tick's copies fit beside the present one's (double buffering).
+        homes: block key -> tier. home_bytes: tier -> kind -> slot bytes.
+        working_bytes: tier -> the largest working set of a tick that is not at home.
+        median_working_bytes: tier -> what half of the ticks need at most.
+        traffic_bytes: ``"src->dst"`` -> contents moved per step.
+        lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
+        workspace_bytes: tier -> bytes outside blocks.
     """
 
     homes: Mapping[str, str]
     home_bytes: Mapping[str, Mapping[Kind, int]]
     working_bytes: Mapping[str, int]
+    median_working_bytes: Mapping[str, int]
     traffic_bytes: Mapping[str, int]
     lookahead: bool
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -131,7 +136,9 @@ class PlacementSolver:
         elif "nvme" in self._order:
             advice = f"Give tiers.{tier}.size that much, or lower data.max_length or the batch."
         else:
-            advice = f"Give tiers.{tier}.size that much, add a [[tiers.nvme]] path, or lower data.max_length or the batch."
+            advice = (
+                f"Give tiers.{tier}.size that much, add a [[tiers.nvme]] path, or lower data.max_length or the batch."
+            )
         return DoesNotFitError(tier, need, have, advice)
 
     def _describe(self, state: _Fill, *, ahead: bool) -> Placement:
@@ -143,6 +150,7 @@ class PlacementSolver:
             homes=state.homes,
             home_bytes=home_bytes,
             working_bytes={name: state.largest_working_set(name, ahead=False) for name in self._order},
+            median_working_bytes={name: int(median_low(state.working_sets(name))) for name in self._order},
             traffic_bytes=self.traffic(state.homes),
             lookahead=ahead,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
@@ -194,6 +202,10 @@ class _Fill:
             return 0
         stops = {used_in, *(b for _, b in self.solver.route(home, used_in))}
         return self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes) if tier in stops else 0
+
+    def working_sets(self, tier: str) -> list[int]:
+        """Return the working set of every tick."""
+        return self._working[tier] or [0]
 
     def largest_working_set(self, tier: str, *, ahead: bool) -> int:
         sets = self._working[tier]

@@ -40,9 +40,7 @@ def run(folder: Path, model: Path, placement: dict[str, Any], precision: str) ->
 @pytest.fixture(scope="module")
 def baselines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
     return {
-        dtype: run(
-            tmp_path_factory.mktemp(dtype), tiny_model, PLACEMENTS["all in RAM"], f'compute_dtype = "{dtype}"'
-        )
+        dtype: run(tmp_path_factory.mktemp(dtype), tiny_model, PLACEMENTS["all in RAM"], f'compute_dtype = "{dtype}"')
         for dtype in ("float32", "bfloat16")
     }
 
