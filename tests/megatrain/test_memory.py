@@ -1,0 +1,98 @@
+"""Law 3 seen from outside: a run whose state is many times its RAM tier stays within the plan's total."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from reference.tiered_run import EXAMPLES
+from tiered.units import MiB
+
+#: What the allocator of the C library keeps beyond the bytes asked for, and threads' stacks. The interpreter and
+#: the libraries come on top; they are measured here, by a process that plans the same run and does not train.
+ALLOCATOR_SLACK_BYTES = 96 * MiB
+
+CONFIG = """
+task = "pretrain"
+output_dir = "out"
+device = "cpu"
+[model]
+model_name_or_path = "model"
+tokenizer_name_or_path = "{tokenizer}"
+[data]
+max_length = 128
+[[data.train]]
+path = "{text}"
+[training]
+per_device_train_batch_size = 1
+gradient_accumulation_steps = 2
+max_steps = 2
+[tiers.ram]
+size = "96MiB"
+[[tiers.nvme]]
+path = "drive"
+size = "2GiB"
+"""
+
+PROGRAM = """
+import json, resource, sys
+from megatrain.config import load_config
+from megatrain.metrics import Observers
+from megatrain.trainer import Trainer
+trainer = Trainer(load_config("run.toml").config, observer=Observers([]))
+if sys.argv[1] == "train":
+    from numba import njit
+    trainer.train()
+else:
+    from megatrain.optim import clip
+    import megatrain.data.tokenizer
+    trainer._loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind != "activations")
+print(json.dumps({"peak": peak, "ram_total": trainer.plan.totals["ram"], "state": state}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = EXAMPLES / "quickstart" / "model"
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(tokenizer)),
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    text = CONFIG.format(tokenizer=tokenizer, text=EXAMPLES / "quickstart" / "loomings.txt")
+    (tmp_path / "run.toml").write_text(text)
+    return tmp_path
+
+
+def measure(folder: Path, what: str) -> dict[str, int]:
+    root = Path(__file__).parents[2]
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, what],
+        cwd=folder,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    values: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
+    return values
+
+
+def test_resident_memory_stays_within_the_plan(folder: Path) -> None:
+    libraries, run = measure(folder, "plan"), measure(folder, "train")
+    assert run["state"] > 6 * run["ram_total"]
+    assert run["ram_total"] <= 96 * MiB
+    assert run["peak"] - libraries["peak"] <= run["ram_total"] + ALLOCATOR_SLACK_BYTES, (libraries, run)

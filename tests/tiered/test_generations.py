@@ -1,0 +1,329 @@
+"""Commits and reopening, over real tiers on a temporary directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import tiered
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import CorruptBlockError, GenerationError, LeaseError, LockedError, TransferError
+from tiered.manifest import MANIFEST_NAME, current_generation, list_generations
+from tiered.tiers.base import Tier
+
+KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]
+SHAPE = (30, 1000)  # 120 000 bytes: not a multiple of 4096
+
+MakeTiers = Callable[[], list[Tier]]
+
+
+def ram() -> RamTier:
+    return RamTier(2 * MiB, pin_memory=False)
+
+
+def file_tier(*paths: Path) -> NvmeTier:
+    return NvmeTier(list(paths), 4 * MiB, chunk_bytes=32 * KiB)
+
+
+def homes_of(kind: str) -> dict[str, str]:
+    if kind == "mixed":
+        return dict(zip(KEYS, ["nvme", "ram", "nvme"], strict=True))
+    return dict.fromkeys(KEYS, "ram" if kind == "ram" else "nvme")
+
+
+def put(store: TieredStore, key: str, value: float) -> None:
+    with store.acquire(key, "ram", "w") as lease:
+        lease.tensor.fill_(value)
+
+
+def value_of(store: TieredStore, key: str) -> float:
+    with store.acquire(key, "ram") as lease:
+        first = float(lease.tensor.flatten()[0])
+        assert torch.equal(lease.tensor, torch.full_like(lease.tensor, first))
+    return first
+
+
+@pytest.fixture(params=["ram", "nvme", "striped", "mixed"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_tiers(kind: str, tmp_path: Path) -> MakeTiers:
+    def make() -> list[Tier]:
+        if kind == "ram":
+            return [ram()]
+        paths = [tmp_path / "run"] + [tmp_path / "other"] * (kind == "striped")
+        return [ram(), file_tier(*paths)]
+
+    return make
+
+
+def filled(tiers: list[Tier], kind: str, path: Path) -> TieredStore:
+    store = TieredStore(tiers, path=str(path / "run"))
+    for value, (key, home) in enumerate(homes_of(kind).items(), start=1):
+        store.register(key, SHAPE, torch.float32, home=home)
+        put(store, key, value)
+    return store
+
+
+def test_a_commit_can_be_opened_again(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        commit = store.commit({"step": 7})
+        commit.wait_staged(60)
+        commit.wait(60)
+        assert commit.generation == 1 and store.path is not None
+    with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:
+        assert {spec.key: spec.home for spec in store.blocks()} == homes_of(kind)
+        assert [value_of(store, key) for key in KEYS] == [1, 2, 3]
+        put(store, KEYS[0], 10)
+        assert store.commit().generation == 2
+    with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:
+        assert [value_of(store, key) for key in KEYS] == [10, 2, 3]
+
+
+def test_changes_after_a_commit_do_not_reach_it(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        commit = store.commit()
+        put(store, KEYS[0], 50)  # waits for the commit's hold on the block, never raises
+        with store.acquire(KEYS[1], "ram", "rw") as lease:
+            lease.tensor.add_(50)
+        store.discard(KEYS[2])
+        commit.wait(60)
+        assert value_of(store, KEYS[1]) == 52
+    with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:
+        assert [value_of(store, key) for key in KEYS] == [1, 2, 3]
+
+
+def test_discarded_and_never_written_blocks_are_absent(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        store.register("never", (4,), torch.int16, home="ram")
+        store.register("scratch", (4,), torch.int16, home="ram", durable=False)
+        put(store, "scratch", 1)
+        store.commit().wait(60)
+        store.discard(KEYS[1])
+        store.commit().wait(60)
+    with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:
+        assert [spec.key for spec in store.blocks()] == [KEYS[0], KEYS[2]]
+    with TieredStore.open(str(tmp_path / "run"), make_tiers(), generation=1) as store:
+        assert [spec.key for spec in store.blocks()] == KEYS
+        assert value_of(store, KEYS[1]) == 2
+        assert store.commit().generation == 3, "numbers go on from the newest, not from the opened one"
+
+
+def test_only_the_last_two_generations_are_kept(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        for value in range(10, 15):
+            put(store, KEYS[0], value)
+            store.commit().wait(60)
+        assert list_generations(tmp_path / "run") == [4, 5]
+        assert sorted(f.name for f in (tmp_path / "run/snap").iterdir() if f.is_dir()) == ["00000004", "00000005"]
+        for tier in store._movement.tiers.values():
+            if isinstance(tier, NvmeTier):
+                assert tier.snapshot_bytes == _frozen_only(tier), "the ledger is what the disk says"
+    with TieredStore.open(str(tmp_path / "run"), make_tiers(), generation=4) as store:
+        assert value_of(store, KEYS[0]) == 13
+
+
+def _frozen_only(tier: NvmeTier) -> int:
+    """Return the bytes of files below ``snap/`` that ``live/`` does not link too."""
+    live = {f.stat().st_ino for d in tier.directories for f in d.live.rglob("c/*") if not f.is_symlink()}
+    frozen = [f.stat() for d in tier.directories for f in d.snap.rglob("c/*") if not f.is_symlink()]
+    return sum({status.st_ino: status.st_size for status in frozen if status.st_ino not in live}.values())
+
+
+def test_zarr_opens_a_committed_block(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        store.commit().wait(60)
+    group = zarr.open_group(tmp_path / "run/snap/00000001", mode="r")
+    for value, key in enumerate(KEYS, start=1):
+        array = group[key]
+        assert array.shape == (30_000,) and array.dtype == np.float32
+        assert np.all(np.asarray(array[:]) == value)
+
+
+def test_a_flipped_byte_is_found(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        store.commit().wait(60)
+    part = tmp_path / "run/snap/00000001" / KEYS[1] / "c/0"
+    contents = bytearray(part.read_bytes())
+    contents[100] ^= 1
+    part.write_bytes(contents)
+    with pytest.raises(CorruptBlockError, match=f"'{KEYS[1]}' of generation 1 is damaged"):
+        TieredStore.open(str(tmp_path / "run"), make_tiers())
+    part.unlink()
+    with pytest.raises(GenerationError, match="is missing"):
+        TieredStore.open(str(tmp_path / "run"), make_tiers())
+
+
+@pytest.mark.parametrize("new_kind", ["ram", "elsewhere"])
+def test_it_opens_with_other_tiers(make_tiers: MakeTiers, kind: str, new_kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        store.commit().wait(60)
+    tiers: list[Tier] = [ram()] if new_kind == "ram" else [ram(), file_tier(tmp_path / "new")]
+    with TieredStore.open(str(tmp_path / "run"), tiers) as store:
+        assert [value_of(store, key) for key in KEYS] == [1, 2, 3]
+        assert store.commit().generation == 2
+    again: list[Tier] = [ram()] if new_kind == "ram" else [ram(), file_tier(tmp_path / "new")]
+    with TieredStore.open(str(tmp_path / "run"), again) as store:
+        assert [value_of(store, key) for key in KEYS] == [1, 2, 3]
+
+
+def test_an_unfinished_generation_is_removed(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        store.commit().wait(60)
+    for root in tmp_path.iterdir():  # what a crash in the middle of the second commit leaves
+        (root / "snap/00000002/layer.0/weight/c").mkdir(parents=True)
+        (root / "snap/00000002/layer.0/weight/c/0").write_bytes(bytes(4096))
+    with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:
+        assert [value_of(store, key) for key in KEYS] == [1, 2, 3]
+        assert not list(tmp_path.glob("*/snap/00000002"))
+        assert store.commit().generation == 2
+
+
+_KILLED = """
+import os, signal, sys, torch, tiered
+from tiered import generations
+root = sys.argv[1]
+store = tiered.TieredStore([tiered.RamTier(2**20, pin_memory=False), tiered.NvmeTier([root], 2**20)])
+for key, home in (("a", "ram"), ("b", "nvme")):
+    store.register(key, (1000,), torch.float32, home=home)
+def fill(value):
+    for key in "ab":
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(value)
+fill(1)
+store.commit({"value": 1}).wait()
+fill(2)
+generations.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+store.commit({"value": 2}).wait()
+"""
+
+
+def test_a_killed_commit_leaves_the_one_before(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120, check=False)
+    assert process.returncode == -9
+    assert (tmp_path / "snap/00000002").is_dir() and current_generation(tmp_path) == 1
+    with TieredStore.open(str(tmp_path), [ram(), NvmeTier([tmp_path], MiB)]) as store:
+        assert value_of(store, "a") == value_of(store, "b") == 1
+        assert not (tmp_path / "snap/00000002").exists()
+
+
+def test_a_failed_commit_is_told_and_removed(
+    make_tiers: MakeTiers, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        store.commit().wait(60)
+
+        def refuse(*_: object) -> None:
+            raise TransferError("no space", tier="ram", errno=28)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered.generations.write_manifest", refuse)
+            failing = store.commit()
+            with pytest.raises(TransferError, match="no space"):
+                failing.wait(60)
+            untold = store.commit()
+            untold.wait_staged(60)
+            with pytest.raises(TransferError, match="no space"):
+                store.commit()  # nobody was told of the one before
+        assert list_generations(tmp_path / "run") == [1] and not (tmp_path / "run/snap/00000002").exists()
+        put(store, KEYS[0], 9)
+        last = store.commit()
+        last.wait(60)
+        assert last.generation == 2
+
+
+def test_a_failure_nobody_waited_for_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise TransferError("no space", tier="ram", errno=28)
+
+    store = filled([ram()], "ram", tmp_path)
+    monkeypatch.setattr("tiered.generations.write_manifest", refuse)
+    store.commit()
+    with pytest.warns(RuntimeWarning, match="generation 1 was not committed: no space"):
+        store.close()
+
+
+def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiered import commit as module
+
+    go, write = threading.Event(), module.write_contents
+
+    def slow(*arguments: object) -> object:
+        assert go.wait(60)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "write_contents", slow)
+    with filled([ram()], "ram", tmp_path) as store:
+        commit = store.commit()
+        with pytest.raises(TimeoutError):
+            commit.wait_staged(0.01)
+        assert value_of(store, KEYS[0]) == 1, "reading does not wait"
+        with pytest.raises(TimeoutError):
+            store.acquire(KEYS[0], "ram", "w", timeout_s=0.01)
+        go.set()
+        put(store, KEYS[0], 5)
+        commit.wait(60)
+        assert store.stats().stall_s["commit"] > 0
+
+
+def test_dtypes_shapes_and_empty_blocks_survive(tmp_path: Path) -> None:
+    tensors = {
+        "bf16": torch.arange(7, dtype=torch.bfloat16),
+        "mask": torch.tensor([[True, False], [False, True]]),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty((0, 4)),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    with TieredStore([ram(), file_tier(tmp_path)]) as store:
+        for home in ("ram", "nvme"):
+            for name, tensor in tensors.items():
+                store.register(f"{home}/{name}", tensor.shape, tensor.dtype, home=home)
+                with store.acquire(f"{home}/{name}", "ram", "w") as lease:
+                    lease.tensor.copy_(tensor)
+        store.commit().wait(60)
+    with TieredStore.open(str(tmp_path), [ram(), file_tier(tmp_path)]) as store:
+        for spec in store.blocks():
+            expected = tensors[spec.key.split("/")[1]]
+            with store.acquire(spec.key, "ram") as lease:
+                assert lease.tensor.dtype == expected.dtype and torch.equal(lease.tensor, expected)
+        assert len(list(store.blocks())) == 2 * len(tensors)
+
+
+def test_mistakes_are_refused_with_advice(tmp_path: Path) -> None:
+    with TieredStore([ram()]) as store, pytest.raises(GenerationError, match="pass path="):
+        store.commit()
+    with pytest.raises(GenerationError, match="nothing was committed"):
+        TieredStore.open(str(tmp_path / "none"), [ram()])
+    assert not (tmp_path / "none").exists()
+    with filled([ram()], "ram", tmp_path) as store:
+        with pytest.raises(GenerationError, match="must be JSON"):
+            store.commit({"model": object()})  # type: ignore[dict-item]
+        with store.acquire(KEYS[0], "ram", "rw"), pytest.raises(LeaseError, match="by this very thread"):
+            store.commit()
+        store.commit().wait(60)
+        with pytest.raises(LockedError):
+            TieredStore.open(str(tmp_path / "run"), [ram()])
+        store.register("layer.0", (1,), torch.float32, home="ram")
+        with pytest.raises(GenerationError, match="lies inside block 'layer.0'"):
+            store.commit()
+    with pytest.raises(GenerationError, match="no generation 9"):
+        TieredStore.open(str(tmp_path / "run"), [ram()], generation=9)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/thesis.txt").write_text("mine")
+    with (
+        TieredStore([ram()], path=str(tmp_path / "foreign")) as store,
+        pytest.raises(tiered.TieredError, match="not empty"),
+    ):
+        store.commit()
+    assert (tmp_path / "foreign/thesis.txt").read_text() == "mine"
+    assert (tmp_path / "run" / MANIFEST_NAME).exists()
