@@ -91,6 +91,13 @@ class TimedOptimizer:
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         return self.inner.state_kinds(split_master)
 
+    def reset(self) -> None:
+        """Forget the step before."""
+        self.first_update_s, self.kernel_s = None, 0.0
+
+    def warm_up(self) -> None:
+        self.inner.warm_up()
+
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
@@ -135,7 +142,7 @@ class Ours:
         That wait counts: nothing of this side may run in the time of another.
         """
         store, optimizer = self._store, self.optimizer
-        optimizer.first_update_s, optimizer.kernel_s = None, 0.0
+        optimizer.reset()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         result = self._engine.step(micro_batches, number=len(self.windows), lr=lr)
         stepped_s = time.perf_counter()

@@ -85,7 +85,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 def model_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder that is asked for, else SmolLM2-135M if it was fetched, else the tiny model."""
     if arguments.model is not None:
-        return arguments.model
+        return Path(arguments.model)
     fetched = QUICKSTART / "smollm2-135m"
     return fetched if fetched.is_dir() and not arguments.quick else QUICKSTART / "model"
 

@@ -116,7 +116,7 @@ class Grants:
         if self.movement.on_event is not None:
             self.movement.on_event(Event("stall", block.spec.key, "", 0, start_s, end_s, waiting.cause))
         transfer = waiting.transfer
-        if transfer is not None and transfer.done() and transfer.error is not None:
+        if transfer is not None and transfer.error is not None:
             raise transfer.error
         if waiting.cause in ("space", "drain") and len(self.movement.failed_write_backs) > num_failures:
             raise self.movement.failed_write_backs[-1]
@@ -209,11 +209,11 @@ class Grants:
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
                 raise self.capacity_error_locked(waiting.tier, need, f"to acquire {keys}")
 
-    def room_ever_locked(self, tier: str, besides: Sequence[Copy] = (), *, own_leases: bool = True) -> int:
+    def room_ever_locked(self, tier: str, besides: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could be free once everybody else lets go of what they hold."""
         usage = self.movement.tiers[tier].usage()
         me = threading.get_ident()
-        mine = {lease._copy for lease in self.leases if own_leases and lease.thread_id == me}
+        mine = {lease._copy for lease in self.leases if lease.thread_id == me}
         freeable = 0
         for block in self.movement.blocks.values():
             copy = block.copies.get(tier)
@@ -222,6 +222,12 @@ class Grants:
             if copy in besides or not (copy.pins or copy in mine):
                 freeable += copy.slot_bytes
         return usage.free_bytes + freeable
+
+    def room_for_copies_locked(self, tier: str) -> int:
+        """Return the bytes of ``tier`` that neither homes nor reservations take."""
+        copies = (block.copies.get(tier) for block in self.movement.blocks.values())
+        held_bytes = sum(copy.slot_bytes for copy in copies if copy is not None and not copy.is_home)
+        return self.movement.tiers[tier].usage().free_bytes + held_bytes
 
     def capacity_error_locked(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
         """Return the error with the tier's numbers and its largest holders."""

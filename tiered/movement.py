@@ -44,7 +44,7 @@ class Movement:
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
         now: the trainer's tick. schedule: the known future, or None.
-        home_bytes, reserved_bytes: by tier, what is not open to copies.
+        home_bytes, reserved_bytes: by tier, what is not open to copies. pinned_bytes: what pins take, now or to come.
         failed_write_backs: errors of write-backs; whoever waits for room while one is added gets it raised.
     """
 
@@ -69,6 +69,7 @@ class Movement:
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.home_bytes = dict.fromkeys(self.order, 0)
+        self.pinned_bytes = dict.fromkeys(self.order, 0)
         self.reserved_bytes = dict.fromkeys(self.order, 0)
         self.failed_write_backs: list[BaseException] = []
         self._max_inflight_bytes = max_inflight_bytes
@@ -87,14 +88,14 @@ class Movement:
             UninitializedBlockError: there are no contents to bring.
         """
         target = block.copy_in(tier)
-        if target.state is CopyState.DRAINING and target.drop_when_clean:
-            # On its way out. Keeping it after all would make the bytes moved depend on who is faster.
-            return Waiting("drain", target.transfer)
+        newest = block.newest()
+        if newest is not None and newest.state is CopyState.DRAINING and newest.drop_when_clean:
+            # On its way out. Using it after all would make the bytes moved depend on who is faster.
+            return Waiting("drain", newest.transfer)
         if target.state.is_valid:
             return None
         if target.state is CopyState.FILLING:
             return Waiting("fill", target.transfer)
-        newest = block.newest()
         if target.is_home:
             if newest is None:
                 raise UninitializedBlockError(block.spec.key)
@@ -277,8 +278,9 @@ class Movement:
         """Take the next step of an eviction that was asked for, if nothing holds the copy any more."""
         if not copy.drop_when_clean or block.writer is not None:
             return
-        if copy.pins or copy.wanted:
-            copy.drop_when_clean = False  # somebody wants it after all
+        if copy.pins:
+            # Not for a mere wish to use it: whether that came in time would decide what is moved.
+            copy.drop_when_clean = False
         elif copy.state is CopyState.DIRTY:
             self.write_back(block, copy)
         elif copy.state is CopyState.CLEAN and not copy.readers:
@@ -326,7 +328,7 @@ class Movement:
         self._is_pumping = True
         try:
             room = {
-                name: tier.capacity_bytes - self.home_bytes[name] - self.reserved_bytes[name]
+                name: tier.capacity_bytes - self.home_bytes[name] - self.reserved_bytes[name] - self.pinned_bytes[name]
                 for name, tier in self.tiers.items()
             }
             for access in next_fetches(self.schedule, self.now, self.lookahead_bytes, room, self._inspect):
@@ -343,7 +345,8 @@ class Movement:
             return True, 0
         copy = block.copies.get(access.tier)
         is_present = copy is not None and (copy.state.is_valid or copy.state is CopyState.FILLING)
-        return is_present, self.tiers[access.tier].slot_bytes(block.spec.nbytes)
+        is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
+        return is_present, 0 if is_pinned else self.tiers[access.tier].slot_bytes(block.spec.nbytes)
 
     def _prefetch(self, access: Access) -> bool:
         """Start one fetch; False when room ran out, so that nothing later overtakes it."""

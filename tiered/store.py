@@ -162,6 +162,10 @@ class TieredStore:
             for key in keys:
                 block = self._blocks.pop(key)
                 assert block.home.slot is not None
+                for copy in block.copies.values():
+                    if copy.pins and not copy.is_home:
+                        need = self._movement.tiers[copy.tier].slot_bytes(block.spec.nbytes)
+                        self._movement.pinned_bytes[copy.tier] -= need
                 self._movement.home_bytes[block.spec.home] -= block.home.slot_bytes
                 self._movement.tiers[block.spec.home].free(block.home.slot)
             self._changed.notify_all()
@@ -227,11 +231,12 @@ class TieredStore:
         """
         with self._changed:
             block = self._grants.block(key)
+            need = self._grants.tier(tier).slot_bytes(block.spec.nbytes)
             copy = block.copy_in(tier)
             if not copy.is_home and copy.pins == 0:
-                need = self._grants.tier(tier).slot_bytes(block.spec.nbytes)
-                if need > self._grants.room_ever_locked(tier, own_leases=False):
+                if self._movement.pinned_bytes[tier] + need > self._grants.room_for_copies_locked(tier):
                     raise self._grants.capacity_error_locked(tier, need, f"to pin '{key}'")
+                self._movement.pinned_bytes[tier] += need
             copy.pins += 1
 
     def unpin(self, key: str, tier: str) -> None:
@@ -241,22 +246,31 @@ class TieredStore:
             LeaseError: not pinned there.
         """
         with self._changed:
-            copy = self._grants.block(key).copy_in(tier)
+            block = self._grants.block(key)
+            copy = block.copy_in(tier)
             if copy.pins == 0:
                 raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
             copy.pins -= 1
+            if not copy.is_home and copy.pins == 0:
+                self._movement.pinned_bytes[tier] -= self._grants.tier(tier).slot_bytes(block.spec.nbytes)
             self._movement.pump()
             self._changed.notify_all()
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Put bytes that live outside any block (workspace, staging) on a tier's ledger; negative gives back.
 
+        Waits for movements that are under way: what is on its way out still takes room.
+
         Raises:
-            CapacityError: no such room beside what the tier holds now.
+            CapacityError: no such room beside what the tier holds then.
         """
+        owner = self._grants.tier(tier)
         with self._changed:
-            self._grants.tier(tier).reserve(nbytes)
+            while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in self._blocks.values()):
+                self._changed.wait()
+            owner.reserve(nbytes)
             self._movement.reserved_bytes[tier] += nbytes
+            self._changed.notify_all()
 
     def evict(self, key: str, tier: str) -> Transfer:
         """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.

@@ -22,6 +22,7 @@ class Transfer:
     """
 
     __slots__ = (
+        "_arrived",
         "_callbacks",
         "_done",
         "_lock",
@@ -43,24 +44,27 @@ class Transfer:
         self.start_s = time.perf_counter()
         self.end_s = self.start_s
         self._lock = threading.Lock()
+        self._arrived = threading.Event()  # the link ended; the callbacks may still run
         self._done = threading.Event()
         self._callbacks: list[Callable[[Transfer], None]] = []
         if skipped:
+            self._arrived.set()
             self._done.set()
 
     @classmethod
     def finished(cls, src: str, dst: str, *, skipped: bool = True) -> Transfer:
         """Return a transfer that moved nothing and is already done."""
         transfer = cls(src, dst, 0, skipped=skipped)
+        transfer._arrived.set()
         transfer._done.set()
         return transfer
 
     def done(self) -> bool:
-        """Return whether the transfer ended, well or badly."""
+        """Return whether the transfer ended, well or badly, and all its callbacks returned."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end.
+        """Wait for the end, and for what the store does at it: afterwards an evicted copy is gone.
 
         Raises:
             TimeoutError: not ended within ``timeout_s`` seconds.
@@ -76,14 +80,16 @@ class Transfer:
 
         A stream cannot wait for an event that is not recorded yet (it would silently not wait), hence the host wait.
         """
-        self.wait()
+        self._arrived.wait()
+        if self.error is not None:
+            raise self.error
         if self.event is not None and stream is not None:
             stream.wait_event(self.event)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call ``callback(self)`` once done: on the link's thread, or here and now if it is done already."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._arrived.is_set():
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -91,10 +97,13 @@ class Transfer:
     def finish(self, error: BaseException | None = None) -> None:
         """For links: mark the end and run the callbacks. Called exactly once."""
         with self._lock:
-            assert not self._done.is_set(), "a transfer ends once"
+            assert not self._arrived.is_set(), "a transfer ends once"
             self.error = error
             self.end_s = time.perf_counter()
-            self._done.set()
+            self._arrived.set()
             callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
+        try:
+            for callback in callbacks:
+                callback(self)
+        finally:
+            self._done.set()

@@ -81,8 +81,11 @@ class StepProgram:
                 yield Access(number, key, tier, mode)
 
     def schedule(self, homes: Mapping[str, str], num_steps: int) -> Schedule:
-        """Return the schedule of ``num_steps`` steps: only accesses of copies away from home need foresight."""
-        streamed = [access for access in self.accesses() if homes[access.key] != access.tier]
+        """Return the schedule of ``num_steps`` steps.
+
+        Reads at home need no foresight. Writes do, wherever they happen: a copy must not be fetched before them.
+        """
+        streamed = [access for access in self.accesses() if homes[access.key] != access.tier or access.mode != "r"]
         return Schedule(streamed, period=len(self.ticks), end=num_steps * len(self.ticks))
 
 

@@ -124,9 +124,10 @@ class StoreAccess:
             return
         if self._homes[key] == tier or key in tick.kept:
             return
-        self._store.evict(key, tier)
         if tier == "gpu" and self._homes[key] == "nvme":
+            # The middle copy first: with it still there, the prefetcher could bring the next use from it.
             self._store.evict(key, "ram")
+        self._store.evict(key, tier)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

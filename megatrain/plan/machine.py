@@ -32,6 +32,11 @@ def resolve_compute_dtype(config: RunConfig, device: torch.device) -> torch.dtyp
     return torch.bfloat16 if config.precision.compute_dtype == "bfloat16" else torch.float32
 
 
+def compute_tier(device: torch.device) -> str:
+    """Return the tier that layers run in: GPU memory with CUDA, else RAM itself."""
+    return "gpu" if device.type == "cuda" else "ram"
+
+
 def total_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the RAM of the machine, or of the cgroup where that is less."""
     total: int = psutil.virtual_memory().total

@@ -135,7 +135,7 @@ def plan_run(config: RunConfig) -> Plan:
         trace,
         num_micro_batches=num_micro_batches,
         order=config.advanced.micro_batch_order,
-        compute_tier="gpu" if device.type == "cuda" else "ram",
+        compute_tier=machine.compute_tier(device),
         compute_dtype=dtype,
         state_kinds={kind.name: kind.dtype for kind in kinds if kind.name != "weight"},
     ).build()
@@ -194,7 +194,7 @@ def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
 
 def tier_budgets(config: RunConfig, device: torch.device, workspace: int) -> dict[str, TierBudget]:
     """Return the tiers of the run, fast to slow, with their capacities and roundings."""
-    on_gpu = device.type == "cuda"
+    on_gpu = machine.compute_tier(device) == "gpu"
     budgets: dict[str, TierBudget] = {}
     if on_gpu:
         capacity = machine.gpu_capacity_bytes(config, device)

@@ -314,7 +314,7 @@ def test_mistakes_are_refused_with_advice(tmp_path: Path) -> None:
         with pytest.raises(LockedError):
             TieredStore.open(str(tmp_path / "run"), [ram()])
         store.register("layer.0", (1,), torch.float32, home="ram")
-        with pytest.raises(GenerationError, match="lies inside block 'layer.0'"):
+        with pytest.raises(GenerationError, match=r"lies inside block 'layer\.0'"):
             store.commit()
     with pytest.raises(GenerationError, match="no generation 9"):
         TieredStore.open(str(tmp_path / "run"), [ram()], generation=9)
