@@ -127,7 +127,7 @@ class Grants:
             copy.prefetched = False
             movement.counters.prefetch_late += late
             movement.counters.prefetch_on_time += not late
-        copy.last_use = movement.now
+        movement.mark_used(copy)
         copy.drop_when_clean = False
         access = Access(movement.now, block.spec.key, copy.tier, mode)
         if self.trace is not None:

@@ -74,6 +74,7 @@ class Movement:
         self.failed_write_backs: list[BaseException] = []
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
+        self._num_uses = 0
         self._is_pumping = False
 
     # -- bringing a copy in ------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Movement:
         self._inflight_bytes += nbytes
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
-        target.last_use = self.now
+        self.mark_used(target)
         transfer.add_done_callback(lambda done: self._filled(block, source, target, done))
         return transfer
 
@@ -313,6 +314,11 @@ class Movement:
             and not copy.pins
             and not copy.wanted
         )
+
+    def mark_used(self, copy: Copy) -> None:
+        """Make a copy the most recently used one. Uses are counted, not timed: callers need not advance any tick."""
+        self._num_uses += 1
+        copy.last_use = self._num_uses
 
     def _candidate(self, block: Block, copy: Copy) -> Candidate:
         key = block.spec.key

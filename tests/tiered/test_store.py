@@ -113,6 +113,14 @@ def test_more_blocks_than_room_keep_their_contents(store: TieredStore) -> None:
     assert store.stats().tiers["nvme"].home_bytes == 16 * BLOCK_BYTES
 
 
+def test_the_copy_used_longest_ago_makes_way_without_any_tick(store: TieredStore) -> None:
+    add(store, *"dcba")
+    read(store, "d")
+    add(store, "e")
+    assert "ram" not in store.where("c")
+    assert all("ram" in store.where(key) for key in "dbae")
+
+
 def test_no_room_for_a_home_is_refused_with_numbers(store: TieredStore) -> None:
     store.register("big", (15 * BLOCK_BYTES,), torch.uint8, home="nvme")
     with pytest.raises(CapacityError, match="largest: big") as caught:
@@ -288,8 +296,8 @@ def test_traffic_does_not_depend_on_lookahead(
             store.pin(key, "ram")
         accesses = [Access(tick, key, "ram", "r") for tick, key in enumerate(order, start=1)]
         period = len(order) + 1
-        store.set_schedule(Schedule(accesses, period=period, end=3 * period), lookahead_bytes=lookahead_bytes)
         before = store.stats()
+        store.set_schedule(Schedule(accesses, period=period, end=3 * period), lookahead_bytes=lookahead_bytes)
         for step in range(3):
             for access in accesses:
                 store.advance(step * period + access.tick)

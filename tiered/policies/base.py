@@ -13,7 +13,8 @@ class Candidate:
 
     Attributes:
         nbytes: bytes its slot would give back. dirty: it must be written back first.
-        last_use: tick of its last use. next_use: tick of its next scheduled use, or ``NEVER``.
+        last_use: a count of the store's, larger for a later use or arrival.
+        next_use: tick of its next scheduled use, or ``NEVER``.
     """
 
     key: str

@@ -1,0 +1,60 @@
+"""The example configs as a user runs them, shortened; what they write opens in transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = "import sys; from {package}.main import main; main()"
+
+
+def run_example(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a copy of the example next to its data, so that nothing is written into the repository."""
+    config = folder / name
+    shutil.copy(ROOT / "examples" / name, config)
+    (folder / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
+    try:
+        import megatrain_tier_cli  # noqa: F401
+
+        package = "megatrain_tier_cli"
+    except ImportError:  # not installed: the command's own folder
+        package = "cli"
+    command = [sys.executable, "-c", PROGRAM.format(package=package), "run", str(config), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def check_folder(final: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(final)
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    ids = tokenizer("Call me Ishmael.", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+
+
+def test_tiny_trains_and_its_folder_opens(tmp_path: Path) -> None:
+    done = run_example("tiny.toml", tmp_path, "--max-steps", "12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "outputs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 12
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert steps[-1]["tier_used_bytes"]["ram"] <= steps[-1]["tier_capacity_bytes"]["ram"]
+    check_folder(tmp_path / "outputs/tiny/final")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart.toml", "sft.toml"])
+def test_smollm2_trains(name: str, tmp_path: Path) -> None:
+    if not (ROOT / "examples/quickstart/smollm2-135m/config.json").is_file():
+        pytest.skip("python examples/quickstart/fetch_smollm2.py makes the model folder")
+    done = run_example(name, tmp_path, "--max-steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_folder(next((tmp_path / "outputs").glob("*/final")))

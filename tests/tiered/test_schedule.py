@@ -1,0 +1,48 @@
+"""Schedules: next uses and what is coming, once and repeating."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiered.schedule import NEVER, Access, Schedule, Trace
+
+
+def accesses(*items: tuple[int, str]) -> list[Access]:
+    return [Access(tick, key, "ram") for tick, key in items]
+
+
+def test_next_use_of_a_single_pass() -> None:
+    schedule = Schedule(accesses((5, "a"), (1, "a"), (3, "b")))
+    assert [schedule.next_use("a", "ram", after) for after in (0, 1, 4, 5)] == [1, 5, 5, NEVER]
+    assert schedule.next_use("b", "gpu", 0) == schedule.next_use("c", "ram", 0) == NEVER
+
+
+def test_next_use_wraps_around_the_period_until_the_end() -> None:
+    schedule = Schedule(accesses((1, "a"), (3, "b")), period=4, end=12)
+    assert [schedule.next_use("a", "ram", after) for after in (0, 1, 4, 5, 9)] == [1, 5, 5, 9, NEVER]
+    assert schedule.next_use("b", "ram", 7) == 11 and schedule.next_use("b", "ram", 11) == NEVER
+
+
+def test_upcoming_is_one_period_in_deadline_order() -> None:
+    schedule = Schedule(accesses((0, "a"), (1, "b"), (1, "c"), (2, "d")), period=3)
+    coming = [(access.tick, access.key) for access in schedule.upcoming(4)]
+    assert coming == [(5, "d"), (6, "a"), (7, "b"), (7, "c")]
+    assert [access.key for access in schedule.at(7)] == ["b", "c"]
+    once = Schedule(accesses((0, "a"), (1, "b"), (2, "d")))
+    assert [access.key for access in once.upcoming(0)] == ["b", "d"] and not list(once.upcoming(2))
+    ends = Schedule(accesses((0, "a"), (1, "b")), period=2, end=4)
+    assert [access.tick for access in ends.upcoming(2)] == [3]
+    assert not list(Schedule([]).upcoming(0))
+
+
+def test_contains_asks_for_the_tick_in_the_period() -> None:
+    schedule = Schedule(accesses((1, "a")), period=3)
+    assert Access(4, "a", "ram", "rw") in schedule
+    assert Access(5, "a", "ram") not in schedule and Access(4, "a", "gpu") not in schedule
+
+
+def test_a_trace_becomes_a_schedule_and_ticks_must_fit_the_period() -> None:
+    trace = Trace(accesses((2, "b"), (0, "a")))
+    assert [access.key for access in Schedule.from_trace(trace, period=3).accesses] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"\[0, 2\)"):
+        Schedule.from_trace(trace, period=2)
