@@ -21,7 +21,7 @@ from megatrain.optim.base import build_segments
 from megatrain.plan.machine import existing_parent
 from megatrain.plan.planner import Plan, nvme_rates
 from megatrain.plan.solve import DoesNotFitError
-from megatrain.precision import decode, encode
+from megatrain.precision import decode, encode, high_half
 from tiered.policies import LRU, Belady
 from tiered.store import TieredStore
 from tiered.tiers.directory import reusable_bytes
@@ -131,7 +131,7 @@ class Session:
 
     def _encode(self, master: torch.Tensor, high: torch.Tensor, low: str) -> None:
         if low not in self.plan.program.blocks:  # frozen weights are never updated and need no low half
-            encode(master, high, torch.empty(master.shape, dtype=torch.int16))
+            high_half(master, high)
             return
         with self.store.acquire(low, "ram", "w") as lease:
             encode(master, high, lease.tensor)

@@ -42,7 +42,6 @@ device = "cpu"
 {tables.get("top", "")}
 [model]
 model_name_or_path = "{model}"
-{tables.get("model", "")}
 [data]
 max_length = 64
 {tables.get("data", "")}
