@@ -26,6 +26,7 @@ RANKS = {
     "tiered.transfer": 2,
     "tiered.schedule": 2,
     "tiered.events": 2,
+    "tiered.checksums": 3,
     "tiered.memory": 3,
     "tiered.manifest": 4,
     "tiered.zarr_layout": 4,
@@ -44,8 +45,8 @@ RANKS = {
 
 # Where a library that is heavy, optional or bound to hardware may be imported.
 RESTRICTED = {
-    "kvikio": ("tiered/links/gds.py",),
-    "cupy": ("tiered/links/gds.py",),
+    "kvikio": ("tiered/links/kvikio.py",),
+    "cupy": ("tiered/links/kvikio.py",),
     "zarr": (),
     "numba": ("megatrain/optim/kernels.py",),
     "greenlet": ("megatrain/engine/",),

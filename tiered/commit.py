@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.block import CopyState
-from tiered.contents import read_contents, write_contents
+from tiered.contents import flush_contents, read_contents, write_contents
 from tiered.copies import Block
 from tiered.errors import GenerationError
 from tiered.events import Event
@@ -26,6 +26,7 @@ from tiered.lease import NO_THREAD, Lease
 from tiered.manifest import JSON, SNAPSHOT_FOLDER, BlockRecord, generation_folder, generation_name
 from tiered.movement import Movement, Waiting
 from tiered.tiers.directory import write_document
+from tiered.tiers.files import files_of
 from tiered.zarr_layout import dtype_name, group_document
 
 
@@ -36,7 +37,8 @@ class _Frozen:
     block: Block
     folder: Path
     version: int
-    checksum: str | None
+    checksums: tuple[str, ...] | None
+    is_flushed: bool
     lease: Lease | None
 
 
@@ -171,10 +173,11 @@ def _freeze_block(movement: Movement, grants: Grants, block: Block, commit: Comm
             name = generation_name(commit.generation)
             tier.snapshot(block.home.slot, name)
             folder = Path(tier.paths[0], SNAPSHOT_FOLDER, name, spec.key)
-            return _Frozen(block, folder, block.version, block.checksum, None)
+            home = files_of(block.home.slot)
+            return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None)
         lease = grants.acquire([(spec.key, nearest_addressable(movement, spec.home), "r")], None, None)[0]
         lease.thread_id = NO_THREAD
-        return _Frozen(block, commit.folder / spec.key, block.version, None, lease)
+        return _Frozen(block, commit.folder / spec.key, block.version, None, False, lease)
 
 
 def nearest_addressable(movement: Movement, home: str) -> str:
@@ -189,34 +192,41 @@ def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
     for frozen in commit.frozen:
         if frozen.lease is None:
             continue
-        text, file_bytes = write_contents(commit.folder, frozen.block.spec, frozen.lease.tensor)
+        checksums, file_bytes = write_contents(commit.folder, frozen.block.spec, frozen.lease.tensor)
         if counted is not None:
             counted.count_snapshot(file_bytes)
         frozen.lease.release()
-        records[frozen.block.spec.key] = _record(commit, frozen, text)
+        records[frozen.block.spec.key] = _record(commit, frozen, checksums)
     return records
 
 
 def record_linked(movement: Movement, commit: Commit) -> dict[str, BlockRecord]:
-    """Flush the linked files and add up their checksums; a block unchanged since the last time has both."""
+    """Flush the linked files that are not yet, and return their checksums: those of writing them, else read back."""
+    linked = [frozen for frozen in commit.frozen if frozen.lease is None]
+    flush_contents([(frozen.folder, frozen.block.spec) for frozen in linked if not frozen.is_flushed])
     records = {}
-    for frozen in commit.frozen:
-        if frozen.lease is not None:
-            continue
-        text = frozen.checksum
-        if text is None:
-            text = read_contents(frozen.folder, frozen.block.spec, flush=True)
-            with movement.changed:
-                if frozen.block.version == frozen.version and frozen.block.home.state is CopyState.CLEAN:
-                    frozen.block.checksum = text
-        records[frozen.block.spec.key] = _record(commit, frozen, text)
+    for frozen in linked:
+        checksums = frozen.checksums
+        if checksums is None:
+            checksums = read_contents(frozen.folder, frozen.block.spec)
+        with movement.changed:
+            # Else the block was written again meanwhile: then its home files are others than the linked ones.
+            slot = frozen.block.home.slot
+            if (
+                frozen.block.version == frozen.version
+                and frozen.block.home.state is CopyState.CLEAN
+                and slot is not None
+            ):
+                home = files_of(slot)
+                home.checksums, home.is_flushed = checksums, True
+        records[frozen.block.spec.key] = _record(commit, frozen, checksums)
     return records
 
 
-def _record(commit: Commit, frozen: _Frozen, text: str) -> BlockRecord:
+def _record(commit: Commit, frozen: _Frozen, checksums: tuple[str, ...]) -> BlockRecord:
     spec = frozen.block.spec
     location = os.path.relpath(frozen.folder, commit.path)
-    return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, text, location)
+    return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, checksums, location)
 
 
 def tell(movement: Movement, commit: Commit, nbytes: int, start_s: float) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import xxhash
 
 from tiered.block import BlockSpec
+from tiered.checksums import PieceDigest
 from tiered.errors import GenerationError, TransferError
-from tiered.manifest import new_digest
 from tiered.tiers.directory import make_groups, read_document, sync_path, write_document
 from tiered.units import PAGE_BYTES, MiB, round_up
 from tiered.zarr_layout import array_document, document_chunk_bytes, own_attributes
@@ -20,10 +20,11 @@ from tiered.zarr_layout import array_document, document_chunk_bytes, own_attribu
 PIECE_BYTES = 8 * MiB
 #: Largest chunk file of a block whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
+_NUM_FLUSH_THREADS = 4  # a drive flushes several files at once for the price of one
 
 
-def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, int]:
-    """Write a block as the array ``<root>/<key>`` and flush its files; return its checksum and the size of the files.
+def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[tuple[str, ...], int]:
+    """Write a block as the array ``<root>/<key>`` and flush its files; return its checksums and the size of the files.
 
     Args:
         root: folder of a generation. tensor: the block's contents, contiguous, on any device.
@@ -33,7 +34,7 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[s
     """
     chunk_bytes = min(round_up(max(spec.nbytes, 1), PAGE_BYTES), _CHUNK_BYTES)
     folder = root / spec.key
-    digest = new_digest()
+    digest = PieceDigest()
     try:
         make_groups(root, spec.key)
         write_document(folder, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
@@ -46,10 +47,10 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[s
         path = str(error.filename or folder)
         text = f"block '{spec.key}' cannot be written: {error.strerror}"
         raise TransferError(text, tier=spec.home, path=path, errno=error.errno) from error
-    return digest.hexdigest(), chunk_bytes * len(starts)
+    return digest.checksums(), chunk_bytes * len(starts)
 
 
-def _write_file(path: Path, data: torch.Tensor, nbytes: int, digest: xxhash.xxh3_64) -> None:
+def _write_file(path: Path, data: torch.Tensor, nbytes: int, digest: PieceDigest) -> None:
     """Write one chunk file, padded with zeros to ``nbytes``; a full drive shows before the first byte."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -68,25 +69,22 @@ def _write_file(path: Path, data: torch.Tensor, nbytes: int, digest: xxhash.xxh3
 
 
 def read_contents(
-    folder: Path, spec: BlockSpec, use: Callable[[int, bytearray], None] | None = None, *, flush: bool = False
-) -> str:
-    """Read a block's array piece by piece and return its checksum.
+    folder: Path, spec: BlockSpec, use: Callable[[int, bytearray], None] | None = None
+) -> tuple[str, ...]:
+    """Read a block's array piece by piece and return its checksums.
 
     Args:
         folder: of the array. use: called with the byte offset and every piece in turn; it must not keep the piece.
-        flush: also make the contents survive a power cut.
 
     Raises:
         GenerationError: a part is missing. TransferError: the drive refused.
     """
-    digest = new_digest()
+    digest = PieceDigest()
     path = folder
     try:
         for path, start, nbytes in _files(folder, spec):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if flush:
-                    os.fdatasync(fd)
                 for offset, piece in _pieces(fd, nbytes):
                     digest.update(piece)
                     if use is not None:
@@ -98,7 +96,32 @@ def read_contents(
     except OSError as error:
         text = f"block '{spec.key}' cannot be read: {error.strerror}"
         raise TransferError(text, tier=spec.home, path=str(path), errno=error.errno) from error
-    return digest.hexdigest()
+    return digest.checksums()
+
+
+def flush_contents(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
+    """Return once the contents of blocks, in arrays in these folders, survive a power cut.
+
+    Raises:
+        GenerationError: a part is missing. TransferError: the drive refused.
+    """
+    files = [(path, spec) for folder, spec in arrays for path, _, _ in _files(folder, spec)]
+    with ThreadPoolExecutor(_NUM_FLUSH_THREADS, thread_name_prefix="tiered-flush") as threads:
+        for _ in threads.map(_flush, files):
+            pass
+
+
+def _flush(file: tuple[Path, BlockSpec]) -> None:
+    path, spec = file
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        text = f"block '{spec.key}' cannot be flushed: {error.strerror}"
+        raise TransferError(text, tier=spec.home, path=str(path), errno=error.errno) from error
 
 
 def _files(folder: Path, spec: BlockSpec) -> Iterator[tuple[Path, int, int]]:

@@ -62,7 +62,7 @@ class Copy:
 class Block:
     """A registered block: its spec, its copies by tier, and who may touch them."""
 
-    __slots__ = ("checksum", "copies", "num_transfers", "spec", "version", "writer")
+    __slots__ = ("copies", "num_transfers", "spec", "version", "writer")
 
     def __init__(self, spec: BlockSpec) -> None:
         self.spec = spec
@@ -70,7 +70,6 @@ class Block:
         self.writer: Lease | None = None
         self.num_transfers = 0  # movements under way, of any copy
         self.version = 0  # counts released writes
-        self.checksum: str | None = None  # of the home copy's bytes, when known
 
     def copy_in(self, tier: str) -> Copy:
         """Return the copy record for a tier (ABSENT if it never held one)."""

@@ -113,14 +113,17 @@ class CorruptBlockError(TieredError):
     """The bytes on disk are not the bytes that were written.
 
     Attributes:
-        key, generation, expected, found: the block, its generation, and the two checksums.
+        key: the block. expected, found: the two checksums. place: files and offset ranges.
+        generation: of which it is a part, or None for contents of a running process.
     """
 
-    def __init__(self, key: str, generation: int, expected: str, found: str, path: str = "") -> None:
-        self.key, self.generation, self.expected, self.found, self.path = key, generation, expected, found, path
+    def __init__(self, key: str, expected: str, found: str, *, place: str, generation: int | None = None) -> None:
+        self.key, self.generation, self.expected, self.found, self.place = key, generation, expected, found, place
+        of = "" if generation is None else f" of generation {generation}"
+        advice = "go back to the last committed generation" if generation is None else "open another generation"
         super().__init__(
-            f"block '{key}' of generation {generation} is damaged: checksum {found}, expected {expected}"
-            + (f" ({path})" if path else "")
+            f"block '{key}'{of} is damaged: checksum {found}, expected {expected}, in {place}. The drive or the memory "
+            f"of this machine returned other bytes than were written: check them, and {advice}"
         )
 
 

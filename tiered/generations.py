@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tiered.block import BlockSpec, CopyState
+from tiered.checksums import pieces
 from tiered.commit import (
     Commit,
     check_meta,
@@ -41,6 +43,7 @@ from tiered.manifest import (
 )
 from tiered.movement import Movement
 from tiered.tiers.directory import TierDirectory
+from tiered.tiers.files import files_of
 from tiered.zarr_layout import dtype_from_name
 
 #: ``TieredStore.register``.
@@ -209,7 +212,7 @@ class Generations:
         else:
             self._read_into_place(spec, folder, generation, record)
 
-    def _adopt(self, tier: Any, spec: BlockSpec, name: str, checksum: str) -> None:
+    def _adopt(self, tier: Any, spec: BlockSpec, name: str, checksums: tuple[str, ...]) -> None:
         """Take the snapshot's files for the home slot: no byte moves."""
         movement = self._movement
         with movement.changed:
@@ -219,7 +222,9 @@ class Generations:
             movement.home_bytes[spec.home] += block.home.slot_bytes - old_bytes
             block.home.move(CopyState.FILLING)
             block.home.move(CopyState.CLEAN)
-            block.checksum = checksum
+            assert block.home.slot is not None
+            home = files_of(block.home.slot)
+            home.checksums, home.is_flushed = checksums, True
 
     def _read_into_place(self, spec: BlockSpec, folder: Path, generation: int, record: BlockRecord) -> None:
         tier = nearest_addressable(self._movement, spec.home)
@@ -232,6 +237,12 @@ class Generations:
             _check(record, generation, folder, read_contents(folder, spec, put))
 
 
-def _check(record: BlockRecord, generation: int, folder: Path, found: str) -> None:
-    if found != record.xxh3_64:
-        raise CorruptBlockError(record.key, generation, record.xxh3_64, found, str(folder))
+def _check(record: BlockRecord, generation: int, folder: Path, found: tuple[str, ...]) -> None:
+    """Raise ``CorruptBlockError`` naming the first piece whose checksum differs."""
+    if found == record.xxh3_64:
+        return
+    for (start, stop), expected, actual in zip_longest(pieces(record.nbytes), record.xxh3_64, found):
+        if expected != actual:
+            place = f"'{folder}', contents {start} to {stop}"
+            expected, actual = expected or "none", actual or "none"
+            raise CorruptBlockError(record.key, expected, actual, place=place, generation=generation)

@@ -170,7 +170,6 @@ class Grants:
     def _written(self, block: Block, copy: Copy) -> None:
         """The copy now holds the newest bytes: every other copy is superseded."""
         block.version += 1
-        block.checksum = None
         for other in block.copies.values():
             if other is copy:
                 continue

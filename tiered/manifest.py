@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from tiered.checksums import checksum
 from tiered.errors import GenerationError
 
 MANIFEST_NAME = "MANIFEST.json"
@@ -33,8 +32,8 @@ class BlockRecord:
 
     Attributes:
         key, shape, home, nbytes: as in ``BlockSpec``. dtype: its name, e.g. ``"bfloat16"``.
-        xxh3_64: checksum of the contents, 16 hex digits. location: folder of its zarr array, relative to the
-            directory of the manifest.
+        xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each. location: folder of its zarr array,
+            relative to the directory of the manifest.
     """
 
     key: str
@@ -42,7 +41,7 @@ class BlockRecord:
     dtype: str
     home: str
     nbytes: int
-    xxh3_64: str
+    xxh3_64: tuple[str, ...]
     location: str
 
 
@@ -53,23 +52,6 @@ class Manifest:
     generation: int
     blocks: tuple[BlockRecord, ...]
     meta: Mapping[str, JSON] = field(default_factory=dict)
-
-
-def checksum(*buffers: Any) -> str:
-    """Return the xxh3_64 of the buffers one after the other, as 16 hex digits. Releases the GIL while it runs.
-
-    Args:
-        buffers: contiguous objects with the buffer protocol (memoryview, numpy array, bytes).
-    """
-    digest = new_digest()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.hexdigest()
-
-
-def new_digest() -> xxhash.xxh3_64:
-    """Return what ``checksum`` computes with, for contents that come in pieces."""
-    return xxhash.xxh3_64()
 
 
 def generation_name(generation: int) -> str:
@@ -116,13 +98,17 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
         raise GenerationError(f"no generation {generation} in '{os.fspath(directory)}'; there are: {known}")
     body = _read_sealed(path)
     try:
-        blocks = tuple(BlockRecord(**{**record, "shape": tuple(record["shape"])}) for record in body["blocks"])
+        blocks = tuple(_block_record(record) for record in body["blocks"])
         manifest = Manifest(int(body["generation"]), blocks, body["meta"])
     except (KeyError, TypeError, ValueError) as error:
         raise GenerationError(f"'{path}' is not a manifest: {error}") from error
     if manifest.generation != generation:
         raise GenerationError(f"'{path}' describes generation {manifest.generation}, not {generation}")
     return manifest
+
+
+def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
+    return BlockRecord(**{**fields, "shape": tuple(fields["shape"]), "xxh3_64": tuple(fields["xxh3_64"])})
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:

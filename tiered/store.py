@@ -147,7 +147,6 @@ class TieredStore:
                         self._movement.drop(copy)
                 if block.home.state is CopyState.CLEAN:
                     block.home.move(CopyState.STALE)
-                block.checksum = None
             self._movement.pump()
             self._changed.notify_all()
 

@@ -10,8 +10,8 @@ import torch
 
 from tiered.errors import CapacityError
 from tiered.links.cuda import CudaLink
+from tiered.links.files import FileReadLink, FileWriteLink
 from tiered.links.host import HostLink
-from tiered.links.posix import PosixReadLink, PosixWriteLink
 from tiered.links.route import default_links
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
@@ -98,8 +98,8 @@ def test_routes_between_neighbours_start_no_thread(tmp_path: Path) -> None:
     assert [(link.src, link.dst, type(link)) for link in links] == [
         ("ram", "gpu", HostLink),
         ("gpu", "ram", HostLink),
-        ("nvme", "ram", PosixReadLink),
-        ("ram", "nvme", PosixWriteLink),
+        ("nvme", "ram", FileReadLink),
+        ("ram", "nvme", FileWriteLink),
     ]
     assert [type(link) for link in default_links([GpuTier(MiB), ram])] == [CudaLink, CudaLink]
     assert [type(link) for link in default_links([RamTier(MiB, name="hot"), ram])] == [HostLink, HostLink]

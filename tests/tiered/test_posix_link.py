@@ -15,7 +15,8 @@ import zarr
 
 from tiered.errors import TransferError
 from tiered.links.base import Link
-from tiered.links.posix import IoEngine, PosixReadLink, PosixWriteLink
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
+from tiered.links.posix import PosixMover
 from tiered.tiers.base import Slot
 from tiered.tiers.files import files_of
 from tiered.tiers.nvme import NvmeTier
@@ -29,9 +30,9 @@ class Rig:
     def __init__(self, paths: list[Path], *, chunk_bytes: int | None = None, direct_io: bool = True) -> None:
         self.nvme = NvmeTier(paths, 64 * MiB, chunk_bytes=chunk_bytes, direct_io=direct_io)
         self.ram = RamTier(64 * MiB)
-        engine = IoEngine(self.nvme, part_bytes=64 * KiB)
-        self.read = PosixReadLink(self.nvme, self.ram, engine)
-        self.write = PosixWriteLink(self.ram, self.nvme, engine)
+        engine = FileEngine(self.nvme, PosixMover(self.nvme), part_bytes=64 * KiB)
+        self.read = FileReadLink(self.nvme, self.ram, engine)
+        self.write = FileWriteLink(self.ram, self.nvme, engine)
 
     def ram_slot(self, nbytes: int) -> Slot:
         slot = self.ram.allocate(nbytes, name="block", home=False)
@@ -198,8 +199,8 @@ def test_writing_a_frozen_block_leaves_the_snapshot(rig: Rig, tmp_path: Path) ->
 
 def test_reads_overtake_queued_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig([tmp_path / "a"])
-    engine = IoEngine(rig.nvme, num_threads=1, part_bytes=64 * KiB)
-    read, write = PosixReadLink(rig.nvme, rig.ram, engine), PosixWriteLink(rig.ram, rig.nvme, engine)
+    engine = FileEngine(rig.nvme, PosixMover(rig.nvme), num_threads=1, part_bytes=64 * KiB)
+    read, write = FileReadLink(rig.nvme, rig.ram, engine), FileWriteLink(rig.ram, rig.nvme, engine)
     homes = [rig.home(4096, f"block.{number}") for number in range(3)]
     slots = [rig.ram_slot(4096) for _ in range(3)]
     gate = threading.Event()

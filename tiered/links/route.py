@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from tiered.links.base import Link
 from tiered.links.cuda import CudaLink
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
 from tiered.links.host import HostLink
-from tiered.links.posix import IoEngine, PosixReadLink, PosixWriteLink
+from tiered.links.posix import PosixMover
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
@@ -28,8 +29,8 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
 def _links_between(fast: Tier, slow: Tier) -> tuple[Link, Link]:
     if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
-        engine = IoEngine(slow)
-        return PosixReadLink(slow, fast, engine), PosixWriteLink(fast, slow, engine)
+        engine = FileEngine(slow, PosixMover(slow))
+        return FileReadLink(slow, fast, engine), FileWriteLink(fast, slow, engine)
     if isinstance(fast, GpuTier) and isinstance(slow, RamTier) and not _is_host_memory(fast):
         return CudaLink(slow, fast), CudaLink(fast, slow)
     if _is_host_memory(fast) and _is_host_memory(slow):

@@ -23,13 +23,21 @@ class ChunkFile:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HomeFiles:
-    """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets."""
+    """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets.
+
+    Attributes:
+        checksums: of the contents that the files hold, one per piece (``tiered.checksums``); None: not known.
+        is_flushed: whether the contents survive a power cut.
+            Both are changed only by the one transfer that writes the files, by commits, and by adopting a snapshot.
+    """
 
     key: str
     chunk_bytes: int
     files: tuple[ChunkFile, ...]
+    checksums: tuple[str, ...] | None = None
+    is_flushed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -40,3 +48,13 @@ def files_of(slot: Slot) -> HomeFiles:
     """Return the files of an NvmeTier's slot."""
     assert isinstance(slot.resource, HomeFiles), slot
     return slot.resource
+
+
+def place_of(home: HomeFiles, start: int, stop: int) -> str:
+    """Return where bytes ``start`` to ``stop`` of a block lie, for a message: files and offsets in them."""
+    places = []
+    for file in home.files:
+        first, last = max(start, file.offset), min(stop, file.offset + file.nbytes)
+        if first < last:
+            places.append(f"'{file.path}' bytes {first - file.offset} to {last - file.offset}")
+    return ", ".join(places)

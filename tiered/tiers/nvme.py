@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -19,6 +21,9 @@ from tiered.tiers.files import ChunkFile, HomeFiles, files_of
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, format_size
 from tiered.zarr_layout import DOCUMENT_NAME, array_document
+
+#: When contents are compared with their checksums; ``off``: they have none.
+Verify = Literal["off", "resume", "always"]
 
 
 class NvmeTier:
@@ -41,6 +46,10 @@ class NvmeTier:
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
         direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
+        verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
+            ``always``: also compared on every read; ``off``: taken by reading back at a commit.
+        on_full: when a drive is full in the middle of the work: ``pause`` until there is room, or ``error``.
+        on_notice: called with a sentence that a person should read, from any thread; default: logged as a warning.
 
     Raises:
         LockedError: another process uses one of the paths. TieredError: a directory holds foreign files.
@@ -56,6 +65,9 @@ class NvmeTier:
         rates: Sequence[float] | None = None,
         chunk_bytes: int | None = None,
         direct_io: bool = True,
+        verify: Verify = "resume",
+        on_full: Literal["pause", "error"] = "error",
+        on_notice: Callable[[str], None] | None = None,
     ) -> None:
         if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
             raise ValueError(f"tier '{name}' needs one or more different paths, got {[str(path) for path in paths]}")
@@ -70,6 +82,10 @@ class NvmeTier:
         self._rates = check_rates(rates if rates is not None else [1.0] * len(paths), len(paths))
         self._chunk_bytes = chunk_bytes
         self._is_direct = direct_io
+        self.verify: Verify = verify
+        self.on_full = on_full
+        self._on_notice = on_notice or logging.getLogger(__name__).warning
+        self._noticed: set[str] = set()
         self._live_bytes = 0
         self._reserved_bytes = 0
         self._high_water_bytes = 0
@@ -95,6 +111,14 @@ class NvmeTier:
     def io_path(self) -> str:
         """Return how files are read and written: ``posix-direct`` or ``posix-buffered``."""
         return "posix-direct" if self._is_direct else "posix-buffered"
+
+    def notice(self, text: str, *, once: str) -> None:
+        """Tell a person something, a second time only with another ``once``. Thread-safe."""
+        with self.lock:
+            is_new = once not in self._noticed
+            self._noticed.add(once)
+        if is_new:
+            self._on_notice(text)
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -206,6 +230,11 @@ class NvmeTier:
     def stop_direct_io(self) -> None:
         """Use the kernel's cache from now on: the file system does not do O_DIRECT."""
         self._is_direct = False
+        self.notice(
+            f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not do O_DIRECT: files go through the "
+            "kernel's cache, which is slower and takes memory",
+            once="buffered",
+        )
 
     @property
     def is_direct(self) -> bool:

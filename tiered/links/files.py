@@ -1,0 +1,310 @@
+"""Host memory <-> files: transfers cut into large parts, moved by a few threads, checked on the way.
+
+How one part is moved is the business of a ``PartMover``: plain system calls (``posix.py``) or kvikio (``kvikio.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tiered.checksums import PIECE_BYTES, checksum, pieces
+from tiered.errors import CorruptBlockError, TransferError
+from tiered.links.base import LinkUsage
+from tiered.links.meter import Meter
+from tiered.links.workers import Workers
+from tiered.memory.slab import HostSlab
+from tiered.tiers.base import Slot
+from tiered.tiers.files import ChunkFile, HomeFiles, files_of, place_of
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+from tiered.transfer import Transfer
+from tiered.units import PAGE_BYTES, MiB, format_size, round_up
+
+PART_BYTES = 16 * MiB
+#: Seconds between two looks at a drive that is full.
+FULL_RETRY_S = 1.0
+_MIN_THREADS = 4
+_THREADS_PER_PATH = 2
+_READ_PRIORITY, _WRITE_PRIORITY = 0, 1  # somebody waits for a read; writes have time
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class PartMover(Protocol):
+    """Moves bytes between memory and one file of a tier. Called by several threads at once."""
+
+    @property
+    def path(self) -> str:
+        """Return which way bytes take now, e.g. ``posix-direct``."""
+        ...
+
+    def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` (bytes, multiple of 4096 like the length).
+
+        Raises:
+            OSError: the drive refused. TransferError: the file ends too early.
+        """
+        ...
+
+    def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Write all of ``view`` at ``offset``, to a file that no snapshot links. Raises ``OSError``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a transfer: bytes ``start`` to ``stop`` of the slot, in one file; multiples of 4096."""
+
+    file: ChunkFile
+    start: int
+    stop: int
+
+
+class _Job:
+    """A transfer under way: how many parts are left, the first error, and which pieces have all their bytes."""
+
+    def __init__(self, transfer: Transfer, slab: HostSlab, home: HomeFiles, parts: list[Part], meter: Meter) -> None:
+        self.transfer, self.slab, self.home, self.meter = transfer, slab, home, meter
+        self.error: BaseException | None = None
+        self.found: dict[int, str] = {}  # checksums by the start of their piece
+        self._lock = threading.Lock()
+        self._num_left = 0
+        self._parts_left = {
+            piece: sum(part.start < piece[1] and piece[0] < part.stop for part in parts)
+            for piece in pieces(transfer.nbytes)
+        }
+
+    def expect(self, num_tasks: int) -> None:
+        """Say how many calls of ``task_done`` end the transfer."""
+        self._num_left = num_tasks
+
+    def arrived(self, part: Part) -> list[tuple[int, int]]:
+        """Count a part as moved; return the pieces that it completed."""
+        completed = []
+        with self._lock:
+            for piece in self._parts_left:
+                if part.start < piece[1] and piece[0] < part.stop:
+                    self._parts_left[piece] -= 1
+                    if not self._parts_left[piece]:
+                        completed.append(piece)
+        return completed
+
+    def digest(self, piece: tuple[int, int]) -> str:
+        """Return the checksum of a piece as it is in memory."""
+        with self.slab.view(*piece) as view:
+            return checksum(view)
+
+    def task_done(self, error: BaseException | None) -> bool:
+        """Count a task as ended; True for the last one."""
+        with self._lock:
+            self.error = self.error or error
+            self._num_left -= 1
+            return self._num_left == 0
+
+
+class FileEngine:
+    """The threads that read and write one NvmeTier's files; shared by its read and its write link.
+
+    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together; queued reads go first.
+    A transfer ends when all its parts did, so that its slots are untouched from then on even after an error.
+
+    Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared with
+    them when they are read (``always``); both on the same threads, without the interpreter's lock.
+    """
+
+    def __init__(
+        self, tier: NvmeTier, mover: PartMover, *, num_threads: int | None = None, part_bytes: int = PART_BYTES
+    ) -> None:
+        assert part_bytes > 0 and part_bytes % PAGE_BYTES == 0, part_bytes
+        self.tier, self.mover = tier, mover
+        self._part_bytes = part_bytes
+        num_threads = num_threads or max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
+        self._workers = Workers(num_threads, f"tiered-{tier.name}")
+        self._counting = threading.Lock()
+        self._num_links = 0
+        self._is_closing = threading.Event()
+
+    # -- transfers ---------------------------------------------------------------------------------------------
+
+    def start(self, files_slot: Slot, ram_slot: Slot, transfer: Transfer, meter: Meter, *, is_write: bool) -> None:
+        """Queue all parts of a transfer between the two slots."""
+        slab, home = ram_slot.resource, files_of(files_slot)
+        assert isinstance(slab, HostSlab), ram_slot
+        assert transfer.nbytes <= min(files_slot.nbytes, ram_slot.nbytes), (transfer.nbytes, files_slot, ram_slot)
+        parts = list(self._parts(home.files, transfer.nbytes))
+        meter.start(transfer.nbytes)
+        job = _Job(transfer, slab, home, parts, meter)
+        digests = list(pieces(transfer.nbytes)) if is_write and self.tier.verify != "off" else []
+        if is_write:
+            home.checksums, home.is_flushed = None, False  # until all the new ones are known
+        tasks: list[tuple[Part | None, tuple[int, int] | None]]
+        tasks = [(part, None) for part in parts] + [(None, piece) for piece in digests] or [(None, None)]
+        job.expect(len(tasks))
+        for part, piece in tasks:
+            self._workers.submit(
+                lambda part=part, piece=piece: self._run(job, part, piece, is_write),  # type: ignore[misc]
+                priority=_WRITE_PRIORITY if is_write else _READ_PRIORITY,
+            )
+
+    def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[Part]:
+        # O_DIRECT moves whole 4096s. Both slots have them: the slab is rounded up, and so are the files.
+        end = round_up(nbytes, PAGE_BYTES)
+        for file in files:
+            stop = min(file.offset + file.nbytes, end)
+            for start in range(file.offset, stop, self._part_bytes):
+                yield Part(file, start, min(start + self._part_bytes, stop))
+
+    def _run(self, job: _Job, part: Part | None, piece: tuple[int, int] | None, is_write: bool) -> None:
+        error: BaseException | None = None
+        if job.error is None:  # else the transfer has failed already: its other parts are not worth moving
+            try:
+                if piece is not None:
+                    job.found[piece[0]] = job.digest(piece)
+                if part is not None:
+                    self._move(job, part, is_write)
+                    if not is_write and self.tier.verify == "always":
+                        self._compare(job, job.arrived(part))
+            except OSError as cause:
+                error = self._wrap(cause, part, is_write)
+            except CorruptBlockError as cause:
+                error = cause
+            except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+                path = None if part is None else str(part.file.path)
+                error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=path)
+                error.__cause__ = cause
+        if job.task_done(error):
+            self._finish(job, is_write)
+
+    def _finish(self, job: _Job, is_write: bool) -> None:
+        if is_write and job.error is None and job.found:
+            job.home.checksums = tuple(job.found[start] for start, _ in pieces(job.transfer.nbytes))
+        job.meter.end(job.transfer.nbytes, moved=job.error is None)
+        job.transfer.finish(job.error)
+
+    # -- one part ----------------------------------------------------------------------------------------------
+
+    def _move(self, job: _Job, part: Part, is_write: bool) -> None:
+        offset = part.start - part.file.offset
+        with job.slab.view(part.start, part.stop) as view:
+            if not is_write:
+                self.mover.read(part.file, offset, view)
+                return
+            while True:
+                try:
+                    self.mover.write(part.file, offset, view)
+                    break
+                except OSError as cause:
+                    if cause.errno not in _NO_SPACE or self.tier.on_full != "pause":
+                        raise
+                    self._wait_for_space(part, cause)
+        contents_end = min(part.stop, job.transfer.nbytes)
+        self.tier.count_written(part.file.path_index, contents_end - part.start)
+
+    def _wait_for_space(self, part: Part, cause: OSError) -> None:
+        """Say once that a drive is full, wait a moment; raises ``cause`` when the links are being closed."""
+        path = self.tier.paths[part.file.path_index]
+        self.tier.notice(
+            f"the drive of '{path}' is full ({cause.strerror}): paused, nothing is lost. Free at least "
+            f"{format_size(part.file.nbytes)} there and the run goes on by itself",
+            once=f"full:{path}",
+        )
+        if self._is_closing.wait(FULL_RETRY_S):
+            raise cause
+
+    def _compare(self, job: _Job, completed: list[tuple[int, int]]) -> None:
+        """Check the pieces that are whole now against the checksums of what was written."""
+        if job.home.checksums is None:
+            return  # nothing was written since the tier was told to check
+        for start, stop in completed:
+            expected, found = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
+            if found != expected:
+                raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home, start, stop))
+
+    def _wrap(self, cause: OSError, part: Part | None, is_write: bool) -> TransferError:
+        if isinstance(cause, TransferError):
+            return cause
+        error = TransferError(
+            f"{'write' if is_write else 'read'} failed: {cause.strerror}",
+            tier=self.tier.name,
+            path=None if part is None else str(part.file.path),
+            errno=cause.errno,
+            offset=None if part is None else part.start - part.file.offset,
+        )
+        error.__cause__ = cause
+        return error
+
+    # -- the threads -------------------------------------------------------------------------------------------
+
+    def link_opened(self) -> None:
+        """Count a link that uses this engine."""
+        with self._counting:
+            self._num_links += 1
+
+    def link_closed(self) -> None:
+        """Stop the threads once the last link was closed, after everything queued has run."""
+        with self._counting:
+            self._num_links -= 1
+            is_last = self._num_links == 0
+        if is_last:
+            self._is_closing.set()
+            self._workers.close()
+            self.mover.close()
+
+
+class _FileLink:
+    """What both directions share."""
+
+    def __init__(self, src: str, dst: str, engine: FileEngine) -> None:
+        self.src = src
+        self.dst = dst
+        self._engine = engine
+        self._meter = Meter()
+        self._is_closed = False
+        engine.link_opened()
+
+    @property
+    def path(self) -> str:
+        """Return which way bytes take now, e.g. ``posix-direct`` or ``kvikio-posix``."""
+        return self._engine.mover.path
+
+    def usage(self) -> LinkUsage:
+        """Return the counters of this direction."""
+        return self._meter.usage(self.path)
+
+    def close(self) -> None:
+        """Finish what is under way; the threads stop with the last link of the engine. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.link_closed()
+
+
+class FileReadLink(_FileLink):
+    """Reads home slots of an NvmeTier into slots of a RamTier."""
+
+    def __init__(self, nvme: NvmeTier, ram: RamTier, engine: FileEngine) -> None:
+        super().__init__(nvme.name, ram.name, engine)
+
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        """Start reading the first ``nbytes`` of the files and return at once."""
+        transfer = Transfer(self.src, self.dst, nbytes, self.path)
+        self._engine.start(src_slot, dst_slot, transfer, self._meter, is_write=False)
+        return transfer
+
+
+class FileWriteLink(_FileLink):
+    """Writes slots of a RamTier to home slots of an NvmeTier. Files that a snapshot holds are replaced, not written."""
+
+    def __init__(self, ram: RamTier, nvme: NvmeTier, engine: FileEngine) -> None:
+        super().__init__(ram.name, nvme.name, engine)
+
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        """Start writing all contents of the slot (``nbytes`` must be the slot's) and return at once."""
+        assert nbytes == dst_slot.nbytes, f"a part of a slot cannot be written: {nbytes} of {dst_slot.nbytes} bytes"
+        transfer = Transfer(self.src, self.dst, nbytes, self.path)
+        self._engine.start(dst_slot, src_slot, transfer, self._meter, is_write=True)
+        return transfer
