@@ -49,6 +49,7 @@ class Session:
 
     def __init__(self, config: RunConfig, plan: Plan) -> None:
         self.config, self.plan = config, plan
+        self._engine: StepEngine | None = None
         self._weights: WeightLoader | None = None
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
@@ -158,7 +159,7 @@ class Session:
             plan.program.schedule(plan.placement.homes, num_steps),
             lookahead_bytes=prefetch if isinstance(prefetch, int) else None,
         )
-        return StepEngine(
+        self._engine = StepEngine(
             self.store,
             plan.graph,
             plan.trace,
@@ -169,14 +170,17 @@ class Session:
             order=self.config.advanced.micro_batch_order,
             segments=lambda layout: build_segments(layout, table.weight_decay, table.weight_decay_exclude),
             max_grad_norm=table.max_grad_norm,
+            nonfinite=table.nonfinite,
             seed=self.config.seed,
         )
+        return self._engine
 
     # -- afterwards --------------------------------------------------------------------------------------------
 
     @contextmanager
     def master_weights(self, layout: UnitLayout) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yield a unit's fp32 master weights by full parameter name; read-only."""
+        """Yield a unit's fp32 master weights, after the last step's update, by full parameter name; read-only."""
+        self.finish_updates()
         weight, low = weight_key(layout.name), state_key(layout.name, "low")
         with self.store.acquire(weight, "ram", "r") as lease:
             if not weight_is_split(self.plan.graph):
@@ -190,8 +194,15 @@ class Session:
                 yield views(master, layout)
         self._leave(weight, low)
 
+    def finish_updates(self) -> None:
+        """Make the update that the last step left to the next one."""
+        if self._engine is not None:
+            self._engine.finish_updates()
+
     def _end_training(self) -> None:
         """Give back what only steps need; weights and optimizer state stay."""
+        self.finish_updates()
+        self._engine = None
         self.store.set_schedule(None)
         blocks = self.plan.program.blocks.values()
         self.store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))

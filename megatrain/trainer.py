@@ -151,6 +151,7 @@ class Loop:
             now_s = time.perf_counter()
             eta_s = (now_s - start_s) / (number + 1) * (self._num_steps - number - 1)
             self._tell(number, batch, result, lr, now_s - step_start_s, eta_s, store.stats() - stats)
+        engine.finish_updates()
         seconds = time.perf_counter() - start_s
         store.wait_idle()
         moved = store.stats() - before

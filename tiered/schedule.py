@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,15 +36,29 @@ class Schedule:
         period: ticks after which the sequence repeats (one training step), or None for once.
             All ticks must then lie in ``[0, period)``.
         end: first tick at which nothing is accessed any more (the end of training), or None.
+        start: first tick of the sequence, a multiple of the period.
+        deferred: ticks of a period that finish what the period before began: the first period lacks them, and in the
+            one that ``end`` begins only they are accessed.
 
     Raises:
         ValueError: a tick outside the period.
     """
 
-    def __init__(self, accesses: Iterable[Access], period: int | None = None, end: int | None = None) -> None:
+    def __init__(
+        self,
+        accesses: Iterable[Access],
+        period: int | None = None,
+        end: int | None = None,
+        *,
+        start: int = 0,
+        deferred: Collection[int] = (),
+    ) -> None:
         self.accesses: Sequence[Access] = sorted(accesses, key=lambda access: access.tick)
         self.period = period
         self.end = end
+        self.start = start
+        self.deferred = frozenset(deferred)
+        assert period is not None or not self.deferred, "only what repeats can be deferred"
         if period is not None and self.accesses and not 0 <= self.accesses[0].tick <= self.accesses[-1].tick < period:
             raise ValueError(f"ticks must lie in [0, {period}) for a schedule of that period")
         self._ticks = [access.tick for access in self.accesses]
@@ -59,21 +73,30 @@ class Schedule:
 
     def __contains__(self, access: Access) -> bool:
         tick = access.tick if self.period is None else access.tick % self.period
-        return tick in self._uses.get((access.key, access.tier), ())
+        return self._is_used(access.tick) and tick in self._uses.get((access.key, access.tier), ())
 
     def next_use(self, key: str, tier: str, after: int) -> int:
         """Return the first tick later than ``after`` at which the copy is used, or ``NEVER``."""
         ticks = self._uses.get((key, tier))
         if not ticks:
             return NEVER
-        base, local = (0, after) if self.period is None else (after - after % self.period, after % self.period)
+        if self.period is None:
+            index = bisect_right(ticks, after)
+            return ticks[index] if index < len(ticks) and self._is_used(ticks[index]) else NEVER
+        after = max(after, self.start - 1)
+        base, local = after - after % self.period, after % self.period
         index = bisect_right(ticks, local)
-        if index < len(ticks):
-            return self._clip(base + ticks[index])
-        return NEVER if self.period is None else self._clip(base + self.period + ticks[0])
+        for number in range(index, index + 2 * len(ticks)):  # a period may lack its deferred ticks, or have only them
+            turn, place = divmod(number, len(ticks))
+            tick = base + turn * self.period + ticks[place]
+            if self._is_used(tick):
+                return tick
+        return NEVER
 
     def at(self, tick: int) -> Iterator[Access]:
         """Yield the accesses of exactly this tick."""
+        if not self._is_used(tick):
+            return
         local = tick if self.period is None else tick % self.period
         index = bisect_right(self._ticks, local - 1)
         while index < len(self.accesses) and self._ticks[index] == local:
@@ -85,6 +108,7 @@ class Schedule:
         """Yield the accesses later than ``now`` in deadline order, at most one period of them."""
         if not self.accesses:
             return
+        now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
         start = bisect_right(self._ticks, local)
         count = len(self.accesses) - start if self.period is None else len(self.accesses)
@@ -92,12 +116,13 @@ class Schedule:
             turn, place = divmod(index, len(self.accesses))
             access = self.accesses[place]
             tick = base + turn * (self.period or 0) + access.tick
-            if self.end is not None and tick >= self.end:
-                return
-            yield Access(tick, access.key, access.tier, access.mode)
+            if self._is_used(tick):
+                yield Access(tick, access.key, access.tier, access.mode)
 
-    def _clip(self, tick: int) -> int:
-        return tick if self.end is None or tick < self.end else NEVER
+    def _is_used(self, tick: int) -> bool:
+        """Return whether the sequence reaches this tick at all."""
+        late_by = 0 if self.period is None or tick % self.period not in self.deferred else self.period
+        return self.start <= tick - late_by and (self.end is None or tick - late_by < self.end)
 
 
 @dataclass

@@ -157,6 +157,9 @@ class OptimizerConfig(Table):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Gradients are scaled to at most this norm. 0: no clipping."
     )
+    nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="A NaN or infinite gradient: stop ends the run, skip leaves that update out."
+    )
     lr_scheduler_type: str = Field(
         default="cosine", description="Name of a schedule of transformers, e.g. cosine, linear."
     )

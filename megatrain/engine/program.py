@@ -7,9 +7,8 @@ the planned traffic and the moved traffic are one thing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -51,7 +50,6 @@ class Tick:
         held: (key, mode) leased together for the whole tick.
         passing: (key, mode) leased one after the other within it (activations of the micro-batches).
         spent: keys whose contents are dead after the tick: dropped, never written back.
-        kept: held keys that the next tick holds too: their copies stay for it.
     """
 
     phase: Phase
@@ -59,16 +57,46 @@ class Tick:
     held: tuple[tuple[str, Mode], ...]
     passing: tuple[tuple[str, Mode], ...] = ()
     spent: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()
+
+
+class Turn(NamedTuple):
+    """One tick as a run comes to it.
+
+    Attributes:
+        number: position of the tick in the step. tick: what is held.
+        kept: held keys that the next turn holds too: their copies stay for it.
+    """
+
+    number: int
+    tick: Tick
+    kept: frozenset[str]
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """All blocks and ticks of a step. Ticks are numbered by their position."""
+    """All blocks and ticks of a step. Ticks are numbered by their position.
+
+    The ``update`` ticks among them finish the step before: a block group is updated just before the forward that
+    needs it, when the global norm is long known. So the first step lacks them, and after the last one only they
+    are left. No forward ever sees weights that are not updated.
+    """
 
     blocks: Mapping[str, BlockPlan]
     ticks: tuple[Tick, ...]
     compute_tier: str
+
+    def turns(self, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
+        """Return the ticks of a step in order: those that finish the step before, its own forward and backward."""
+        chosen = [(n, tick) for n, tick in enumerate(self.ticks) if (updates if tick.phase == "update" else passes)]
+        following: Sequence[Tick | None] = [*(tick for _, tick in chosen[1:]), None]
+        return tuple(Turn(n, tick, self._kept(tick, after)) for (n, tick), after in zip(chosen, following, strict=True))
+
+    def _kept(self, tick: Tick, following: Tick | None) -> frozenset[str]:
+        """Return what two consecutive ticks of one tier both hold. Costs no room: the second needs it there anyway."""
+        if following is None or self.tier_of(tick) != self.tier_of(following):
+            return frozenset()
+        both = {key for key, _ in tick.held} & {key for key, _ in following.held}
+        return frozenset(both - tick.spent)
 
     def tier_of(self, tick: Tick) -> str:
         return "ram" if tick.phase == "update" else self.compute_tier
@@ -80,13 +108,16 @@ class StepProgram:
             for key, mode in (*tick.held, *tick.passing):
                 yield Access(number, key, tier, mode)
 
-    def schedule(self, homes: Mapping[str, str], num_steps: int) -> Schedule:
-        """Return the schedule of ``num_steps`` steps.
+    def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
+        """Return the schedule of ``num_steps`` steps from ``first_step`` on, and of the updates that end them.
 
         Reads at home need no foresight. Writes do, wherever they happen: a copy must not be fetched before them.
         """
         streamed = [access for access in self.accesses() if homes[access.key] != access.tier or access.mode != "r"]
-        return Schedule(streamed, period=len(self.ticks), end=num_steps * len(self.ticks))
+        period = len(self.ticks)
+        deferred = [number for number, tick in enumerate(self.ticks) if tick.phase == "update"]
+        start, end = first_step * period, (first_step + num_steps) * period
+        return Schedule(streamed, period, end, start=start, deferred=deferred)
 
 
 class ProgramBuilder:
@@ -116,11 +147,13 @@ class ProgramBuilder:
         self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
         self._state_kinds = state_kinds
         self._uses = uses_of_layouts(graph, trace)
+        # A device computes while the host updates what comes next; on the CPU both take turns.
+        self._lead = 0 if compute_tier == "ram" else 1
 
     def build(self) -> StepProgram:
         """Return the program."""
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
-        return StepProgram(blocks, self._with_kept(list(self._ticks())), self._compute_tier)
+        return StepProgram(blocks, tuple(self._ticks()), self._compute_tier)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -149,24 +182,26 @@ class ProgramBuilder:
         """Return which set of activation blocks a micro-batch uses: one at a time needs only one set."""
         return micro_batch if self._order == "layer" else 0
 
-    def _with_kept(self, ticks: list[Tick]) -> tuple[Tick, ...]:
-        """Note what consecutive ticks of one tier both hold. Costs no room: the second needs it there anyway."""
-        for number, (tick, following) in enumerate(pairwise(ticks)):
-            if self._compute_tier == "ram" or "update" not in (tick.phase, following.phase):
-                both = {key for key, _ in tick.held} & {key for key, _ in following.held}
-                ticks[number] = replace(tick, kept=frozenset(both - tick.spent))
-        return tuple(ticks)
-
     # -- ticks -------------------------------------------------------------------------------------------------
 
     def _ticks(self) -> Iterator[Tick]:
         everything = list(range(self._num_micro_batches))
         groups = [everything] if self._order == "layer" else [[micro_batch] for micro_batch in everything]
         for number, group in enumerate(groups):
-            yield from self._pass(group, is_first=number == 0, is_last=number == len(groups) - 1)
+            ticks = list(self._pass(group, is_first=number == 0, is_last=number == len(groups) - 1))
+            yield from self._with_updates(ticks) if number == 0 else ticks
+
+    def _with_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
+        """Yield the ticks of the first pass, each preceded by the updates of what it or the next ones use first."""
+        updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
-                yield self._update(index, layout)
+                weight = weight_key(layout.name)
+                first = next(n for n, tick in enumerate(ticks) if weight in dict(tick.held))
+                updates.setdefault(max(0, first - self._lead), []).append(self._update(index, layout))
+        for number, tick in enumerate(ticks):
+            yield from updates.get(number, ())
+            yield tick
 
     def _pass(self, group: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[Tick]:
         """Yield the ticks of forward, head and backward over one group of micro-batches."""

@@ -6,7 +6,7 @@ what crosses each link is exactly what the program of the step says, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ import torch
 from megatrain.engine.program import (
     StepProgram,
     Tick,
+    Turn,
     activation_key,
     gradient_key,
     layouts_of_unit,
@@ -54,6 +55,7 @@ class StoreAccess:
 
     Args:
         homes: block key -> tier, as planned and registered.
+        update: called with the index of a layout at the tick of its update.
     """
 
     def __init__(
@@ -64,12 +66,16 @@ class StoreAccess:
         program: StepProgram,
         homes: Mapping[str, str],
         threads: KernelThreads,
+        update: Callable[[int], None],
     ) -> None:
         self._store, self._graph, self._program, self._homes = store, graph, program, homes
         self._uses = uses_of_layouts(graph, trace)
         self._tier = program.compute_tier
         self._threads = threads
-        self._tick = -1
+        self._update = update
+        self._first_tick = 0
+        self._turns: Iterator[Turn] = iter(())
+        self._turn: Turn | None = None
         self._merges: dict[str, dict[int, set[str]]] = {}
         self._shapes: dict[str, torch.Size] = {}
         self.squared_norms: dict[str, float] = {}
@@ -77,20 +83,39 @@ class StoreAccess:
 
     # -- the program counter -----------------------------------------------------------------------------------
 
-    def start_step(self, step: int) -> None:
-        """Begin a step: ``step`` counts from 0 and numbers the ticks that the schedule speaks of."""
-        self._tick = step * len(self._program.ticks) - 1
+    def start_step(self, step: int, *, updates: bool) -> None:
+        """Begin a step: ``step`` counts from 0 and numbers the ticks that the schedule speaks of.
+
+        Args:
+            updates: whether the step before left updates to be made on the way.
+        """
+        self._start(step, updates=updates, passes=True)
         self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses.items()}
         self.squared_norms, self.with_gradient = {}, {}
 
-    def begin(self, phase: Literal["forward", "head", "backward", "update"], visit: int) -> None:
-        """Move to the next tick of the program; it must be the one that the engine is about to execute."""
-        self._tick += 1
-        tick = self._current
-        assert (tick.phase, tick.visit) == (phase, visit), (
-            f"program says {tick.phase} {tick.visit}, not {phase} {visit}"
-        )
-        self._store.advance(self._tick)
+    def run_updates(self, step: int) -> None:
+        """Make the updates that the step before ``step`` left, without beginning another one."""
+        self._start(step, updates=True, passes=False)
+        while self._move_on():
+            self._update(self._tick.visit)
+
+    def _start(self, step: int, *, updates: bool, passes: bool) -> None:
+        self._first_tick = step * len(self._program.ticks)
+        self._turns = iter(self._program.turns(updates=updates, passes=passes))
+
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+        """Move to the next pass tick of the program, making the updates that come before it."""
+        while self._move_on() and self._tick.phase == "update":
+            self._update(self._tick.visit)
+        tick = self._tick
+        assert (tick.phase, tick.visit) == (phase, visit), f"planned {tick.phase} {tick.visit}, not {phase} {visit}"
+
+    def _move_on(self) -> bool:
+        """Move to the next tick, and tell the prefetcher; False after the last one."""
+        self._turn = next(self._turns, None)
+        if self._turn is not None:
+            self._store.advance(self._first_tick + self._turn.number)
+        return self._turn is not None
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -107,22 +132,23 @@ class StoreAccess:
     @contextmanager
     def leases(self, requests: list[tuple[str, Mode]], tier: str) -> Iterator[list[Lease]]:
         """Lease blocks together; afterwards drop the copies that are away from home (changed ones are written back)."""
-        tick = self._current
         with self._store.acquire_many([(key, tier, mode) for key, mode in requests]) as group:
             yield list(group)
         for key, _ in requests:
-            self._leave(key, tier, tick)
+            self._leave(key, tier)
 
     @property
-    def _current(self) -> Tick:
-        return self._program.ticks[self._tick % len(self._program.ticks)]
+    def _tick(self) -> Tick:
+        assert self._turn is not None, "no tick has begun, or the step is over"
+        return self._turn.tick
 
-    def _leave(self, key: str, tier: str, tick: Tick) -> None:
+    def _leave(self, key: str, tier: str) -> None:
         """Let go of a block after its tick: spent contents are dropped, copies away from home go back there."""
-        if key in tick.spent:
+        assert self._turn is not None
+        if key in self._turn.tick.spent:
             self._store.discard(key)
             return
-        if self._homes[key] == tier or key in tick.kept:
+        if self._homes[key] == tier or key in self._turn.kept:
             return
         if tier == "gpu" and self._homes[key] == "nvme":
             # The middle copy first: with it still there, the prefetcher could bring the next use from it.
@@ -135,8 +161,7 @@ class StoreAccess:
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         """Yield the accumulators of this use site. The last use site to be filled takes up the others' sums."""
         names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
-        tick = self._current
-        modes: dict[str, Mode] = dict(tick.held)
+        modes: dict[str, Mode] = dict(self._tick.held)
         own = {name: gradient_key(name, self._uses[name].index(visit)) for name in names}
         others = {
             name: [
@@ -160,7 +185,7 @@ class StoreAccess:
             for name in names:
                 self._close_use(name, visit, tensors, own[name], added, modes[own[name]])
         for key, _ in requests:
-            self._leave(key, self._tier, tick)
+            self._leave(key, self._tier)
 
     def _added(self, name: str, visit: int) -> set[str]:
         return self._merges[name][self._uses[name].index(visit)]
@@ -213,7 +238,7 @@ class StoreAccess:
             flat = lease.tensor[: tensor.numel()]
             flat.copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
-        self._leave(key, self._tier, self._current)
+        self._leave(key, self._tier)
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward layer by layer, exact clipping, update block group by block group."""
+"""One optimizer step: forward and backward layer by layer, exact clipping, the update just before the next forward."""
 
 from __future__ import annotations
 
@@ -34,12 +34,27 @@ class StepResult:
 
     Attributes:
         loss: token-weighted mean over the step, before the update. grad_norm: global norm before clipping.
-        num_trained_tokens: tokens that had a label.
+        num_trained_tokens: tokens that had a label. skipped: the gradient was not finite and is not used.
     """
 
     loss: float
     grad_norm: float
     num_trained_tokens: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingUpdate:
+    """What the next step does for this one.
+
+    Attributes:
+        step: number of the step that left it. update: step, learning rate, scale of the gradient.
+        with_gradient: layout -> parameters that got a gradient.
+    """
+
+    step: int
+    update: Update
+    with_gradient: Mapping[str, set[str]]
 
 
 class StepEngine:
@@ -49,7 +64,11 @@ class StepEngine:
         store: holds every block of ``program``, with contents for weights and state.
         homes: block key -> tier. segments: what of a layout is updated with which decay.
         max_grad_norm: largest global norm that is let through; 0: no clipping.
+        nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out.
         seed: of dropout.
+
+    Attributes:
+        num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.
     """
 
     def __init__(
@@ -65,12 +84,13 @@ class StepEngine:
         order: Literal["layer", "micro_batch"] = "layer",
         segments: Callable[[UnitLayout], Sequence[Segment]],
         max_grad_norm: float,
+        nonfinite: Literal["stop", "skip"] = "stop",
         seed: int = 0,
         threads: KernelThreads | None = None,
     ) -> None:
         self._graph, self._optimizer = graph, optimizer
-        self._max_grad_norm, self._seed = max_grad_norm, seed
-        self._access = StoreAccess(store, graph, trace, program, homes, threads or KernelThreads())
+        self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
+        self._access = StoreAccess(store, graph, trace, program, homes, threads or KernelThreads(), self._update)
         self._runner = LayerRunner(
             graph,
             self._access,
@@ -81,46 +101,65 @@ class StepEngine:
             trace=trace,
         )
         uses = uses_of_layouts(graph, trace)
-        self._trained = [
-            (index, layout, tuple(segments(layout)))
+        self._trained = {
+            index: (layout, tuple(segments(layout)))
             for index, layout in enumerate(graph.layouts.values())
             if layout.trainable and uses[layout.name]
-        ]
+        }
+        self._pending: _PendingUpdate | None = None
+        self.num_updates = 0
         # The master weight itself, "weight", is a kind of the optimizer like its state.
         self._kinds = [kind.name for kind in optimizer.state_kinds(weight_is_split(graph))]
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
 
+        Its update is made by the next step, block group by block group, each just before the forward that needs it;
+        ``finish_updates`` makes it now. Nobody but the next step may read weights or state before.
+
         Raises:
             NonFiniteGradientError: the gradient is not finite; weights and state are as before the step.
             NoTrainedTokensError: no position of the step has a label.
         """
-        self._access.start_step(number)
+        self._access.start_step(number, updates=self._pending is not None)
         loss = self._runner.forward_backward(micro_batches, seed=self._seed + number)
-        norm = global_norm(self._access.squared_norms[layout.name] for _, layout, _ in self._trained)
-        if not math.isfinite(norm):
+        self._pending = None  # its last part was made on the way
+        norm = global_norm(self._access.squared_norms[layout.name] for layout, _ in self._trained.values())
+        if math.isfinite(norm):
+            self.num_updates += 1
+            update = Update(self.num_updates, lr, clip_coefficient(norm, self._max_grad_norm))
+            self._pending = _PendingUpdate(number, update, self._access.with_gradient)
+        elif self._nonfinite == "stop":
             raise NonFiniteGradientError(
                 f"step {number + 1}: the gradient is not finite (loss {loss.loss}); nothing was updated in this step. "
-                "Lower optimizer.learning_rate, or look at the data of this step"
+                'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
             )
-        update = Update(number + 1, lr, clip_coefficient(norm, self._max_grad_norm))
-        for index, layout, segments in self._trained:
-            self._update(index, layout, segments, update)
-        return StepResult(loss.loss, norm, loss.num_trained_tokens)
+        return StepResult(loss.loss, norm, loss.num_trained_tokens, skipped=self._pending is None)
 
-    def _update(self, index: int, layout: UnitLayout, segments: Sequence[Segment], update: Update) -> None:
-        self._access.begin("update", index)
+    def finish_updates(self) -> None:
+        """Make the update that the last step left; afterwards weights and state are those after the step.
+
+        Costs nothing when none is left. To be called before anybody else reads them: checkpoint, export, evaluation.
+        """
+        if self._pending is not None:
+            self._access.run_updates(self._pending.step + 1)
+            self._pending = None
+
+    def _update(self, index: int) -> None:
+        """Update one block group: called when its tick comes."""
+        assert self._pending is not None
+        layout, segments = self._trained[index]
         keys = {kind: state_key(layout.name, kind) for kind in self._kinds}
         gradient = gradient_key(layout.name, 0)
         requests: list[tuple[str, Mode]] = [(key, "rw") for key in keys.values()]
         with self._access.leases([*requests, (gradient, "r")], "ram") as leases:
             tensors = {lease.key: lease.tensor for lease in leases}
             # As in torch, a parameter that got no gradient in this step is left alone: no decay, no moments.
-            starts = {entry.offset for entry in layout.entries if entry.name in self._access.with_gradient[layout.name]}
+            filled = self._pending.with_gradient[layout.name]
+            starts = {entry.offset for entry in layout.entries if entry.name in filled}
             chosen = [segment for segment in segments if segment.start in starts]
             blocks = {kind: tensors[key] for kind, key in keys.items()}
-            self._optimizer.update(blocks, tensors[gradient], chosen, update)
+            self._optimizer.update(blocks, tensors[gradient], chosen, self._pending.update)
 
 
 def weight_is_split(graph: ModelGraph) -> bool:

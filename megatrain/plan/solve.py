@@ -52,7 +52,9 @@ class Placement:
         homes: block key -> tier. home_bytes: tier -> kind -> slot bytes.
         working_bytes: tier -> the largest working set of a tick that is not at home.
         median_working_bytes: tier -> what half of the ticks need at most.
-        traffic_bytes: ``"src->dst"`` -> contents moved per step.
+        traffic_bytes: ``"src->dst"`` -> contents moved per step, between the first and the last.
+        first_traffic_bytes: the same for a first step, which finds nothing to update.
+        last_traffic_bytes: the same for the updates after the last step.
         lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
         workspace_bytes: tier -> bytes outside blocks.
     """
@@ -62,8 +64,18 @@ class Placement:
     working_bytes: Mapping[str, int]
     median_working_bytes: Mapping[str, int]
     traffic_bytes: Mapping[str, int]
+    first_traffic_bytes: Mapping[str, int]
+    last_traffic_bytes: Mapping[str, int]
     lookahead: bool
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
+        """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
+        assert num_steps >= 1, num_steps
+        return {
+            link: self.first_traffic_bytes[link] + (num_steps - 1) * nbytes + self.last_traffic_bytes[link]
+            for link, nbytes in self.traffic_bytes.items()
+        }
 
     def peak_bytes(self, tier: str) -> int:
         """Return the smallest capacity of ``tier`` with which this placement runs."""
@@ -152,15 +164,17 @@ class PlacementSolver:
             working_bytes={name: state.largest_working_set(name, ahead=False) for name in self._order},
             median_working_bytes={name: int(median_low(state.working_sets(name))) for name in self._order},
             traffic_bytes=self.traffic(state.homes),
+            first_traffic_bytes=self.traffic(state.homes, updates=False),
+            last_traffic_bytes=self.traffic(state.homes, passes=False),
             lookahead=ahead,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
         )
 
-    def traffic(self, homes: Mapping[str, str]) -> dict[str, int]:
-        """Return the contents that each link moves in one step, by ``"src->dst"``."""
+    def traffic(self, homes: Mapping[str, str], *, updates: bool = True, passes: bool = True) -> dict[str, int]:
+        """Return the contents that each link moves in one step, by ``"src->dst"``; arguments: ``StepProgram.turns``."""
         moved = {f"{a}->{b}": 0 for s in self._order for d in self._order if s != d for a, b in self.route(s, d)}
         here: dict[str, bool] = {}  # copies that the tick before left in place -> whether they are newer than home
-        for tick in self._program.ticks:
+        for _, tick, kept in self._program.turns(updates=updates, passes=passes):
             tier, left = self._program.tier_of(tick), here
             here = {}
             for key, mode in (*tick.held, *tick.passing):
@@ -171,7 +185,7 @@ class PlacementSolver:
                     for a, b in self.route(homes[key], tier):
                         moved[f"{a}->{b}"] += nbytes
                 is_newer = mode != "r" or left.get(key, False)
-                if key in tick.kept:
+                if key in kept:
                     here[key] = is_newer
                 elif is_newer and key not in tick.spent:
                     for a, b in self.route(tier, homes[key]):

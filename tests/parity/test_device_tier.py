@@ -36,4 +36,4 @@ def test_device_tier_gives_the_same_bits(
     assert result.digests == expected.digests
     assert result.moved is not None
     moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
-    assert moved == {link: NUM_STEPS * nbytes for link, nbytes in result.plan.traffic.items()}
+    assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)

@@ -91,6 +91,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
             result = engine.step(next(loader).micro_batches, number=number, lr=lr(number))
             run.losses.append(result.loss)
             run.grad_norms.append(result.grad_norm)
+        engine.finish_updates()
         session.store.wait_idle()
         run.moved = session.store.stats() - before
         session.store.set_schedule(None)

@@ -46,3 +46,31 @@ def test_a_trace_becomes_a_schedule_and_ticks_must_fit_the_period() -> None:
     assert [access.key for access in Schedule.from_trace(trace, period=3).accesses] == ["a", "b"]
     with pytest.raises(ValueError, match=r"\[0, 2\)"):
         Schedule.from_trace(trace, period=2)
+
+
+def deferring_schedule() -> Schedule:
+    """Return three steps of "update a, use a, use b" in which the update finishes the step before."""
+    accesses = [Access(0, "a/m", "ram", "rw"), Access(1, "a", "ram"), Access(2, "b", "ram")]
+    return Schedule(accesses, period=3, end=9, deferred=[0])
+
+
+def test_deferred_ticks_are_missing_at_first_and_alone_at_the_end() -> None:
+    schedule = deferring_schedule()
+    reached = [(a.tick, a.key) for tick in range(15) for a in schedule.at(tick)]
+    assert reached == [(1, "a"), (2, "b"), (3, "a/m"), (4, "a"), (5, "b"), (6, "a/m"), (7, "a"), (8, "b"), (9, "a/m")]
+    assert Access(0, "a/m", "ram", "rw") not in schedule
+    assert Access(9, "a/m", "ram", "rw") in schedule
+
+
+def test_next_use_and_upcoming_know_deferred_ticks() -> None:
+    schedule = deferring_schedule()
+    assert [schedule.next_use("a/m", "ram", now) for now in (-1, 0, 2, 3, 6, 8, 9)] == [3, 3, 3, 6, 9, 9, NEVER]
+    assert schedule.next_use("a", "ram", 7) == NEVER
+    assert [(a.tick, a.key) for a in schedule.upcoming(8)] == [(9, "a/m")]
+    assert [(a.tick, a.key) for a in schedule.upcoming(0)] == [(1, "a"), (2, "b"), (3, "a/m")]
+
+
+def test_a_schedule_can_start_late() -> None:
+    schedule = Schedule([Access(0, "a", "ram"), Access(1, "b", "ram")], period=2, start=4, end=6, deferred=[1])
+    assert [(a.tick, a.key) for tick in range(10) for a in schedule.at(tick)] == [(4, "a"), (7, "b")]
+    assert schedule.next_use("a", "ram", -1) == 4
