@@ -82,18 +82,13 @@ def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
 
 @dataclass
 class TimedOptimizer:
-    """An optimizer that notes when the update phase of a step begins and how long its kernels run."""
+    """An optimizer that notes how long its kernels run."""
 
     inner: Optimizer
-    first_update_s: float | None = None
     kernel_s: float = 0.0
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         return self.inner.state_kinds(split_master)
-
-    def reset(self) -> None:
-        """Forget the step before."""
-        self.first_update_s, self.kernel_s = None, 0.0
 
     def warm_up(self) -> None:
         self.inner.warm_up()
@@ -102,8 +97,6 @@ class TimedOptimizer:
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
         start_s = time.perf_counter()
-        if self.first_update_s is None:
-            self.first_update_s = start_s
         self.inner.update(blocks, gradient, segments, update)
         self.kernel_s += time.perf_counter() - start_s
 
@@ -122,6 +115,7 @@ class Ours:
         self.optimizer = TimedOptimizer(plan.optimizer)
         self.plan = replace(plan, optimizer=self.optimizer)
         self.windows: list[StoreStats] = []
+        self._num_steps = 0
         self._session = Session(config, self.plan)
         self._store = self._session.store
         self._session.prepare()
@@ -141,30 +135,47 @@ class Ours:
 
         That wait counts: nothing of this side may run in the time of another.
         """
-        store, optimizer = self._store, self.optimizer
-        optimizer.reset()
+        return self.steps([micro_batches], lr)
+
+    def steps(self, batches: Sequence[MicroBatches], lr: float) -> StepTimes:
+        """Run steps one after the other without a pause; return means of one step, and the last loss and norm."""
+        store, self.optimizer.kernel_s = self._store, 0.0
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        result = self._engine.step(micro_batches, number=len(self.windows), lr=lr)
+        for micro_batches in batches:
+            result = self._engine.step(micro_batches, number=self._num_steps, lr=lr)
+            self._num_steps += 1
         stepped_s = time.perf_counter()
         store.wait_idle()
         end_s = time.perf_counter()
-        now = store.stats()
-        window, self._before = now - self._before, now
-        self.windows.append(window)
-        assert optimizer.first_update_s is not None
+        window = self._end_window()
         parts = {
-            "forward_backward": optimizer.first_update_s - start_s,
-            "update": stepped_s - optimizer.first_update_s,
-            "update_kernels": optimizer.kernel_s,
+            "update_kernels": self.optimizer.kernel_s,
             "settle": end_s - stepped_s,
             "cpu": time.process_time() - start_cpu_s,
             **{f"stall_{cause}": seconds for cause, seconds in window.stall_s.items()},
         }
-        return StepTimes(end_s - start_s, parts, result.loss, result.grad_norm)
+        parts = {name: seconds / len(batches) for name, seconds in parts.items()}
+        return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm)
+
+    def finish(self) -> None:
+        """Make the update that the last step left."""
+        self._engine.finish_updates()
+        self._store.wait_idle()
+        self._end_window()
+
+    def _end_window(self) -> StoreStats:
+        now = self._store.stats()
+        window, self._before = now - self._before, now
+        self.windows.append(window)
+        return window
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes that crossed each link in all steps."""
         return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
+
+    def planned_bytes(self) -> dict[str, int]:
+        """Return what the plan says that all steps move, the update after the last one included."""
+        return self.plan.placement.run_traffic_bytes(self._num_steps)
 
 
 class Plain:

@@ -27,6 +27,7 @@ RANKS = {
     "tiered.schedule": 2,
     "tiered.events": 2,
     "tiered.checksums": 3,
+    "tiered.simulation": 7,
     "tiered.memory": 3,
     "tiered.manifest": 4,
     "tiered.zarr_layout": 4,
@@ -45,8 +46,8 @@ RANKS = {
 
 # Where a library that is heavy, optional or bound to hardware may be imported.
 RESTRICTED = {
-    "kvikio": ("tiered/links/kvikio.py",),
-    "cupy": ("tiered/links/kvikio.py",),
+    "kvikio": ("tiered/links/kvikio.py", "tiered/links/probe.py"),
+    "cupy": (),
     "zarr": (),
     "numba": ("megatrain/optim/kernels.py",),
     "greenlet": ("megatrain/engine/",),
@@ -59,6 +60,7 @@ RESTRICTED = {
         "megatrain/trainer.py",
     ),
     "torch.cuda": (
+        "megatrain/doctor/gpu.py",
         "megatrain/engine/",
         "megatrain/plan/machine.py",
         "tiered/links/cuda.py",

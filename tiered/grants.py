@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from tiered.events import Event
 from tiered.lease import NO_THREAD, Lease
 from tiered.movement import Movement, Waiting
 from tiered.schedule import Access, Mode, Trace
-from tiered.tiers.base import Tier
+from tiered.tiers.base import Slot, Tier
 
 #: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
 Request = tuple[str, str, Mode]
@@ -54,7 +53,7 @@ class Grants:
     # -- acquiring ---------------------------------------------------------------------------------------------
 
     def acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
-        deadline = None if timeout_s is None else time.perf_counter() + timeout_s
+        deadline = None if timeout_s is None else self.movement.time_s() + timeout_s
         with self.movement.changed:
             self.check_open()
             targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]
@@ -104,13 +103,13 @@ class Grants:
         return None
 
     def _wait(self, waiting: Waiting, block: Block, deadline: float | None) -> None:
-        start_s = time.perf_counter()
+        start_s = self.movement.time_s()
         left_s = None if deadline is None else deadline - start_s
         if left_s is not None and left_s <= 0:
             raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
         num_failures = len(self.movement.failed_write_backs)
         self.movement.changed.wait(left_s)
-        end_s = time.perf_counter()
+        end_s = self.movement.time_s()
         self.check_open()
         self.movement.counters.stall_s[waiting.cause] += end_s - start_s
         if self.movement.on_event is not None:
@@ -242,6 +241,16 @@ class Grants:
             largest_holders=[(key, copy.slot_bytes) for key, copy in largest],
             detail=detail,
         )
+
+    def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
+        """Return the home slot of a new block, after copies made way for it where they must."""
+        nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
+        while need <= self.room_ever_locked(tier.name):
+            slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
+            if slot is not None:
+                return slot
+            self.wait_for_room_locked(block, tier.name)
+        raise self.capacity_error_locked(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_quiet_locked(self, block: Block) -> None:
         """Wait until no movement of the block is under way and no commit holds it.

@@ -8,7 +8,8 @@ So no plan of several steps has to be kept consistent while other threads change
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiered.block import CopyState
@@ -18,7 +19,9 @@ from tiered.events import Counters, Event, EventSink
 from tiered.links.base import Link
 from tiered.policies.base import Candidate, EvictionPolicy
 from tiered.prefetch import next_fetches
+from tiered.relay import submit_two_hops
 from tiered.schedule import NEVER, Access, Schedule
+from tiered.simulation import SimulatedClock
 from tiered.tiers.base import Slot, Tier
 from tiered.transfer import Transfer
 
@@ -43,9 +46,11 @@ class Movement:
 
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
+        time_s: the clock that stalls are measured with.
         now: the trainer's tick. schedule: the known future, or None.
         home_bytes, reserved_bytes: by tier, what is not open to copies. pinned_bytes: what pins take, now or to come.
         failed_write_backs: errors of write-backs; whoever waits for room while one is added gets it raised.
+        unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
     """
 
     def __init__(
@@ -56,8 +61,10 @@ class Movement:
         *,
         max_inflight_bytes: int,
         on_event: EventSink | None,
+        clock: SimulatedClock | None = None,
     ) -> None:
-        self.changed = threading.Condition()
+        self.changed: threading.Condition = clock or threading.Condition()
+        self.time_s: Callable[[], float] = time.perf_counter if clock is None else lambda: clock.now_s
         self.blocks: dict[str, Block] = {}
         self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}
         self.order = [tier.name for tier in tiers]
@@ -72,6 +79,7 @@ class Movement:
         self.pinned_bytes = dict.fromkeys(self.order, 0)
         self.reserved_bytes = dict.fromkeys(self.order, 0)
         self.failed_write_backs: list[BaseException] = []
+        self.unsaved: dict[Block, BaseException] = {}
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
         self._num_uses = 0
@@ -180,33 +188,10 @@ class Movement:
         if middle is None:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
-            transfer = self._submit_two_hops(block, copy, middle)
+            transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
         transfer.add_done_callback(lambda done: self._drained(block, copy, middle, done))
         return None
-
-    def _submit_two_hops(self, block: Block, copy: Copy, middle: Copy) -> Transfer:
-        """Write back through a middle tier (GPU -> RAM -> NVMe); the returned transfer ends with the second hop."""
-        assert copy.slot is not None and middle.slot is not None
-        nbytes, home = block.spec.nbytes, block.home
-        whole = Transfer(copy.tier, home.tier, nbytes, "staged")
-        middle.readers += 1
-
-        def second_hop(first: Transfer | None) -> None:
-            if first is not None and first.error is not None:
-                whole.finish(first.error)
-                return
-            assert middle.slot is not None and home.slot is not None
-            last = self.links[middle.tier, home.tier].submit(middle.slot, home.slot, nbytes)
-            last.add_done_callback(lambda done: whole.finish(done.error))
-
-        if middle.state.is_valid:  # it has the newest bytes already
-            second_hop(None)
-        else:
-            middle.move(CopyState.FILLING)
-            middle.transfer = whole
-            self.links[copy.tier, middle.tier].submit(copy.slot, middle.slot, nbytes).add_done_callback(second_hop)
-        return whole
 
     def _drained(self, block: Block, copy: Copy, middle: Copy | None, transfer: Transfer) -> None:
         with self.changed:
@@ -214,8 +199,10 @@ class Movement:
             if transfer.error is None:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)
+                self.unsaved.pop(block, None)
             else:  # the copy keeps the only valid bytes; whoever waits for room or for the home is told
                 self.failed_write_backs.append(transfer.error)
+                self.unsaved[block] = transfer.error
                 copy.move(CopyState.DIRTY)
                 copy.drop_when_clean = False
                 block.home.move(CopyState.STALE)
@@ -225,6 +212,27 @@ class Movement:
             self.settle(block, copy)
             self.pump()
             self.changed.notify_all()
+
+    def retry_unsaved(self) -> None:
+        """Start every write-back that failed once more; copies that were on their way out go when it succeeds."""
+        for block in list(self.unsaved):
+            newest = block.newest()
+            if newest is not None and newest.state is CopyState.DIRTY:
+                if newest.pins:
+                    self.write_back(block, newest)
+                else:
+                    self.evict(block, newest)
+
+    def raise_unsaved(self) -> None:
+        """Raise why the first block that should be at home is not there; nothing if all are."""
+        for error in self.unsaved.values():
+            raise error
+
+    def give_up_waiting(self) -> None:
+        """Let writes fail that wait for room on a full drive, also those to come."""
+        for tier in self.tiers.values():
+            if hasattr(tier, "give_up_waiting"):
+                tier.give_up_waiting()
 
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
         """Let go of the copy that a write-back went through; one that was made for it goes with it."""

@@ -25,10 +25,12 @@ from tiered.movement import Movement
 from tiered.policies.base import EvictionPolicy
 from tiered.policies.lru import LRU
 from tiered.schedule import Mode, Schedule, Trace
+from tiered.simulation import SimulatedClock
 from tiered.statistics import collect_stats
-from tiered.tiers.base import Slot, Tier
+from tiered.tiers.base import Tier
 from tiered.transfer import Transfer
 from tiered.units import GiB
+from tiered.verify import verify_at_rest
 
 
 class TieredStore:
@@ -45,6 +47,7 @@ class TieredStore:
         keep_generations: how many of the last generations a commit leaves.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
+        clock: virtual time, for stores of simulated tiers and links.
     """
 
     def __init__(
@@ -57,13 +60,14 @@ class TieredStore:
         keep_generations: int = 2,
         max_inflight_bytes: int = 2 * GiB,
         on_event: EventSink | None = None,
+        clock: SimulatedClock | None = None,
     ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a store needs tiers with different names, got {names}")
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
-            tiers, self._links, policy or LRU(), max_inflight_bytes=max_inflight_bytes, on_event=on_event
+            tiers, self._links, policy or LRU(), max_inflight_bytes=max_inflight_bytes, on_event=on_event, clock=clock
         )
         self._changed = self._movement.changed
         self._blocks = self._movement.blocks
@@ -111,7 +115,7 @@ class TieredStore:
                 raise ValueError(f"block '{key}' is registered already")
             tier = self._grants.tier(home)
             block = Block(spec)
-            slot = self._home_slot(block, tier)
+            slot = self._grants.home_slot_locked(block, tier)
             block.home.slot = slot
             self._movement.home_bytes[home] += slot.slot_bytes
             describe = getattr(tier, "describe", None)
@@ -119,16 +123,6 @@ class TieredStore:
                 describe(slot, spec.shape, dtype)
             self._blocks[key] = block
         return spec
-
-    def _home_slot(self, block: Block, tier: Tier) -> Slot:
-        """Return the home slot of a new block, after copies made way for it where they must."""
-        nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
-        while need <= self._grants.room_ever_locked(tier.name):
-            slot = self._movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
-            if slot is not None:
-                return slot
-            self._grants.wait_for_room_locked(block, tier.name)
-        raise self._grants.capacity_error_locked(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def discard(self, *keys: str) -> None:
         """Declare contents dead: copies are dropped and never written back. The blocks stay registered.
@@ -147,6 +141,7 @@ class TieredStore:
                         self._movement.drop(copy)
                 if block.home.state is CopyState.CLEAN:
                     block.home.move(CopyState.STALE)
+                self._movement.unsaved.pop(block, None)
             self._movement.pump()
             self._changed.notify_all()
 
@@ -261,12 +256,14 @@ class TieredStore:
         Waits for movements that are under way: what is on its way out still takes room.
 
         Raises:
-            CapacityError: no such room beside what the tier holds then.
+            CapacityError: no such room beside what the tier holds then. TransferError: because a write-back failed.
         """
         owner = self._grants.tier(tier)
         with self._changed:
             while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
+            if nbytes > owner.usage().free_bytes:
+                self._movement.raise_unsaved()  # why there is no room
             owner.reserve(nbytes)
             self._movement.reserved_bytes[tier] += nbytes
             self._changed.notify_all()
@@ -318,10 +315,16 @@ class TieredStore:
             self._movement.pump()
 
     def wait_idle(self) -> None:
-        """Wait until nothing moves: write-backs and prefetches that were started have ended, well or badly."""
+        """Wait until nothing moves, after trying failed write-backs once more. Raises ``TransferError`` if in vain."""
         with self._changed:
+            self._movement.retry_unsaved()
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
+            self._movement.raise_unsaved()
+
+    def verify(self, keys: Sequence[str] | None = None) -> int:
+        """Compare contents at rest in files with their checksums; see ``tiered.verify.verify_at_rest``."""
+        return verify_at_rest(self._movement, self._grants, keys)
 
     # -- keep --------------------------------------------------------------------------------------------------
 
@@ -383,4 +386,6 @@ class TieredStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self._movement.give_up_waiting()  # for a full drive: nobody needs the bytes any more
         self.close()

@@ -143,17 +143,8 @@ class StoreAccess:
         return self._turn.tick
 
     def _leave(self, key: str, tier: str) -> None:
-        """Let go of a block after its tick: spent contents are dropped, copies away from home go back there."""
         assert self._turn is not None
-        if key in self._turn.tick.spent:
-            self._store.discard(key)
-            return
-        if self._homes[key] == tier or key in self._turn.kept:
-            return
-        if tier == "gpu" and self._homes[key] == "nvme":
-            # The middle copy first: with it still there, the prefetcher could bring the next use from it.
-            self._store.evict(key, "ram")
-        self._store.evict(key, tier)
+        leave(self._store, self._homes, self._turn, key, tier)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -254,6 +245,19 @@ class StoreAccess:
         block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
         assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"
         return block.key
+
+
+def leave(store: TieredStore, homes: Mapping[str, str], turn: Turn, key: str, tier: str) -> None:
+    """Let go of a block after its turn: spent contents are dropped, copies away from home go back there."""
+    if key in turn.tick.spent:
+        store.discard(key)
+        return
+    if homes[key] == tier or key in turn.kept:
+        return
+    if tier == "gpu" and homes[key] == "nvme":
+        # The middle copy first: with it still there, the prefetcher could bring the next use from it.
+        store.evict(key, "ram")
+    store.evict(key, tier)
 
 
 def zero_gaps(flat: torch.Tensor, layout: UnitLayout, filled: set[str]) -> None:

@@ -1,0 +1,36 @@
+"""A model of any size for benches: a Llama shape with random weights, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bench.common import QUICKSTART
+
+
+def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 8192) -> Path:
+    """Write a Llama folder with random fp32 weights and the quickstart's tokenizer; return the folder.
+
+    Args:
+        hidden: width, a multiple of 64. layers: decoder layers. vocabulary: at least the tokenizer's 1,024.
+    """
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        vocab_size=vocabulary,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(QUICKSTART / "model").save_pretrained(folder)
+    return folder

@@ -1,0 +1,151 @@
+"""A planned step replayed in virtual time: how long it takes, and what it waits for.
+
+The store, its prefetcher and its evictions are the real ones (``tiered.simulation``); only bytes and arithmetic are
+replaced by the time they take. So a stall that shows here is one of the schedule, not of the machine's mood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.engine.residency import leave
+from tiered.policies import Belady
+from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
+from tiered.store import TieredStore
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import Tick, Turn
+    from megatrain.plan.planner import Plan
+    from tiered.events import StoreStats
+
+_NUM_WARM_STEPS = 2  # the first lacks the update, the second may still find an empty drive queue
+_NUM_STEPS = 2
+_FORWARD, _RECOMPUTE, _BACKWARD = 2, 2, 4  # FLOPs per parameter and token
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRates:
+    """What the replay takes as given, in bytes, FLOPs and parameters per second.
+
+    Attributes:
+        nvme_bytes_per_s: reads and writes together. bus_bytes_per_s: each direction between RAM and GPU.
+        flops_per_s: achieved in forward and backward. update_params_per_s: of the optimizer kernel.
+    """
+
+    nvme_bytes_per_s: float
+    flops_per_s: float
+    update_params_per_s: float
+    bus_bytes_per_s: float = 25e9
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """Means of one step after the first ones.
+
+    Attributes:
+        step_s: of it compute_s computing (updates included), the rest stalls. stall_s: by cause.
+        prefetch_on_time, prefetch_late, prefetch_wasted: copies per step. moved_bytes: by link, per step.
+    """
+
+    step_s: float
+    compute_s: float
+    stall_s: Mapping[str, float]
+    prefetch_on_time: float
+    prefetch_late: float
+    prefetch_wasted: float
+    moved_bytes: Mapping[str, float]
+
+
+def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> SimulatedStep:
+    """Replay some steps of a plan and return the mean of the later ones."""
+    replay = _Replay(plan, tokens_per_step, rates)
+    for number in range(_NUM_WARM_STEPS):
+        replay.step(number)
+    before, start_s, compute_s = replay.store.stats(), replay.clock.now_s, replay.compute_s
+    for number in range(_NUM_WARM_STEPS, _NUM_WARM_STEPS + _NUM_STEPS):
+        replay.step(number)
+    return _mean(replay.store.stats() - before, replay.clock.now_s - start_s, replay.compute_s - compute_s)
+
+
+def _mean(window: StoreStats, seconds: float, compute_s: float) -> SimulatedStep:
+    return SimulatedStep(
+        step_s=seconds / _NUM_STEPS,
+        compute_s=compute_s / _NUM_STEPS,
+        stall_s={cause: stall_s / _NUM_STEPS for cause, stall_s in window.stall_s.items() if stall_s},
+        prefetch_on_time=window.prefetch_on_time / _NUM_STEPS,
+        prefetch_late=window.prefetch_late / _NUM_STEPS,
+        prefetch_wasted=window.prefetch_wasted / _NUM_STEPS,
+        moved_bytes={name: link.num_bytes / _NUM_STEPS for name, link in window.links.items()},
+    )
+
+
+class _Replay:
+    """A store of simulated tiers that has the plan's blocks, all with contents."""
+
+    def __init__(self, plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> None:
+        self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
+        self.clock = SimulatedClock()
+        self.compute_s = 0.0
+        tiers = [
+            SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name != "nvme")
+            for name, budget in plan.budgets_by_tier.items()
+        ]
+        self.store = TieredStore(tiers, Belady(), self._links(), clock=self.clock)
+        homes = plan.placement.homes
+        for block in plan.program.blocks.values():
+            self.store.register(block.key, (block.num_elements,), block.dtype, home=homes[block.key])
+        for key in plan.program.blocks:
+            with self.store.acquire(key, "ram", "w"):
+                pass
+            if homes[key] != "ram":
+                self.store.evict(key, "ram")
+        self.store.wait_idle()
+        for tier, nbytes in plan.placement.workspace_bytes.items():
+            self.store.reserve(tier, nbytes)
+        self.store.set_schedule(plan.program.schedule(homes, _NUM_WARM_STEPS + _NUM_STEPS + 1))
+
+    def _links(self) -> list[SimulatedLink]:
+        tiers = self._plan.tiers
+        links = []
+        if "nvme" in tiers:
+            drive = SimulatedChannel(self.clock, self._rates.nvme_bytes_per_s)
+            links += [SimulatedLink("nvme", "ram", drive), SimulatedLink("ram", "nvme", drive, priority=1)]
+        if "gpu" in tiers:
+            for src, dst in (("ram", "gpu"), ("gpu", "ram")):
+                links.append(SimulatedLink(src, dst, SimulatedChannel(self.clock, self._rates.bus_bytes_per_s)))
+        return links
+
+    def step(self, number: int) -> None:
+        """Replay one step: the same leases in the same order as ``StoreAccess`` takes them."""
+        program = self._plan.program
+        for turn in program.turns(updates=number > 0):
+            self.store.advance(number * len(program.ticks) + turn.number)
+            self._turn(turn)
+
+    def _turn(self, turn: Turn) -> None:
+        tick, homes = turn.tick, self._plan.placement.homes
+        tier = self._plan.program.tier_of(tick)
+        seconds = self._seconds(tick) / (1 + len(tick.passing))
+        with self.store.acquire_many([(key, tier, mode) for key, mode in tick.held]):
+            self._compute(seconds)
+            for key, mode in tick.passing:
+                with self.store.acquire(key, tier, mode):
+                    self._compute(seconds)
+                leave(self.store, homes, turn, key, tier)
+        for key, _ in tick.held:
+            leave(self.store, homes, turn, key, tier)
+
+    def _compute(self, seconds: float) -> None:
+        self.compute_s += seconds
+        self.clock.advance(seconds)
+
+    def _seconds(self, tick: Tick) -> float:
+        """Return how long a tick computes."""
+        blocks = self._plan.program.blocks
+        num_params = sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
+        if tick.phase == "update":
+            return num_params / self._rates.update_params_per_s
+        factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": _RECOMPUTE + _BACKWARD}[tick.phase]
+        return factor * num_params * self._tokens / self._rates.flops_per_s

@@ -1,0 +1,76 @@
+"""The replay of a plan: it moves exactly the planned bytes, and its time lies between the bounds and their sum."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.plan import machine
+from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.simulate import SimulatedRates, simulate_step
+from reference.tiered_run import EXAMPLES, config_text
+from tiered.units import MiB
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+TOKENS = 2 * 3 * 64
+
+
+def make_plan(folder: Path, *, nvme: int = 1, **tables: str) -> Plan:
+    text = config_text(folder, EXAMPLES / "quickstart" / "model", nvme=nvme, **tables)
+    (folder / "run.toml").write_text(text)
+    return plan_run(load_config(folder / "run.toml").config)
+
+
+def rates(*, nvme: float = 1e9, flops: float = 1e10) -> SimulatedRates:
+    return SimulatedRates(nvme_bytes_per_s=nvme, flops_per_s=flops, update_params_per_s=5e8)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"placement": ALL_NVME},
+        {"placement": 'optimizer = ["nvme"]'},
+        {"placement": ALL_NVME, "advanced": 'micro_batch_order = "micro_batch"'},
+        {"ram": "5500KiB"},
+    ],
+)
+def test_the_replay_moves_what_is_planned(tables: dict[str, Any], tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, **tables)
+    step = simulate_step(plan, TOKENS, rates())
+    assert step.moved_bytes == plan.traffic
+    assert step.prefetch_wasted == 0
+    io_s = sum(plan.traffic.values()) / 1e9
+    assert max(step.compute_s, io_s) * 0.999 <= step.step_s <= (step.compute_s + io_s) * 1.001
+    assert step.step_s == pytest.approx(step.compute_s + sum(step.stall_s.values()))
+
+
+def test_a_device_tier_is_replayed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "compute_tier", lambda device: "gpu")
+    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: 16 * MiB)
+    plan = make_plan(tmp_path, placement=ALL_NVME)
+    assert simulate_step(plan, TOKENS, rates()).moved_bytes == plan.traffic
+
+
+def test_with_a_fast_drive_a_step_is_its_computing(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, placement=ALL_NVME)
+    step = simulate_step(plan, TOKENS, rates(nvme=1e15))
+    assert step.step_s == pytest.approx(step.compute_s, rel=1e-3)
+
+
+def test_more_room_hardly_ever_costs_time(tmp_path: Path) -> None:
+    seconds = [
+        simulate_step(make_plan(tmp_path, placement=ALL_NVME, ram=ram), TOKENS, rates()).step_s
+        for ram in ("5500KiB", "8MiB", "16MiB")
+    ]
+    for less_room, more_room in pairwise(seconds):
+        assert more_room <= 1.02 * less_room
+
+
+def test_in_ram_nothing_stalls(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, nvme=0)
+    step = simulate_step(plan, TOKENS, rates())
+    assert step.step_s == step.compute_s and not step.stall_s

@@ -1,0 +1,80 @@
+"""Virtual time: links take what their rates say, urgent transfers go first, decisions are those of the real store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tiered.policies import Belady
+from tiered.schedule import Access, Schedule
+from tiered.simulation import PART_BYTES, SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
+from tiered.store import TieredStore
+from tiered.units import MiB
+
+RATE = 64 * MiB
+
+
+def make_store(clock: SimulatedClock, ram_bytes: int) -> TieredStore:
+    drive = SimulatedChannel(clock, RATE)
+    tiers = [
+        SimulatedTier("ram", ram_bytes, lambda nbytes: nbytes),
+        SimulatedTier("nvme", 1 << 40, lambda nbytes: nbytes, addressable=False),
+    ]
+    links = [SimulatedLink("nvme", "ram", drive), SimulatedLink("ram", "nvme", drive, priority=1)]
+    return TieredStore(tiers, Belady(), links, clock=clock)
+
+
+def fill(store: TieredStore, *keys: str, nbytes: int = 64 * MiB) -> None:
+    for key in keys:
+        store.register(key, (nbytes,), torch.uint8, home="nvme")
+        with store.acquire(key, "ram", "w"):
+            pass
+        store.evict(key, "ram")
+    store.wait_idle()
+
+
+def test_a_fetch_takes_the_time_of_its_bytes() -> None:
+    clock = SimulatedClock()
+    with make_store(clock, 256 * MiB) as store:
+        fill(store, "a")
+        start_s = clock.now_s
+        with store.acquire("a", "ram"):
+            assert clock.now_s - start_s == pytest.approx(1.0)
+        assert store.stats().stall_s["fill"] == pytest.approx(1.0)
+
+
+def test_a_prefetch_hides_behind_computing() -> None:
+    clock = SimulatedClock()
+    with make_store(clock, 256 * MiB) as store:
+        fill(store, "a", "b")
+        store.set_schedule(Schedule([Access(1, "a", "ram"), Access(2, "b", "ram")]))
+        store.advance(0)
+        clock.advance(2.5)
+        start_s = clock.now_s
+        for tick, key in ((1, "a"), (2, "b")):
+            store.advance(tick)
+            with store.acquire(key, "ram"):
+                pass
+        assert clock.now_s == start_s
+        assert store.stats().prefetch_on_time == 2
+
+
+def test_reads_overtake_writes_between_parts() -> None:
+    clock = SimulatedClock()
+    channel = SimulatedChannel(clock, PART_BYTES)
+    slots = SimulatedTier("any", 1 << 40, lambda nbytes: nbytes)
+    slot = slots.allocate(4 * PART_BYTES, name="x", home=True)
+    assert slot is not None
+    write = SimulatedLink("ram", "nvme", channel, priority=1).submit(slot, slot, 4 * PART_BYTES)
+    clock.advance(0.5)
+    read = SimulatedLink("nvme", "ram", channel).submit(slot, slot, PART_BYTES)
+    clock.advance(1.5)
+    assert read.done() and not write.done()
+    clock.advance(3.0)
+    assert write.done() and channel.busy_s == pytest.approx(5.0)
+
+
+def test_waiting_for_nothing_is_an_error_and_not_for_ever() -> None:
+    clock = SimulatedClock()
+    with clock, pytest.raises(AssertionError, match="nothing is under way"):
+        clock.wait()

@@ -1,0 +1,41 @@
+"""A write-back that goes through a middle tier: GPU -> RAM -> NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiered.block import CopyState
+from tiered.copies import Block, Copy
+from tiered.links.base import Link
+from tiered.transfer import Transfer
+
+
+def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:
+    """Start writing ``copy`` to the block's home by way of ``middle``; call it with the store's lock held.
+
+    Args:
+        links: by (source, destination). middle: has a slot, and the newest bytes already if its state is valid.
+
+    Returns:
+        One transfer that ends with the second hop.
+    """
+    assert copy.slot is not None and middle.slot is not None
+    nbytes, home = block.spec.nbytes, block.home
+    whole = Transfer(copy.tier, home.tier, nbytes, "staged")
+    middle.readers += 1
+
+    def second_hop(first: Transfer | None) -> None:
+        if first is not None and first.error is not None:
+            whole.finish(first.error)
+            return
+        assert middle.slot is not None and home.slot is not None
+        last = links[middle.tier, home.tier].submit(middle.slot, home.slot, nbytes)
+        last.add_done_callback(lambda done: whole.finish(done.error))
+
+    if middle.state.is_valid:
+        second_hop(None)
+    else:
+        middle.move(CopyState.FILLING)
+        middle.transfer = whole
+        links[copy.tier, middle.tier].submit(copy.slot, middle.slot, nbytes).add_done_callback(second_hop)
+    return whole

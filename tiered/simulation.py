@@ -1,0 +1,180 @@
+"""A store in virtual time: the real store's decisions, with links that take the time that their rates say.
+
+No byte moves and no memory is allocated. Waiting means running the next event, so everything happens on the caller's
+thread, in the same order every time. The plan uses it to say how long a step will take and what it will wait for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tiered.errors import CapacityError
+from tiered.links.base import LinkUsage
+from tiered.tiers.base import Slot, TierUsage
+from tiered.transfer import Transfer
+from tiered.units import MiB
+
+#: A drive finishes what it has begun of a transfer before it turns to a more urgent one, in pieces of this size.
+PART_BYTES = 16 * MiB
+
+
+class SimulatedClock(threading.Condition):
+    """Virtual time, and the condition that a store waits on: a wait runs the next event. For one thread.
+
+    Attributes:
+        now_s: seconds since the start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+
+    def at(self, time_s: float, event: Callable[[], None]) -> None:
+        """Call ``event`` when time has come to ``time_s``."""
+        heapq.heappush(self._events, (time_s, self._num_events, event))
+        self._num_events += 1
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and everything happen that ends meanwhile."""
+        end_s = self.now_s + seconds
+        while self._events and self._events[0][0] <= end_s:
+            self._run_next()
+        self.now_s = end_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Run the next event; there must be one, else everybody would wait for ever."""
+        assert self._events, "the store waits, and nothing is under way"
+        self._run_next()
+        return True
+
+    def _run_next(self) -> None:
+        time_s, _, event = heapq.heappop(self._events)
+        self.now_s = max(self.now_s, time_s)
+        event()
+
+
+class SimulatedTier:
+    """A tier that only counts.
+
+    Args:
+        slot_bytes: size of a slot for contents of so many bytes. addressable: False: reached only through links.
+    """
+
+    alignment_bytes = 1
+    durable = False
+
+    def __init__(
+        self, name: str, capacity_bytes: int, slot_bytes: Callable[[int], int], *, addressable: bool = True
+    ) -> None:
+        self.name, self.capacity_bytes, self.slot_bytes = name, capacity_bytes, slot_bytes
+        self.device = torch.device("cpu") if addressable else None
+        self._used_bytes = self._high_water_bytes = 0
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        slot_bytes = self.slot_bytes(nbytes)
+        if self._used_bytes + slot_bytes > self.capacity_bytes:
+            return None
+        self._charge(slot_bytes)
+        return Slot(self.name, nbytes, slot_bytes, None)
+
+    def free(self, slot: Slot) -> None:
+        self._charge(-slot.slot_bytes)
+
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+    def reserve(self, nbytes: int) -> None:
+        free_bytes = self.capacity_bytes - self._used_bytes
+        if nbytes > free_bytes:
+            raise CapacityError(self.name, nbytes, free_bytes)
+        self._charge(nbytes)
+
+    def _charge(self, nbytes: int) -> None:
+        self._used_bytes += nbytes
+        self._high_water_bytes = max(self._high_water_bytes, self._used_bytes)
+
+    def sync(self) -> None:
+        pass
+
+    def usage(self) -> TierUsage:
+        return TierUsage(self.capacity_bytes, self._used_bytes, self._high_water_bytes)
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedChannel:
+    """What the links of a drive or of a bus share: one rate, urgent transfers first, then first come first served.
+
+    Args:
+        rate_bytes_per_s: of all links together.
+    """
+
+    def __init__(self, clock: SimulatedClock, rate_bytes_per_s: float) -> None:
+        assert rate_bytes_per_s > 0, rate_bytes_per_s
+        self._clock, self._rate = clock, rate_bytes_per_s
+        self._waiting: list[tuple[int, int, SimulatedLink, Transfer, int]] = []
+        self._num_submitted = 0
+        self._is_busy = False
+        self.busy_s = 0.0
+
+    def submit(self, link: SimulatedLink, transfer: Transfer) -> None:
+        """Queue a transfer of a link."""
+        self._push(link, transfer, transfer.nbytes, self._num_submitted)
+        self._num_submitted += 1
+        self._begin()
+
+    def _push(self, link: SimulatedLink, transfer: Transfer, left_bytes: int, number: int) -> None:
+        heapq.heappush(self._waiting, (link.priority, number, link, transfer, left_bytes))
+
+    def _begin(self) -> None:
+        if self._is_busy or not self._waiting:
+            return
+        _, number, link, transfer, left_bytes = heapq.heappop(self._waiting)
+        part = min(left_bytes, PART_BYTES)
+        self._is_busy = True
+        self.busy_s += part / self._rate
+        end = lambda: self._end(link, transfer, left_bytes - part, number)  # noqa: E731
+        self._clock.at(self._clock.now_s + part / self._rate, end)
+
+    def _end(self, link: SimulatedLink, transfer: Transfer, left_bytes: int, number: int) -> None:
+        self._is_busy = False
+        if left_bytes:
+            self._push(link, transfer, left_bytes, number)
+            self._begin()
+            return
+        self._begin()
+        link.num_bytes += transfer.nbytes
+        transfer.finish()
+
+
+class SimulatedLink:
+    """One direction between two tiers.
+
+    Args:
+        channel: shared with other links, e.g. with the other direction of a drive. priority: smaller goes first.
+    """
+
+    path = "simulated"
+
+    def __init__(self, src: str, dst: str, channel: SimulatedChannel, *, priority: int = 0) -> None:
+        self.src, self.dst, self.priority = src, dst, priority
+        self.num_bytes = 0
+        self._channel = channel
+
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        transfer = Transfer(self.src, self.dst, nbytes, self.path)
+        self._channel.submit(self, transfer)
+        return transfer
+
+    def usage(self) -> LinkUsage:
+        return LinkUsage(self.num_bytes, self._channel.busy_s, 0, 0, self.path)
+
+    def close(self) -> None:
+        pass
