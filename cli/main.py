@@ -34,6 +34,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
     ("megatrain.models.initialize", "InitializationError", EXIT_CONFIG),
     ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
+    ("megatrain.doctor.scratch", "UnusablePathError", EXIT_CONFIG),
     ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.data.errors", "DataError", EXIT_DATA),
     ("megatrain.engine.runner", "NoTrainedTokensError", EXIT_DATA),
@@ -43,7 +44,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.shards", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
-_COMMANDS = {"plan": ".plan", "run": ".run"}
+_COMMANDS = {"clean": ".clean", "doctor": ".doctor", "plan": ".plan", "run": ".run"}
 
 
 class RunFailedError(Exception):

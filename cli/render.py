@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,6 +23,8 @@ from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from megatrain.plan.cost import Estimate
 
 PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
 
@@ -58,6 +60,14 @@ class PlanView(Protocol):
     def messages(self) -> Sequence[str]: ...
 
 
+@runtime_checkable
+class TimedPlan(Protocol):
+    """A plan with an estimate of times and wear: lines for people, and JSON values."""
+
+    @property
+    def estimate(self) -> Estimate | None: ...
+
+
 def print_plan(plan: PlanView, *, as_json: bool = False, console: Console | None = None) -> None:
     """Print a plan on stdout, as a table or as one JSON object."""
     console = console or Console()
@@ -71,6 +81,9 @@ def print_plan(plan: PlanView, *, as_json: bool = False, console: Console | None
     if plan.traffic:
         moved = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items())
         console.print(f"moved per step  {moved}", highlight=False, soft_wrap=True)
+    estimate = plan.estimate if isinstance(plan, TimedPlan) else None
+    for line in estimate.lines if estimate is not None else ():
+        console.print(Text(line), soft_wrap=True)
     for message in plan.messages:
         console.print(Text(message), soft_wrap=True)
     console.print(Text("fits.", style="green") if plan.fits else Text("does not fit.", style="red"))
@@ -78,6 +91,7 @@ def print_plan(plan: PlanView, *, as_json: bool = False, console: Console | None
 
 def plan_to_json(plan: PlanView) -> dict[str, Any]:
     """Return a plan as JSON values, sizes in bytes."""
+    estimate = plan.estimate if isinstance(plan, TimedPlan) else None
     return {
         "headline": plan.headline,
         "fits": plan.fits,
@@ -86,6 +100,7 @@ def plan_to_json(plan: PlanView) -> dict[str, Any]:
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
         "messages": list(plan.messages),
+        "estimate": None if estimate is None else estimate.to_json(),
     }
 
 
@@ -262,6 +277,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
         lines.append(f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}")
     if summary.link_bytes:
         lines.append("moved  " + "  ".join(f"{link} {format_size(n)}" for link, n in summary.link_bytes.items()))
+    if summary.written_bytes:
+        lines.append("wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in summary.written_bytes.items()))
     if summary.export_dir is not None:
         lines.append(f"model  {summary.export_dir}")
     return lines

@@ -45,6 +45,7 @@ class StepMetrics:
         step_s: seconds this step took. eta_s: seconds the rest will take.
         tier_used_bytes, tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
         stall_s: cause -> seconds this step waited for it.
+        written_bytes: path on a drive -> bytes written to it during this step.
         rss_bytes: resident memory of the process.
     """
 
@@ -62,6 +63,7 @@ class StepMetrics:
     tier_capacity_bytes: Mapping[str, int] = field(default_factory=dict)
     stall_s: Mapping[str, float] = field(default_factory=dict)
     rss_bytes: int = 0
+    written_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -94,6 +96,7 @@ class RunSummary:
         num_real_tokens, num_trained_tokens: over all steps.
         tier_peak_bytes, tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
         link_bytes: ``"ram->nvme"`` -> bytes moved in the whole run.
+        written_bytes: path on a drive -> bytes written to it in all steps.
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
         interrupted: whether the user stopped it early.
@@ -111,6 +114,7 @@ class RunSummary:
     peak_rss_bytes: int = 0
     export_dir: Path | None = None
     interrupted: bool = False
+    written_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""

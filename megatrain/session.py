@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +19,10 @@ from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.optim.base import build_segments
 from megatrain.plan.machine import existing_parent
-from megatrain.plan.planner import Plan, nvme_rates
+from megatrain.plan.planner import Plan
 from megatrain.plan.solve import DoesNotFitError
 from megatrain.precision import decode, encode, high_half
+from megatrain.timeline import Timeline
 from tiered.policies import LRU, Belady
 from tiered.store import TieredStore
 from tiered.tiers.directory import reusable_bytes
@@ -32,6 +33,8 @@ from tiered.tiers.stripe import plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from megatrain.config.schema import RunConfig
     from tiered.tiers.base import Tier
 
@@ -42,22 +45,29 @@ DURABLE_KINDS = ("weights", "optimizer")
 class Session:
     """Owns the store of one run. A context manager: leaving it closes the store.
 
+    Args:
+        on_notice: told what a person should know about the drives, from any thread.
+
+    Attributes:
+        store: holds all blocks. timeline: of the steps during which it is on.
+
     Raises:
         ModelFolderError: the weights do not fit the model. DoesNotFitError: a drive has too little free space.
         LockedError: another run uses an NVMe path. Nothing is allocated before these are known.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> None:
         self.config, self.plan = config, plan
+        self.timeline = Timeline()
         self._engine: StepEngine | None = None
         self._weights: WeightLoader | None = None
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
         check_drives(config, plan)
         policy = LRU() if config.advanced.eviction_policy == "lru" else Belady()
-        self._tiers = make_tiers(config, plan)
+        self._tiers = make_tiers(config, plan, on_notice)
         try:
-            self.store = TieredStore(self._tiers, policy)
+            self.store = TieredStore(self._tiers, policy, on_event=self.timeline.on_event)
         except BaseException:
             for tier in self._tiers:
                 tier.close()
@@ -66,8 +76,10 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.store.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.store.__exit__(kind, error, trace)
 
     # -- before training ---------------------------------------------------------------------------------------
 
@@ -172,6 +184,7 @@ class Session:
             max_grad_norm=table.max_grad_norm,
             nonfinite=table.nonfinite,
             seed=self.config.seed,
+            timeline=self.timeline,
         )
         return self._engine
 
@@ -229,7 +242,7 @@ class Session:
         )
 
 
-def make_tiers(config: RunConfig, plan: Plan) -> list[Tier]:
+def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> list[Tier]:
     """Return the tiers of a run, fast to slow, with the planned capacities."""
     tiers: list[Tier] = []
     for name, budget in plan.budgets_by_tier.items():
@@ -238,8 +251,19 @@ def make_tiers(config: RunConfig, plan: Plan) -> list[Tier]:
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
         else:
-            paths = [str(table.path) for table in config.tiers.nvme]
-            tiers.append(NvmeTier(paths, budget.capacity_bytes, rates=nvme_rates(config)))
+            tiers.append(
+                NvmeTier(
+                    [str(table.path) for table in config.tiers.nvme],
+                    budget.capacity_bytes,
+                    rates=plan.nvme_rates,
+                    chunk_bytes=config.advanced.file_size,
+                    engine=config.tiers.engine,
+                    verify=config.tiers.verify,
+                    on_full=config.tiers.on_disk_full,
+                    on_notice=on_notice,
+                    max_written_bytes=[table.max_written for table in config.tiers.nvme],
+                )
+            )
     return tiers
 
 
@@ -249,11 +273,11 @@ def check_drives(config: RunConfig, plan: Plan) -> None:
     Raises:
         DoesNotFitError: with the bytes that the drive would need.
     """
-    rates = tuple(nvme_rates(config))
+    rates = tuple(plan.nvme_rates)
     needs = Counter[int]()
     for key, block in plan.program.blocks.items():
         if plan.placement.homes[key] == "nvme":
-            cut = plan_chunks(block.nbytes, rates)
+            cut = plan_chunks(block.nbytes, rates, config.advanced.file_size)
             needs.update({path: cut.chunk_bytes * count for path, count in Counter(cut.path_of_chunk).items()})
     drives: dict[int, list[int]] = {}
     for number, table in enumerate(config.tiers.nvme):

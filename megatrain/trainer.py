@@ -68,7 +68,7 @@ class Trainer:
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
         learning_rate = self._learning_rate(num_steps)
         with ExitStack() as stack:
-            session = stack.enter_context(Session(self.config, self.plan))
+            session = stack.enter_context(Session(self.config, self.plan, self.observer.on_message))
             session.prepare()
             write_resolved(self.config)
             observers = [self.observer]
@@ -146,12 +146,14 @@ class Loop:
         for number in range(self._num_steps):
             step_start_s, stats = time.perf_counter(), store.stats()
             batch = next(self._loader)
+            self._session.timeline.is_on = number + 1 in config.profile.trace_steps
             lr = self._lr(number)
             result = engine.step(batch.micro_batches, number=number, lr=lr)
             now_s = time.perf_counter()
             eta_s = (now_s - start_s) / (number + 1) * (self._num_steps - number - 1)
             self._tell(number, batch, result, lr, now_s - step_start_s, eta_s, store.stats() - stats)
         engine.finish_updates()
+        self._write_trace()
         seconds = time.perf_counter() - start_s
         store.wait_idle()
         moved = store.stats() - before
@@ -166,9 +168,15 @@ class Loop:
             tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
             tier_capacity_bytes=dict(self._plan.budgets),
             link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            written_bytes=dict(moved.written_bytes),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             export_dir=export_dir,
         )
+
+    def _write_trace(self) -> None:
+        if self._session.timeline.spans:
+            path = self._session.timeline.write(self._config.output_dir / "trace.json")
+            self._observer.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
 
     def _tell(
         self,
@@ -198,6 +206,7 @@ class Loop:
                 tier_used_bytes={name: tier.used_bytes for name, tier in window.tiers.items()},
                 tier_capacity_bytes={name: tier.capacity_bytes for name, tier in window.tiers.items()},
                 stall_s=dict(window.stall_s),
+                written_bytes=dict(window.written_bytes),
                 rss_bytes=psutil.Process().memory_info().rss,
             )
         )

@@ -18,7 +18,13 @@ BENCH = ROOT / "bench"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
 #: Command line of every bench at its smallest.
-ARGUMENTS = {"step": ["--quick", "--steps", "2", "--tokens", "2x1x32"]}
+ARGUMENTS = {
+    "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
+    "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
+    "freezing": ["--quick"],
+    "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
+    "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
+}
 
 
 @functools.cache
@@ -40,7 +46,9 @@ def run_in(name: str, scratch: Path) -> list[dict[str, Any]]:
 
 def test_every_bench_is_run_here() -> None:
     programs = {
-        path.stem for path in BENCH.glob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+        path.relative_to(BENCH).with_suffix("").as_posix()
+        for path in BENCH.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
     assert programs == set(ARGUMENTS)
 
@@ -62,3 +70,53 @@ def test_step_compares_the_three_sides() -> None:
     assert rows["ratio.ours_ram/plain"]["target"] == 1.10
     assert rows["ours_nvme.nvme->ram.moved_per_step"]["value"] > 0  # the drive takes part
     assert rows["loss.steps_that_differ_by_placement"]["value"] == 0
+
+
+def test_links_moves_the_same_bytes_through_every_tier_and_peer() -> None:
+    rows = {row["name"]: row["value"] for row in run("links")}
+    assert rows["1MiB.bytes_per_measurement"] == 2 * 2**20
+    for side in ("tier_off", "tier_resume", "tier_always", "zarr", "safetensors"):
+        assert all(rows[f"{operation}.1MiB.{side}.rate"] > 0 for operation in ("read", "write")), side
+    for side in ("tier_off", "tier_resume", "tier_always"):
+        assert rows[f"mixed.1MiB.{side}.cpu"] >= 0
+        assert rows[f"1MiB.{side}.wrong_blocks"] == 0
+
+
+def test_links_says_which_peers_are_missing_and_why() -> None:
+    rows = {row["name"]: row["value"] for row in run("links")}
+    peers = ("fio_libaio_1M_qd32", "kvikio", "deepspeed_aio_1M_qd32_x1")
+    assert all(f"read.1MiB.{peer}.rate" in rows or rows[f"1MiB.{peer}.skipped"] for peer in peers)
+    assert ("read.1MiB.ratio.tier_off/fio" in rows) == ("read.1MiB.fio_libaio_1M_qd32.rate" in rows)
+
+
+def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
+    rows = {row["name"]: row["value"] for row in run("compare/deepspeed")}
+    for side in ("ours_bf16", "ours_fp32"):
+        assert rows[f"{side}.step"] > 0
+        assert rows[f"{side}.losses"][1] < rows[f"{side}.losses"][0]  # the same tokens every step: it learns them
+    assert rows["ours_bf16.memory_for_state"] < 12 * rows["ours_bf16.parameters"]  # the state is not all in RAM
+
+
+def test_comparison_without_deepspeed_says_so() -> None:
+    command = [sys.executable, str(BENCH / "compare" / "deepspeed.py"), "--json", "--python", "/nowhere/python"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["name"] for row in rows] == ["deepspeed.skipped"]
+    assert "/nowhere/python" in rows[0]["value"]
+
+
+def test_optimizer_compares_every_format_with_its_ceiling() -> None:
+    rows = {row["name"]: row for row in run("optimizer")}
+    assert rows["bits.differ_by_format_and_threads"]["value"] == 0
+    for name in ("fp32", "fp32_bf16grad", "split", "split_bf16grad"):
+        assert rows[f"1M.1t.ratio.ours.{name}/ceiling.{name}"]["target"] == 0.95
+        assert rows[f"1M.1t.ours.{name}.rate"]["value"] > 0
+    assert rows["1M.1t.ratio.ours.norm_and_split_bf16grad/chain.host"]["target"] == 5.0
+
+
+def test_weights_freeze_in_bf16_and_not_in_ours() -> None:
+    rows = {row["name"]: row["value"] for row in run("freezing")}
+    assert rows["lr=1e-06.bf16_in_place.moved"] < 0.1 < 0.99 < rows["lr=1e-06.ours.moved"]
+    assert rows["lr=1e-06.bf16_in_place.cosine_to_fp32_update"] < 0.5
+    assert rows["lr=1e-06.ours.cosine_to_fp32_update"] > 0.999

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 import warnings
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered.block import CopyState
-from tiered.contents import flush_contents, read_contents, write_contents
+import torch
+
+from tiered.block import BlockSpec, CopyState
+from tiered.contents import array_bytes, flush_contents, read_contents, write_contents
 from tiered.copies import Block
-from tiered.errors import GenerationError
+from tiered.errors import GenerationError, TransferError
 from tiered.events import Event
 from tiered.grants import Grants
 from tiered.lease import NO_THREAD, Lease
@@ -192,12 +195,30 @@ def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
     for frozen in commit.frozen:
         if frozen.lease is None:
             continue
-        checksums, file_bytes = write_contents(commit.folder, frozen.block.spec, frozen.lease.tensor)
+        spec = frozen.block.spec
         if counted is not None:
-            counted.count_snapshot(file_bytes)
+            counted.count_wear({counted.paths.index(str(commit.path)): array_bytes(spec)})
+        checksums = _write_when_there_is_room(commit, spec, frozen.lease.tensor, counted)
+        if counted is not None:
+            counted.count_snapshot(array_bytes(spec))
         frozen.lease.release()
         records[frozen.block.spec.key] = _record(commit, frozen, checksums)
     return records
+
+
+def _write_when_there_is_room(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: Any) -> tuple[str, ...]:
+    while True:
+        try:
+            checksums = write_contents(commit.folder, spec, tensor)
+        except TransferError as error:
+            if counted is None:
+                raise
+            counted.full.wait(str(commit.path), array_bytes(spec), error)
+            shutil.rmtree(commit.folder / spec.key)
+        else:
+            if counted is not None:
+                counted.full.wrote(str(commit.path))
+            return checksums
 
 
 def record_linked(movement: Movement, commit: Commit) -> dict[str, BlockRecord]:

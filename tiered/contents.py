@@ -23,8 +23,18 @@ _CHUNK_BYTES = 512 * MiB
 _NUM_FLUSH_THREADS = 4  # a drive flushes several files at once for the price of one
 
 
-def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[tuple[str, ...], int]:
-    """Write a block as the array ``<root>/<key>`` and flush its files; return its checksums and the size of the files.
+def array_bytes(spec: BlockSpec) -> int:
+    """Return the size of the files that ``write_contents`` makes."""
+    chunk_bytes = _chunk_bytes(spec)
+    return chunk_bytes * len(range(0, spec.nbytes, chunk_bytes))
+
+
+def _chunk_bytes(spec: BlockSpec) -> int:
+    return min(round_up(max(spec.nbytes, 1), PAGE_BYTES), _CHUNK_BYTES)
+
+
+def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
+    """Write a block as the array ``<root>/<key>`` and flush its files; return its checksums.
 
     Args:
         root: folder of a generation. tensor: the block's contents, contiguous, on any device.
@@ -32,7 +42,7 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[t
     Raises:
         TransferError: the drive refused.
     """
-    chunk_bytes = min(round_up(max(spec.nbytes, 1), PAGE_BYTES), _CHUNK_BYTES)
+    chunk_bytes = _chunk_bytes(spec)
     folder = root / spec.key
     digest = PieceDigest()
     try:
@@ -47,7 +57,7 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[t
         path = str(error.filename or folder)
         text = f"block '{spec.key}' cannot be written: {error.strerror}"
         raise TransferError(text, tier=spec.home, path=path, errno=error.errno) from error
-    return digest.checksums(), chunk_bytes * len(starts)
+    return digest.checksums()
 
 
 def _write_file(path: Path, data: torch.Tensor, nbytes: int, digest: PieceDigest) -> None:
@@ -122,6 +132,16 @@ def _flush(file: tuple[Path, BlockSpec]) -> None:
     except OSError as error:
         text = f"block '{spec.key}' cannot be flushed: {error.strerror}"
         raise TransferError(text, tier=spec.home, path=str(path), errno=error.errno) from error
+
+
+def place_in(folder: Path, spec: BlockSpec, start: int, stop: int) -> str:
+    """Return where bytes ``start`` to ``stop`` of a block's array lie, for a message: files and ranges in them."""
+    places = []
+    for path, offset, nbytes in _files(folder, spec):
+        first, last = max(start, offset), min(stop, offset + nbytes)
+        if first < last:
+            places.append(f"'{os.path.realpath(path)}' bytes {first - offset} to {last - offset}")
+    return ", ".join(places)
 
 
 def _files(folder: Path, spec: BlockSpec) -> Iterator[tuple[Path, int, int]]:

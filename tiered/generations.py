@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -23,8 +24,8 @@ from tiered.commit import (
     tell,
     write_leased,
 )
-from tiered.contents import byte_view, read_contents, sync_tree
-from tiered.errors import CorruptBlockError, GenerationError
+from tiered.contents import byte_view, place_in, read_contents, sync_tree
+from tiered.errors import CorruptBlockError, GenerationError, TransferError
 from tiered.grants import Grants
 from tiered.manifest import (
     JSON,
@@ -90,9 +91,12 @@ class Generations:
             commit = Commit(self._movement, path, self._next_number(path), meta)
             try:
                 freeze(self._movement, self._grants, commit)
-            except BaseException:
+            except BaseException as failure:
                 commit.end_staging()
-                self._remove(path, commit.generation)
+                with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
+                    self._remove(path, commit.generation)
+                if (told := _told(failure, commit)) is not failure:
+                    raise told from failure
                 raise
             self._last = commit
             threading.Thread(target=self._finish, args=(commit,), name="tiered-commit").start()
@@ -117,10 +121,11 @@ class Generations:
             self._drop_old(commit)
             tell(self._movement, commit, sum(record.nbytes for record in blocks), start_s)
         except BaseException as failure:
-            error = failure
+            error = _told(failure, commit)
             commit.end_staging()
             if not is_committed:
-                self._remove(commit.path, commit.generation)
+                with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
+                    self._remove(commit.path, commit.generation)
         finally:
             commit.frozen.clear()
             commit.end(error)
@@ -207,7 +212,7 @@ class Generations:
         tier: Any = self._movement.tiers[home]
         name = generation_name(generation)
         if hasattr(tier, "adopt") and folder == Path(tier.paths[0], SNAPSHOT_FOLDER, name, spec.key):
-            _check(record, generation, folder, read_contents(folder, spec))
+            _check(record, generation, folder, spec, read_contents(folder, spec))
             self._adopt(tier, spec, name, record.xxh3_64)
         else:
             self._read_into_place(spec, folder, generation, record)
@@ -234,15 +239,24 @@ class Generations:
             def put(offset: int, piece: bytearray) -> None:
                 target[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
 
-            _check(record, generation, folder, read_contents(folder, spec, put))
+            _check(record, generation, folder, spec, read_contents(folder, spec, put))
 
 
-def _check(record: BlockRecord, generation: int, folder: Path, found: tuple[str, ...]) -> None:
+def _told(failure: BaseException, commit: Commit) -> BaseException:
+    """Return a failure of a commit, the system's own as ``TransferError``."""
+    if not isinstance(failure, OSError) or isinstance(failure, TransferError):
+        return failure
+    text = f"generation {commit.generation} cannot be written: {failure.strerror}"
+    path = str(failure.filename or commit.path)
+    return TransferError(text, tier="generations", path=path, errno=failure.errno)
+
+
+def _check(record: BlockRecord, generation: int, folder: Path, spec: BlockSpec, found: tuple[str, ...]) -> None:
     """Raise ``CorruptBlockError`` naming the first piece whose checksum differs."""
     if found == record.xxh3_64:
         return
     for (start, stop), expected, actual in zip_longest(pieces(record.nbytes), record.xxh3_64, found):
         if expected != actual:
-            place = f"'{folder}', contents {start} to {stop}"
+            place = place_in(folder, spec, start, stop)
             expected, actual = expected or "none", actual or "none"
             raise CorruptBlockError(record.key, expected, actual, place=place, generation=generation)

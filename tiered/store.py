@@ -317,10 +317,10 @@ class TieredStore:
     def wait_idle(self) -> None:
         """Wait until nothing moves, after trying failed write-backs once more. Raises ``TransferError`` if in vain."""
         with self._changed:
-            self._movement.retry_unsaved()
-            while any(block.num_transfers for block in self._blocks.values()):
-                self._changed.wait()
-            self._movement.raise_unsaved()
+            for what_next in (self._movement.retry_unsaved, self._movement.raise_unsaved):
+                while any(block.num_transfers for block in self._blocks.values()):
+                    self._changed.wait()
+                what_next()
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
         """Compare contents at rest in files with their checksums; see ``tiered.verify.verify_at_rest``."""

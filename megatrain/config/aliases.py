@@ -122,6 +122,15 @@ NOT_YET: frozenset[str] = frozenset(
     }
 )
 
+#: Keys of ``[optimizer]`` that only some optimizers read.
+OPTIMIZERS_WITH_KEY: dict[str, frozenset[str]] = {
+    "adam_beta1": frozenset({"adamw", "lion"}),
+    "adam_beta2": frozenset({"adamw", "lion"}),
+    "adam_epsilon": frozenset({"adamw"}),
+    "sgd_momentum": frozenset({"sgd"}),
+    "sgd_nesterov": frozenset({"sgd"}),
+}
+
 #: Extra arguments that each schedule of transformers takes.
 SCHEDULER_ARGUMENTS: dict[str, frozenset[str]] = {
     "constant": frozenset(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.config.aliases import SCHEDULER_ARGUMENTS
+from megatrain.config.aliases import OPTIMIZERS_WITH_KEY, SCHEDULER_ARGUMENTS
 from megatrain.config.problems import Problem
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
     return [
         *_check_batch(config),
         *_check_data(config),
+        *_check_optimizer(config),
+        *_check_gradients(config),
         *_check_schedule(config),
         *_check_attention(config),
         *_check_tiers(config),
@@ -36,11 +38,27 @@ def find_warnings(config: RunConfig) -> list[str]:
         and optimizer.warmup_steps
     ):
         warnings.append('the "constant" schedule has no warm-up; "constant_with_warmup" has')
+    warnings.extend(
+        f'optimizer.{key} has no effect with optim = "{optimizer.optim}"'
+        for key, users in OPTIMIZERS_WITH_KEY.items()
+        if optimizer.optim not in users and getattr(optimizer, key) != type(optimizer).model_fields[key].default
+    )
     if config.device == "cpu" and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
     if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
         warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
     return warnings
+
+
+def _check_gradients(config: RunConfig) -> Iterator[Problem]:
+    training = config.training
+    is_split = training.train_batch_tokens is not None or training.gradient_accumulation_steps > 1
+    if config.precision.grad_dtype == "bfloat16" and config.advanced.micro_batch_order == "micro_batch" and is_split:
+        yield Problem(
+            "precision.grad_dtype",
+            'bfloat16 gradients cannot be summed over micro-batches in advanced.micro_batch_order = "micro_batch"',
+            'Write micro_batch_order = "layer", which sums all micro-batches first',
+        )
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
@@ -81,6 +99,20 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
                 f'data.train.{index}.format = "{dataset.format}" is not plain text, which task = "pretrain" trains',
                 'Write task = "sft"',
             )
+
+
+def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.optim == "sgd" and optimizer.sgd_nesterov and not optimizer.sgd_momentum:
+        yield Problem(
+            "optimizer.sgd_nesterov",
+            "optimizer.sgd_nesterov = true looks one step of momentum ahead, but optimizer.sgd_momentum = 0.0",
+            "Write sgd_momentum = 0.9, or leave sgd_nesterov out",
+        )
+    for number, group in enumerate(optimizer.groups):
+        if group.learning_rate is None and group.weight_decay is None:
+            key = f"optimizer.groups.{number}"
+            yield Problem(key, f"{key} changes nothing for its parameters", "Give it a learning_rate or a weight_decay")
 
 
 def _check_schedule(config: RunConfig) -> Iterator[Problem]:

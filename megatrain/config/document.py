@@ -73,7 +73,7 @@ def _type(annotation: Any) -> str:
     if origin in (typing.Union, UnionType):
         return _type(next(argument for argument in arguments if argument is not type(None)))
     if origin is tuple:
-        return "list of text"
+        return f"list of {_type(arguments[0])}s".replace("texts", "text")
     if origin is dict:
         return "table"
     if annotation is Size:

@@ -19,7 +19,7 @@ if typing.TYPE_CHECKING:
 #: Tables whose keys the user chooses; their contents are checked by the schema.
 FREE_TABLES = frozenset({"data.train.columns", "optimizer.lr_scheduler_kwargs"})
 #: Array tables; a number after their name is the index of a table.
-ARRAY_TABLES = frozenset({"data.train", "tiers.nvme"})
+ARRAY_TABLES = frozenset({"data.train", "optimizer.groups", "tiers.nvme"})
 Path = tuple[str | int, ...]
 
 
@@ -66,8 +66,10 @@ def plain(path: Path) -> str:
 
 
 def full_keys_of_leaf(leaf: str) -> list[str]:
-    """Return the dotted keys whose last part is ``leaf``, sorted."""
-    return sorted(key for key in known_keys() if key.rsplit(".", 1)[-1] == leaf)
+    """Return the dotted keys whose last part is ``leaf``, sorted; a key outside array tables hides those inside."""
+    keys = sorted(key for key in known_keys() if key.rsplit(".", 1)[-1] == leaf)
+    outside = [key for key in keys if key.rpartition(".")[0] not in ARRAY_TABLES]
+    return outside if len(outside) == 1 else keys
 
 
 def has_advice(path: Path) -> bool:

@@ -92,7 +92,11 @@ class PrecisionConfig(Table):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="What layers multiply; auto: bfloat16 with CUDA, float32 on the CPU."
     )
-    grad_dtype: Literal["float32"] = Field(default="float32", description="What gradients are summed in.")
+    grad_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="What gradients are kept in until the update. They are summed in float32 either way; bfloat16 "
+        "halves their bytes and rounds each sum once, to 8 bits of mantissa.",
+    )
 
 
 class DatasetConfig(Table):
@@ -142,23 +146,52 @@ class TrainingConfig(Table):
     max_steps: int = Field(default=-1, ge=-1, description="Optimizer steps; overrides num_train_epochs. -1: not set.")
 
 
+class ParameterGroupConfig(Table):
+    """``[[optimizer.groups]]``: parameters with settings of their own."""
+
+    params: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
+        description="Globs of parameter names. Of the groups that match a parameter the first one counts."
+    )
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="Peak learning rate, on the same schedule. Not set: the optimizer's."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="For those of them that decay. Not set: the optimizer's."
+    )
+
+
 class OptimizerConfig(Table):
     """``[optimizer]``: the update and its schedule."""
 
-    optim: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay.")
+    optim: Literal["adamw", "lion", "sgd", "adafactor"] = Field(
+        default="adamw",
+        description="State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none.",
+    )
     learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Decay per step, times the learning rate.")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        description="Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",
+    )
     weight_decay_exclude: StringTuple = Field(
         default=("*.bias", "*norm*", "*embed*"), description="Globs of parameter names that do not decay."
     )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
+    adam_beta1: float = Field(
+        default=0.9, ge=0, lt=1, description="adamw: decay of the first moment. lion: its weight in the direction."
+    )
+    adam_beta2: float = Field(
+        default=0.95, ge=0, lt=1, description="adamw: decay of the second moment. lion: of its moment, 0.99 by default."
+    )
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="adamw: added to the denominator.")
+    sgd_momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: decay of the moment. 0: no state.")
+    sgd_nesterov: bool = Field(default=False, description="sgd: look one step of momentum ahead.")
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Gradients are scaled to at most this norm. 0: no clipping."
     )
-    nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="A NaN or infinite gradient: stop ends the run, skip leaves that update out."
+    nonfinite: Literal["stop", "skip", "ignore"] = Field(
+        default="stop",
+        description="A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look "
+        "and, without clipping, lets a layer be updated during the backward.",
     )
     lr_scheduler_type: str = Field(
         default="cosine", description="Name of a schedule of transformers, e.g. cosine, linear."
@@ -167,6 +200,16 @@ class OptimizerConfig(Table):
         default_factory=dict, description="Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }."
     )
     warmup_steps: float = Field(default=0.03, ge=0, description=">= 1: steps. < 1: fraction of all steps.")
+    groups: Annotated[tuple[ParameterGroupConfig, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="Parameters with a learning rate or a decay of their own."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_default_of_lion(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("optim") == "lion":
+            return {"adam_beta2": 0.99, **values}
+        return values
 
 
 class ExportConfig(Table):
@@ -207,13 +250,33 @@ class NvmeTierConfig(Table):
 
     path: ConfigPath = Field(description="Folder for block files; made when missing.")
     size: Size = Field(default=AUTO_SIZE, description='Space it may take: "300GiB", "50%" or "auto" (of what is free).')
-    rate: Rate | None = Field(default=None, description='Relative weight when striped, e.g. "2.0GB/s". Default: equal.')
+    rate: Rate | None = Field(
+        default=None,
+        description='Relative weight when striped, e.g. "2.0GB/s". Default: as doctor measured it, else equal.',
+    )
+    max_written: PlainSize | None = Field(
+        default=None,
+        ge=1,
+        description='Stop before all runs together write more than this there, e.g. "200TB". Default: no limit.',
+    )
 
 
 class TiersConfig(Table):
     """``[tiers]``: what this run may use."""
 
     safety_margin: Size = Field(default=Size("5%", fraction=0.05), description='Kept free where a size is "auto".')
+    engine: Literal["posix", "auto", "kvikio"] = Field(
+        default="posix",
+        description="How files are read and written. auto: kvikio where GPUDirect Storage works, else posix.",
+    )
+    verify: Literal["resume", "always", "off"] = Field(
+        default="resume",
+        description="When files are compared with the checksums taken as they were written. resume: when a generation "
+        "is opened; always: at every read, too; off: no checksums in a step.",
+    )
+    on_disk_full: Literal["pause", "error"] = Field(
+        default="pause", description="A drive that is full during the run: pause until there is room, or end the run."
+    )
     gpu: GpuTierConfig = Field(default_factory=GpuTierConfig, description="GPU memory.")
     ram: RamTierConfig = Field(default_factory=RamTierConfig, description="Host memory.")
     nvme: Annotated[tuple[NvmeTierConfig, ...], BeforeValidator(_as_tuple)] = Field(
@@ -237,8 +300,22 @@ class AdvancedConfig(Table):
         default="auto", description='Bytes fetched ahead: "auto", "0", "2GiB" or "unlimited".'
     )
     eviction_policy: Literal["schedule", "lru"] = Field(default="schedule", description="Who leaves a full tier first.")
+    file_size: PlainSize | None = Field(
+        default=None,
+        ge=4096,
+        multiple_of=4096,
+        description='Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.',
+    )
     micro_batch_order: Literal["layer", "micro_batch"] = Field(
         default="layer", description="layer: each layer runs for all micro-batches before the next."
+    )
+
+
+class ProfileConfig(Table):
+    """``[profile]``: timelines."""
+
+    trace_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="Steps, from 1, whose timeline is written to output_dir/trace.json, for Perfetto."
     )
 
 
@@ -261,6 +338,7 @@ class RunConfig(Table):
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and kept.")
     tiers: TiersConfig = Field(default_factory=TiersConfig, description="What this run may use.")
     placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Where kinds of bytes live.")
+    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="Timelines.")
     advanced: AdvancedConfig = Field(default_factory=AdvancedConfig, description="For measurements.")
 
     @model_validator(mode="before")

@@ -6,8 +6,9 @@ the planned traffic and the moved traffic are one thing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import UnitLayout
+    from megatrain.optim.base import StateKind
 
 Phase = Literal["forward", "head", "backward", "update"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
@@ -76,20 +78,30 @@ class Turn(NamedTuple):
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
 
-    The ``update`` ticks among them finish the step before: a block group is updated just before the forward that
-    needs it, when the global norm is long known. So the first step lacks them, and after the last one only they
-    are left. No forward ever sees weights that are not updated.
+    Deferred ``update`` ticks finish the step before: a block group is updated just before the forward that needs it,
+    when the global norm is long known. So the first step lacks them, and after the last one only they are left. No
+    forward ever sees weights that are not updated. Updates that are not deferred follow the backward that fills their
+    gradient.
     """
 
     blocks: Mapping[str, BlockPlan]
     ticks: tuple[Tick, ...]
     compute_tier: str
+    defers_updates: bool = True
 
     def turns(self, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
-        """Return the ticks of a step in order: those that finish the step before, its own forward and backward."""
-        chosen = [(n, tick) for n, tick in enumerate(self.ticks) if (updates if tick.phase == "update" else passes)]
-        following: Sequence[Tick | None] = [*(tick for _, tick in chosen[1:]), None]
-        return tuple(Turn(n, tick, self._kept(tick, after)) for (n, tick), after in zip(chosen, following, strict=True))
+        """Return the ticks of a step in order.
+
+        Args:
+            updates: those that finish the step before. passes: its own, forward and backward.
+        """
+        chosen = [(n, tick) for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)]
+        following = [tick for _, tick in chosen[1:]]
+        pairs = zip_longest(chosen, following)
+        return tuple(Turn(number, tick, self._kept(tick, after)) for (number, tick), after in pairs)
+
+    def _is_deferred(self, tick: Tick) -> bool:
+        return self.defers_updates and tick.phase == "update"
 
     def _kept(self, tick: Tick, following: Tick | None) -> frozenset[str]:
         """Return what two consecutive ticks of one tier both hold. Costs no room: the second needs it there anyway."""
@@ -115,7 +127,7 @@ class StepProgram:
         """
         streamed = [access for access in self.accesses() if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
-        deferred = [number for number, tick in enumerate(self.ticks) if tick.phase == "update"]
+        deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
         start, end = first_step * period, (first_step + num_steps) * period
         return Schedule(streamed, period, end, start=start, deferred=deferred)
 
@@ -128,7 +140,8 @@ class ProgramBuilder:
         num_micro_batches: micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
         compute_tier: name of the tier that layers run in. compute_dtype: of the weight blocks.
-        state_kinds: what the optimizer keeps besides the weight block, per parameter: name -> dtype.
+        state_kinds: what the optimizer keeps, the weight block too.
+        grad_dtype: of gradients at rest. defer_updates: see ``StepProgram``.
     """
 
     def __init__(
@@ -140,12 +153,15 @@ class ProgramBuilder:
         order: Literal["layer", "micro_batch"],
         compute_tier: str,
         compute_dtype: torch.dtype,
-        state_kinds: Mapping[str, torch.dtype],
+        state_kinds: Sequence[StateKind],
+        grad_dtype: torch.dtype = torch.float32,
+        defer_updates: bool = True,
     ) -> None:
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
         self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
-        self._state_kinds = state_kinds
+        self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
+        self._grad_dtype, self._defer_updates = grad_dtype, defer_updates
         self._uses = uses_of_layouts(graph, trace)
         # A device computes while the host updates what comes next; on the CPU both take turns.
         self._lead = 0 if compute_tier == "ram" else 1
@@ -153,7 +169,7 @@ class ProgramBuilder:
     def build(self) -> StepProgram:
         """Return the program."""
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
-        return StepProgram(blocks, tuple(self._ticks()), self._compute_tier)
+        return StepProgram(blocks, tuple(self._ticks()), self._compute_tier, self._defer_updates)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -162,10 +178,10 @@ class ProgramBuilder:
             yield BlockPlan(weight_key(layout.name), "weights", layout.num_elements, self._compute_dtype)
             if not self._is_trained(layout):
                 continue
-            for state, dtype in self._state_kinds.items():
-                yield BlockPlan(state_key(layout.name, state), "optimizer", layout.num_elements, dtype)
+            for kind in self._state_kinds:
+                yield BlockPlan(state_key(layout.name, kind.name), "optimizer", kind.num_elements(layout), kind.dtype)
             for use in range(len(self._uses[layout.name])):
-                yield BlockPlan(gradient_key(layout.name, use), "gradients", layout.num_elements, torch.float32)
+                yield BlockPlan(gradient_key(layout.name, use), "gradients", layout.num_elements, self._grad_dtype)
 
     def _activation_blocks(self) -> Iterator[BlockPlan]:
         for visit, traced in enumerate(self._trace.visits):
@@ -188,10 +204,25 @@ class ProgramBuilder:
         everything = list(range(self._num_micro_batches))
         groups = [everything] if self._order == "layer" else [[micro_batch] for micro_batch in everything]
         for number, group in enumerate(groups):
-            ticks = list(self._pass(group, is_first=number == 0, is_last=number == len(groups) - 1))
-            yield from self._with_updates(ticks) if number == 0 else ticks
+            is_first, is_last = number == 0, number == len(groups) - 1
+            ticks: Iterable[Tick] = self._pass(group, is_first=is_first, is_last=is_last)
+            if is_first and self._defer_updates:
+                ticks = self._with_deferred_updates(list(ticks))
+            if is_last and not self._defer_updates:
+                ticks = self._with_updates(ticks)
+            yield from ticks
 
-    def _with_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
+    def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
+        """Yield the ticks of the last pass, each followed by the updates whose gradients it completes."""
+        for tick in ticks:
+            yield tick
+            filled = {key for key, mode in tick.held if mode != "r"}
+            for index, layout in enumerate(self._graph.layouts.values()):
+                # Of several use sites the first one is filled last: it takes up the sums of the others.
+                if self._is_trained(layout) and gradient_key(layout.name, 0) in filled:
+                    yield self._update(index, layout)
+
+    def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
         """Yield the ticks of the first pass, each preceded by the updates of what it or the next ones use first."""
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
@@ -226,7 +257,7 @@ class ProgramBuilder:
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
         held: list[tuple[str, Mode]] = [(weight_key(layout.name), "rw")]
-        held += [(state_key(layout.name, state), "rw") for state in self._state_kinds]
+        held += [(state_key(layout.name, kind.name), "rw") for kind in self._state_kinds]
         gradient = gradient_key(layout.name, 0)
         held.append((gradient, "r"))
         return Tick("update", index, tuple(held), spent=frozenset({gradient}))

@@ -30,6 +30,7 @@ from tiered.lease import Lease
 if TYPE_CHECKING:
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph, Unit
+    from megatrain.timeline import Timeline
     from tiered.schedule import Mode
     from tiered.store import TieredStore
 
@@ -56,6 +57,7 @@ class StoreAccess:
     Args:
         homes: block key -> tier, as planned and registered.
         update: called with the index of a layout at the tick of its update.
+        timeline: told of every tick.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class StoreAccess:
         homes: Mapping[str, str],
         threads: KernelThreads,
         update: Callable[[int], None],
+        timeline: Timeline | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._homes = store, graph, program, homes
         self._uses = uses_of_layouts(graph, trace)
         self._tier = program.compute_tier
         self._threads = threads
-        self._update = update
+        self._update, self._timeline = update, timeline
         self._first_tick = 0
         self._turns: Iterator[Turn] = iter(())
         self._turn: Turn | None = None
@@ -99,6 +102,12 @@ class StoreAccess:
         while self._move_on():
             self._update(self._tick.visit)
 
+    def end_step(self) -> None:
+        """Make the updates that come last, and note that the step is over: all its ticks must have come."""
+        while self._move_on():
+            assert self._tick.phase == "update", f"the step ended before {self._turn}"
+            self._update(self._tick.visit)
+
     def _start(self, step: int, *, updates: bool, passes: bool) -> None:
         self._first_tick = step * len(self._program.ticks)
         self._turns = iter(self._program.turns(updates=updates, passes=passes))
@@ -115,6 +124,8 @@ class StoreAccess:
         self._turn = next(self._turns, None)
         if self._turn is not None:
             self._store.advance(self._first_tick + self._turn.number)
+        if self._timeline is not None:
+            self._timeline.on_turn(None if self._turn is None else self._turn.tick)
         return self._turn is not None
 
     # -- weights -----------------------------------------------------------------------------------------------
@@ -166,15 +177,15 @@ class StoreAccess:
         requests += [(key, modes[key]) for keys in others.values() for key in keys]
         with self._store.acquire_many([(key, self._tier, mode) for key, mode in requests]) as group:
             tensors = {lease.key: lease.tensor for lease in group}
+            sums = {name: _fp32_sum(tensors[own[name]], modes[own[name]]) for name in names}
             targets: dict[str, torch.Tensor] = {}
             added: set[str] = set()
             for name in names:
-                targets.update(views(tensors[own[name]], self._graph.layouts[name]))
+                targets.update(views(sums[name], self._graph.layouts[name]))
                 added |= self._added(name, visit)
-            accumulator = GradientAccumulator(targets, added)
-            yield accumulator
+            yield GradientAccumulator(targets, added)
             for name in names:
-                self._close_use(name, visit, tensors, own[name], added, modes[own[name]])
+                self._close_use(name, visit, sums.pop(name), tensors, own[name], added, modes[own[name]])
         for key, _ in requests:
             self._leave(key, self._tier)
 
@@ -185,6 +196,7 @@ class StoreAccess:
         self,
         name: str,
         visit: int,
+        total: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
         key: str,
         added: set[str],
@@ -193,7 +205,9 @@ class StoreAccess:
         layout = self._graph.layouts[name]
         self._added(name, visit).update(entry.name for entry in layout.entries if entry.name in added)
         if mode == "w":
-            zero_gaps(tensors[key], layout, self._added(name, visit))
+            zero_gaps(total, layout, self._added(name, visit))
+        if total is not tensors[key]:
+            tensors[key].copy_(total)
         # Only the first use site, which backward reaches last, is followed by no other use of the layout.
         if visit == self._uses[name][0]:
             self._merge(name, tensors, key, layout)
@@ -245,6 +259,14 @@ class StoreAccess:
         block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
         assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"
         return block.key
+
+
+def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
+    """Return what a use site's gradients are summed in: the block itself if it is fp32, else room of its own."""
+    if gradient.dtype == torch.float32:
+        return gradient
+    assert mode == "w", "a sum that was rounded cannot go on"
+    return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
 
 
 def leave(store: TieredStore, homes: Mapping[str, str], turn: Turn, key: str, tier: str) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import UnitLayout
+    from megatrain.timeline import Timeline
     from tiered.schedule import Mode
     from tiered.store import TieredStore
 
@@ -45,7 +46,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _PendingUpdate:
-    """What the next step does for this one.
+    """The update of a step, made by the next one or, if it is not deferred, during its backward.
 
     Attributes:
         step: number of the step that left it. update: step, learning rate, scale of the gradient.
@@ -64,8 +65,9 @@ class StepEngine:
         store: holds every block of ``program``, with contents for weights and state.
         homes: block key -> tier. segments: what of a layout is updated with which decay.
         max_grad_norm: largest global norm that is let through; 0: no clipping.
-        nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out.
-        seed: of dropout.
+        nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
+            ``ignore`` uses it.
+        seed: of dropout. timeline: told of every tick.
 
     Attributes:
         num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.
@@ -84,13 +86,16 @@ class StepEngine:
         order: Literal["layer", "micro_batch"] = "layer",
         segments: Callable[[UnitLayout], Sequence[Segment]],
         max_grad_norm: float,
-        nonfinite: Literal["stop", "skip"] = "stop",
+        nonfinite: Literal["stop", "skip", "ignore"] = "stop",
         seed: int = 0,
         threads: KernelThreads | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._graph, self._optimizer = graph, optimizer
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
-        self._access = StoreAccess(store, graph, trace, program, homes, threads or KernelThreads(), self._update)
+        self._access = StoreAccess(
+            store, graph, trace, program, homes, threads or KernelThreads(), self._update, timeline
+        )
         self._runner = LayerRunner(
             graph,
             self._access,
@@ -106,6 +111,7 @@ class StepEngine:
             for index, layout in enumerate(graph.layouts.values())
             if layout.trainable and uses[layout.name]
         }
+        self._defers = program.defers_updates
         self._pending: _PendingUpdate | None = None
         self.num_updates = 0
         # The master weight itself, "weight", is a kind of the optimizer like its state.
@@ -122,19 +128,28 @@ class StepEngine:
             NoTrainedTokensError: no position of the step has a label.
         """
         self._access.start_step(number, updates=self._pending is not None)
+        if not self._defers:  # no norm decides about the update: each part is made as soon as its gradient is there
+            self._pending = self._next_update(number, lr, scale=1.0)
         loss = self._runner.forward_backward(micro_batches, seed=self._seed + number)
+        self._access.end_step()
         self._pending = None  # its last part was made on the way
         norm = global_norm(self._access.squared_norms[layout.name] for layout, _ in self._trained.values())
+        if not self._defers:
+            return StepResult(loss.loss, norm, loss.num_trained_tokens)
         if math.isfinite(norm):
-            self.num_updates += 1
-            update = Update(self.num_updates, lr, clip_coefficient(norm, self._max_grad_norm))
-            self._pending = _PendingUpdate(number, update, self._access.with_gradient)
+            self._pending = self._next_update(number, lr, scale=clip_coefficient(norm, self._max_grad_norm))
+        elif self._nonfinite == "ignore":
+            self._pending = self._next_update(number, lr, scale=self._max_grad_norm / norm)  # as in torch
         elif self._nonfinite == "stop":
             raise NonFiniteGradientError(
                 f"step {number + 1}: the gradient is not finite (loss {loss.loss}); nothing was updated in this step. "
                 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
             )
         return StepResult(loss.loss, norm, loss.num_trained_tokens, skipped=self._pending is None)
+
+    def _next_update(self, number: int, lr: float, *, scale: float) -> _PendingUpdate:
+        self.num_updates += 1
+        return _PendingUpdate(number, Update(self.num_updates, lr, scale), self._access.with_gradient)
 
     def finish_updates(self) -> None:
         """Make the update that the last step left; afterwards weights and state are those after the step.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -13,25 +13,62 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry, UnitLayout
 
-__all__ = ["Optimizer", "Segment", "StateKind", "Update", "build_segments", "bytes_per_parameter", "master_kinds"]
+__all__ = [
+    "GRADIENT_DTYPES",
+    "Optimizer",
+    "ParameterGroup",
+    "Segment",
+    "StateKind",
+    "Update",
+    "build_segments",
+    "bytes_per_parameter",
+    "decays",
+    "master_kinds",
+]
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
+"""What a gradient block may hold. bf16 is widened exactly as it is read, so arithmetic is in fp32 either way."""
+
+_STATE_ALIGNMENT_ELEMENTS = 16
+"""State of its own length starts at a multiple of this within the block: a cache line in fp32."""
+_BLOCK_ALIGNMENT_ELEMENTS = 1024
+"""The length of every block is a multiple of this, as that of the weights is."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """One kind of block that an update reads and writes, one element per parameter.
+    """One kind of block that an update reads and writes.
 
     Attributes:
         name: Kind of the block: the part of its key after the unit's name.
         dtype: Element type.
+        elements_of: Elements that a parameter has in the block, which then holds them one parameter after another.
+            None: one per element of the parameter, at the same offsets as in the weight block.
     """
 
     name: str
     dtype: torch.dtype
+    elements_of: Callable[[TensorEntry], int] | None = None
 
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of one element."""
-        return self.dtype.itemsize
+    def num_elements(self, layout: UnitLayout) -> int:
+        """Return the length of the block for a layout, padding included; never 0."""
+        if self.elements_of is None:
+            return layout.num_elements
+        return max(1, -(-self._extent(layout)[1] // _BLOCK_ALIGNMENT_ELEMENTS)) * _BLOCK_ALIGNMENT_ELEMENTS
+
+    def starts(self, layout: UnitLayout) -> dict[str, int]:
+        """Return the first element of each parameter in the block, by full name."""
+        if self.elements_of is None:
+            return {entry.name: entry.offset for entry in layout.entries}
+        return self._extent(layout)[0]
+
+    def _extent(self, layout: UnitLayout) -> tuple[dict[str, int], int]:
+        assert self.elements_of is not None, self
+        starts, end = {}, 0
+        for entry in layout.entries:
+            starts[entry.name] = end
+            end += -(-self.elements_of(entry) // _STATE_ALIGNMENT_ELEMENTS) * _STATE_ALIGNMENT_ELEMENTS
+        return starts, end
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +80,16 @@ class Segment:
         stop: One past the last element; the padding after it is never touched.
         weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
         lr_scale: Factor on the learning rate of the step.
+        shape: Shape of the parameter, for optimizers that look at it; `()` stands for a vector.
+        state_starts: Kind -> first element of the parameter in that block, for kinds of their own length.
     """
 
     start: int
     stop: int
     weight_decay: float
     lr_scale: float = 1.0
+    shape: tuple[int, ...] = ()
+    state_starts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +116,7 @@ class Optimizer(Protocol):
     """
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return every kind of block that `update` needs, the master weight first.
+        """Return every kind of block that `update` needs, the master weight first. Names tell blocks apart.
 
         Args:
             split_master: The master is a bf16 `weight` and an int16 `low` block; otherwise one fp32 `weight` block.
@@ -92,7 +133,7 @@ class Optimizer(Protocol):
 
         Args:
             blocks: The flat CPU tensor of each kind, by kind; a `low` block makes it the split-master update.
-            gradient: fp32 sum of the gradients, as long as the blocks; unchanged.
+            gradient: Sum of the gradients, as long as the weight block; fp32 or bf16; unchanged.
             segments: Ranges to update, without overlap. Elements outside all of them keep their values.
             update: Numbers of the step.
         """
@@ -110,9 +151,35 @@ def master_kinds(split_master: bool) -> tuple[StateKind, ...]:
     return (StateKind("weight", torch.float32),)
 
 
-def bytes_per_parameter(kinds: Sequence[StateKind]) -> int:
-    """Return the bytes that `kinds` take together for one parameter."""
-    return sum(kind.bytes_per_parameter for kind in kinds)
+def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = None) -> float:
+    """Return the bytes that `kinds` take together for one parameter.
+
+    Args:
+        kinds: Kinds of blocks.
+        layout: Whose blocks, padding included. None: without padding; kinds of their own length then count as nothing.
+    """
+    if layout is None:
+        return sum(kind.dtype.itemsize for kind in kinds if kind.elements_of is None)
+    return sum(kind.num_elements(layout) * kind.dtype.itemsize for kind in kinds) / layout.num_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters with settings of their own.
+
+    Attributes:
+        globs: Matched against full parameter names, upper and lower case told apart.
+        lr_scale: Factor on the learning rate of the step.
+        weight_decay: Instead of the optimizer's, for those of them that decay; None: the optimizer's.
+    """
+
+    globs: tuple[str, ...]
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def matches(self, name: str) -> bool:
+        """Tell whether a parameter is in the group."""
+        return any(fnmatchcase(name, glob) for glob in self.globs)
 
 
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
@@ -128,15 +195,35 @@ def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
     return len(entry.shape) >= 2 and not any(fnmatchcase(entry.name, glob) for glob in exclude)
 
 
-def build_segments(layout: UnitLayout, weight_decay: float, exclude: Sequence[str]) -> tuple[Segment, ...]:
+def build_segments(
+    layout: UnitLayout,
+    weight_decay: float,
+    exclude: Sequence[str],
+    groups: Sequence[ParameterGroup] = (),
+    kinds: Sequence[StateKind] = (),
+) -> tuple[Segment, ...]:
     """Return one segment per parameter of a block group, in the order of the block.
 
     Args:
         layout: Where each parameter lies.
         weight_decay: Decay of the parameters that decay.
         exclude: Globs of parameter names that do not.
+        groups: Settings by name; the first group that matches a parameter counts.
+        kinds: What the optimizer keeps; needed where a kind has a length of its own.
     """
-    return tuple(
-        Segment(entry.offset, entry.offset + entry.numel, weight_decay if decays(entry, exclude) else 0.0)
-        for entry in layout.entries
-    )
+    starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
+    segments = []
+    for entry in layout.entries:
+        group = next((group for group in groups if group.matches(entry.name)), ParameterGroup(()))
+        decay = weight_decay if group.weight_decay is None else group.weight_decay
+        segments.append(
+            Segment(
+                entry.offset,
+                entry.offset + entry.numel,
+                weight_decay=decay if decays(entry, exclude) else 0.0,
+                lr_scale=group.lr_scale,
+                shape=entry.shape,
+                state_starts={name: of_entry[entry.name] for name, of_entry in starts.items()},
+            )
+        )
+    return tuple(segments)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.optim.base import GRADIENT_DTYPES
+from megatrain.optim.elementwise import flat_gradient
 from megatrain.optim.threads import KernelThreads, cut
 
 __all__ = ["clip_coefficient", "global_norm", "squared_norm", "sum_gradients", "warm_up"]
@@ -26,16 +27,16 @@ _CALLER = KernelThreads(1)
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
-    """Add one use site's gradient to another's in place, rounding each sum to fp32.
+    """Add one use site's gradient to another's in place: each sum in fp32, then rounded to the dtype of `total`.
 
     Args:
-        total: 1-D contiguous fp32 CPU tensor; written.
+        total: 1-D contiguous fp32 or bf16 CPU tensor; written.
         addend: Likewise, of the same length; unchanged.
         threads: Threads to compute on; None computes on the calling thread.
     """
     from megatrain.optim import kernels
 
-    total_flat, addend_flat = _flat(total), _flat(addend)
+    total_flat, addend_flat = flat_gradient(total), flat_gradient(addend)
     assert total_flat.size == addend_flat.size, (total_flat.size, addend_flat.size)
     (threads or _CALLER).run(
         partial(kernels.add_in_place, total_flat[start:stop], addend_flat[start:stop])
@@ -49,12 +50,12 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
     Infinite or NaN exactly when an element is: fp64 holds the square of every finite fp32 number and sums of them.
 
     Args:
-        gradient: 1-D contiguous fp32 CPU tensor, padding (zeros) included.
+        gradient: 1-D contiguous fp32 or bf16 CPU tensor, padding (zeros) included.
         threads: Threads to compute on; None computes on the calling thread. The result is the same.
     """
     from megatrain.optim import kernels
 
-    flat = _flat(gradient)
+    flat = flat_gradient(gradient)
     block = kernels.NORM_BLOCK_ELEMENTS
     partials = np.zeros(-(-flat.size // block), dtype=np.float64)
 
@@ -91,9 +92,9 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 def warm_up() -> None:
     """Compile or load the kernels of this file, so that no step pays for it."""
-    gradient = torch.zeros(1)
-    sum_gradients(gradient, torch.zeros(1))
-    squared_norm(gradient)
+    for dtype in GRADIENT_DTYPES:
+        sum_gradients(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
+        squared_norm(torch.zeros(1, dtype=dtype))
 
 
 def _sum_in_order(values: Iterable[float]) -> float:
@@ -101,10 +102,3 @@ def _sum_in_order(values: Iterable[float]) -> float:
     for value in values:
         total += value
     return total
-
-
-def _flat(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    assert tensor.dtype == torch.float32 and tensor.device.type == "cpu", (tensor.dtype, tensor.device)
-    assert tensor.dim() == 1 and tensor.is_contiguous(), (tuple(tensor.shape), tensor.stride())
-    flat: np.ndarray[Any, np.dtype[np.float32]] = tensor.detach().numpy()
-    return flat

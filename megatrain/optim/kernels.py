@@ -1,100 +1,355 @@
-"""The compiled loops of the optimizer. Importing this file imports numba; nothing is compiled before the first call.
+"""The compiled loops of the optimizers. Importing this file imports numba; nothing is compiled before the first call.
 
 Rules that make the bits the same for every cut of a block, every thread count and every CPU:
 
 * one fp32 operation per line of arithmetic, in the order written, rounded each time. `fastmath` stays off, so LLVM may
   neither reassociate nor contract a product and a sum into a fused multiply-add (a test reads the machine code);
-* elements never meet, except in `squared_norms`, whose order of summation is fixed by position in the block;
+* elements never meet, except in sums over a tensor, which are in fp64 and in an order fixed by position in the block;
 * scalars arrive in fp32, rounded once from fp64 by the caller.
 
 `error_model="numpy"` makes division by zero give infinity instead of a branch, without which nothing vectorizes.
+
+A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.precision`. A
+gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the types it is called with and
+drops the branches of the others.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 from numpy.typing import NDArray
 
-__all__ = ["NORM_BLOCK_ELEMENTS", "NORM_LANES", "add_in_place", "squared_norms", "update_master", "update_split_master"]
+__all__ = [
+    "NORM_BLOCK_ELEMENTS",
+    "NORM_LANES",
+    "adafactor_columns",
+    "adafactor_square_sums",
+    "adafactor_vector",
+    "adamw",
+    "add_in_place",
+    "apply_factored",
+    "apply_vector",
+    "lion",
+    "sgd",
+    "squared_norms",
+]
 
 NORM_BLOCK_ELEMENTS = 65_536
 NORM_LANES = 64
 
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Master = NDArray[np.float32] | NDArray[np.uint16]
+Low = NDArray[np.int16] | None
+Gradient = NDArray[np.float32] | NDArray[np.uint16]
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def update_master(
-    weight: Float32,
-    m: Float32,
-    v: Float32,
-    grad: Float32,
-    grad_scale: np.float32,
-    decay: np.float32,
-    one_minus_beta1: np.float32,
-    beta2: np.float32,
-    one_minus_beta2: np.float32,
-    correction2_sqrt: np.float32,
-    eps: np.float32,
-    step_size: np.float32,
-) -> None:
-    """AdamW on fp32 masters, in place; all arrays 1-D, contiguous and equally long."""
-    for i in range(weight.size):
-        decayed = weight[i] * decay
-        g = grad[i] * grad_scale
-        m_new = m[i] + (g - m[i]) * one_minus_beta1
-        v_new = v[i] * beta2 + (one_minus_beta2 * g) * g
-        denominator = np.sqrt(v_new) / correction2_sqrt + eps
-        m[i] = m_new
-        v[i] = v_new
-        weight[i] = decayed - (step_size * m_new) / denominator
+# -- numbers in and out of blocks --------------------------------------------------------------------------------
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def update_split_master(
-    high: NDArray[np.uint16],
-    low: NDArray[np.int16],
-    m: Float32,
-    v: Float32,
-    grad: Float32,
-    grad_scale: np.float32,
-    decay: np.float32,
-    one_minus_beta1: np.float32,
-    beta2: np.float32,
-    one_minus_beta2: np.float32,
-    correction2_sqrt: np.float32,
-    eps: np.float32,
-    step_size: np.float32,
-) -> None:
-    """AdamW on masters held as bf16 high and int16 low halves (`megatrain.precision`), in place, in one pass.
+def as_float32(value: Any) -> Any:
+    """Return an element of a gradient block: fp32 as it is, bf16 bits widened exactly."""
+    raise NotImplementedError("only compiled code calls this")  # overloaded below, by type
 
-    The arithmetic between decoding and encoding is that of `update_master`, line for line: a function that both call
-    would have to return several values per element, and that loop no longer vectorizes.
-    """
-    for i in range(high.size):
-        bits = (np.uint32(high[i]) << np.uint32(16)) + np.uint32(np.int32(low[i]))
-        decayed = np.uint32(bits).view(np.float32) * decay
-        g = grad[i] * grad_scale
-        m_new = m[i] + (g - m[i]) * one_minus_beta1
-        v_new = v[i] * beta2 + (one_minus_beta2 * g) * g
-        denominator = np.sqrt(v_new) / correction2_sqrt + eps
-        m[i] = m_new
-        v[i] = v_new
-        bits = np.float32(decayed - (step_size * m_new) / denominator).view(np.uint32)
-        high[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+
+@overload(as_float32)
+def _as_float32(value: Any) -> Any:
+    def same(value: Any) -> Any:
+        return value
+
+    def widened(value: Any) -> Any:
+        return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+
+    return widened if value == types.uint16 else same
+
+
+def from_float32(value: Any, like: Any) -> Any:
+    """Return `value` as an element of a block that holds elements like `like`: bf16 is rounded to nearest, even."""
+    raise NotImplementedError("only compiled code calls this")
+
+
+@overload(from_float32)
+def _from_float32(value: Any, like: Any) -> Any:
+    def same(value: Any, like: Any) -> Any:
+        return value
+
+    def rounded(value: Any, like: Any) -> Any:
+        bits = np.float32(value).view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        nearest = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        return np.uint16(0x7FC0) if np.isnan(value) else nearest  # a NaN could round to infinity
+
+    return rounded if like == types.uint16 else same
+
+
+@njit(fastmath=False, error_model="numpy")
+def load_master(weight: Master, low: Low, i: int) -> Any:
+    """Return fp32 master number `i`."""
+    if low is None:
+        return weight[i]
+    bits = (np.uint32(weight[i]) << np.uint32(16)) + np.uint32(np.int32(low[i]))
+    return np.uint32(bits).view(np.float32)
+
+
+@njit(fastmath=False, error_model="numpy")
+def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
+    """Write fp32 master number `i`."""
+    if low is None:
+        weight[i] = value
+    else:
+        bits = np.float32(value).view(np.uint32)
+        weight[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
         low[i] = np.int16(bits)
 
 
+# -- updates whose elements never meet: all arrays 1-D, contiguous and equally long, changed in place ------------
+
+
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def add_in_place(total: Float32, addend: Float32) -> None:
-    """Add `addend` to `total`, element by element."""
+def adamw(
+    weight: Master,
+    low: Low,
+    m: Float32,
+    v: Float32,
+    grad: Gradient,
+    grad_scale: np.float32,
+    decay: np.float32,
+    one_minus_beta1: np.float32,
+    beta2: np.float32,
+    one_minus_beta2: np.float32,
+    correction2_sqrt: np.float32,
+    eps: np.float32,
+    step_size: np.float32,
+) -> None:
+    """AdamW; see `megatrain.optim.adamw.AdamW`."""
+    for i in range(grad.size):
+        decayed = load_master(weight, low, i) * decay
+        g = as_float32(grad[i]) * grad_scale
+        m_new = m[i] + (g - m[i]) * one_minus_beta1
+        v_new = v[i] * beta2 + (one_minus_beta2 * g) * g
+        denominator = np.sqrt(v_new) / correction2_sqrt + eps
+        m[i] = m_new
+        v[i] = v_new
+        store_master(weight, low, i, decayed - (step_size * m_new) / denominator)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def lion(
+    weight: Master,
+    low: Low,
+    m: Float32,
+    grad: Gradient,
+    grad_scale: np.float32,
+    decay: np.float32,
+    beta1: np.float32,
+    one_minus_beta1: np.float32,
+    beta2: np.float32,
+    one_minus_beta2: np.float32,
+    lr: np.float32,
+) -> None:
+    """Lion; see `megatrain.optim.lion.Lion`."""
+    for i in range(grad.size):
+        decayed = load_master(weight, low, i) * decay
+        g = as_float32(grad[i]) * grad_scale
+        direction = m[i] * beta1 + g * one_minus_beta1
+        m[i] = m[i] * beta2 + g * one_minus_beta2
+        step = lr if direction > np.float32(0.0) else (-lr if direction < np.float32(0.0) else np.float32(0.0))
+        store_master(weight, low, i, decayed - step)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def sgd(
+    weight: Master,
+    low: Low,
+    m: Float32 | None,
+    grad: Gradient,
+    grad_scale: np.float32,
+    decay: np.float32,
+    momentum: np.float32,
+    lr: np.float32,
+    nesterov: bool,
+) -> None:
+    """SGD; see `megatrain.optim.sgd.SGD`. Without momentum `m` is None."""
+    for i in range(grad.size):
+        w = load_master(weight, low, i)
+        g = as_float32(grad[i]) * grad_scale + w * decay
+        if m is None:
+            direction = g
+        else:
+            m_new = m[i] * momentum + g
+            m[i] = m_new
+            direction = g + m_new * momentum if nesterov else m_new
+        store_master(weight, low, i, w - direction * lr)
+
+
+# -- Adafactor: see megatrain.optim.adafactor --------------------------------------------------------------------
+
+
+@njit(fastmath=False, error_model="numpy")
+def _sum_lanes(lanes: Float64) -> float:
+    total = 0.0
+    for lane in range(lanes.size):
+        total += lanes[lane]
+    return total
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64, column_sums: Float64) -> None:
+    """Write the sums of squares over each row and each column, in fp64.
+
+    Column sums add rows in order. Row sums are in the lanes of `squared_norms`.
+
+    Args:
+        grad: `matrices x rows x columns`. grad_scale: factor, applied in fp32.
+        row_sums: `matrices x rows`, written. column_sums: `matrices x columns`, written.
+    """
+    num_matrices, num_rows, num_columns = grad.shape
+    lanes = np.empty(NORM_LANES, np.float64)
+    column_sums[:, :] = 0.0
+    for matrix in range(num_matrices):
+        sums = column_sums[matrix]
+        for row in range(num_rows):
+            values = grad[matrix, row]
+            lanes[:] = 0.0
+            num_whole = num_columns // NORM_LANES
+            for whole in range(num_whole):
+                part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                sums_part = sums[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                for lane in range(NORM_LANES):
+                    value = np.float64(as_float32(part[lane]) * grad_scale)
+                    square = value * value
+                    lanes[lane] += square
+                    sums_part[lane] += square
+            for column in range(num_whole * NORM_LANES, num_columns):
+                value = np.float64(as_float32(values[column]) * grad_scale)
+                square = value * value
+                lanes[column - num_whole * NORM_LANES] += square
+                sums[column] += square
+            row_sums[matrix, row] = _sum_lanes(lanes)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adafactor_square_sums(
+    grad: Gradient, grad_scale: np.float32, row_factor: Float32, column_factor: Float32, sums: Float64
+) -> None:
+    """Write the sum of squares of the update of each row, in fp64 and in the lanes of `squared_norms`.
+
+    Args:
+        grad: `matrices x rows x columns`. row_factor: `matrices x rows`. column_factor: `matrices x columns`.
+        sums: `matrices x rows`, written.
+    """
+    num_matrices, num_rows, num_columns = grad.shape
+    lanes = np.empty(NORM_LANES, np.float64)
+    for matrix in range(num_matrices):
+        factors = column_factor[matrix]
+        for row in range(num_rows):
+            values = grad[matrix, row]
+            factor = row_factor[matrix, row]
+            lanes[:] = 0.0
+            num_whole = num_columns // NORM_LANES
+            for whole in range(num_whole):
+                part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                factors_part = factors[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                for lane in range(NORM_LANES):
+                    update = np.float64((as_float32(part[lane]) * grad_scale) * (factor * factors_part[lane]))
+                    lanes[lane] += update * update
+            for column in range(num_whole * NORM_LANES, num_columns):
+                update = np.float64((as_float32(values[column]) * grad_scale) * (factor * factors[column]))
+                lanes[column - num_whole * NORM_LANES] += update * update
+            sums[matrix, row] = _sum_lanes(lanes)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def apply_factored(
+    weight: Master,
+    low: Low,
+    grad: Gradient,
+    grad_scale: np.float32,
+    row_factor: Float32,
+    column_factor: Float32,
+    decay: np.float32,
+    step_size: np.float32,
+) -> None:
+    """Apply Adafactor's update to matrices, in place.
+
+    Args:
+        weight, low: masters, 1-D, as long as `grad` is large.
+        grad: `matrices x rows x columns`. row_factor: `matrices x rows`. column_factor: `matrices x columns`.
+    """
+    num_matrices, num_rows, num_columns = grad.shape
+    for matrix in range(num_matrices):
+        factors = column_factor[matrix]
+        for row in range(num_rows):
+            start = (matrix * num_rows + row) * num_columns
+            weights = weight[start : start + num_columns]
+            lows = None if low is None else low[start : start + num_columns]
+            values = grad[matrix, row]
+            factor = row_factor[matrix, row]
+            for column in range(num_columns):
+                decayed = load_master(weights, lows, column) * decay
+                update = (as_float32(values[column]) * grad_scale) * (factor * factors[column])
+                store_master(weights, lows, column, decayed - update * step_size)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adafactor_vector(
+    v: Float32,
+    grad: Gradient,
+    grad_scale: np.float32,
+    eps: np.float32,
+    beta2: np.float32,
+    one_minus_beta2: np.float32,
+    sums: Float64,
+) -> None:
+    """Update the second moment of a parameter that is no matrix; write the sum of squares of its update.
+
+    Args:
+        v, grad: 1-D, equally long. sums: one per NORM_BLOCK_ELEMENTS, in fp64, added up in order; written.
+    """
+    for block in range(sums.size):
+        total = 0.0
+        for i in range(block * NORM_BLOCK_ELEMENTS, min((block + 1) * NORM_BLOCK_ELEMENTS, grad.size)):
+            g = as_float32(grad[i]) * grad_scale
+            v_new = v[i] * beta2 + (g * g + eps) * one_minus_beta2
+            v[i] = v_new
+            update = np.float64(g / np.sqrt(v_new))
+            total += update * update
+        sums[block] = total
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def apply_vector(
+    weight: Master,
+    low: Low,
+    v: Float32,
+    grad: Gradient,
+    grad_scale: np.float32,
+    decay: np.float32,
+    step_size: np.float32,
+) -> None:
+    """Apply Adafactor's update to a parameter that is no matrix, in place."""
+    for i in range(grad.size):
+        decayed = load_master(weight, low, i) * decay
+        update = (as_float32(grad[i]) * grad_scale) / np.sqrt(v[i])
+        store_master(weight, low, i, decayed - update * step_size)
+
+
+# -- gradients as a whole ----------------------------------------------------------------------------------------
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def add_in_place(total: Any, addend: Gradient) -> None:
+    """Add `addend` to `total`, element by element: in fp32, then rounded to what `total` holds."""
     for i in range(total.size):
-        total[i] += addend[i]
+        total[i] = from_float32(as_float32(total[i]) + as_float32(addend[i]), total[i])
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def squared_norms(grad: Float32, partials: NDArray[np.float64]) -> None:
+def squared_norms(grad: Gradient, partials: Float64) -> None:
     """Write the sum of squares of each NORM_BLOCK_ELEMENTS of `grad` to `partials`, in fp64.
 
     Lane j of a block adds up elements j, j + 64, j + 128, ... in this order; then the lanes are added in order. The
@@ -109,12 +364,9 @@ def squared_norms(grad: Float32, partials: NDArray[np.float64]) -> None:
         for row in range(num_rows):
             values = part[row * NORM_LANES : (row + 1) * NORM_LANES]
             for lane in range(NORM_LANES):
-                value = np.float64(values[lane])
+                value = np.float64(as_float32(values[lane]))
                 lanes[lane] += value * value
         for lane in range(part.size - num_rows * NORM_LANES):
-            value = np.float64(part[num_rows * NORM_LANES + lane])
+            value = np.float64(as_float32(part[num_rows * NORM_LANES + lane]))
             lanes[lane] += value * value
-        total = 0.0
-        for lane in range(NORM_LANES):
-            total += lanes[lane]
-        partials[block] = total
+        partials[block] = _sum_lanes(lanes)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram
+from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, layouts_of_unit
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer
+from megatrain.optim.factory import make_optimizer
 from megatrain.plan import machine
+from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_rates
+from megatrain.plan.profile import load_profile
 from megatrain.plan.solve import Placement, PlacementSolver, TierBudget
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, format_size, round_up
@@ -43,6 +45,8 @@ class Plan:
     Attributes:
         graph, trace, program, placement: the model, its visits, the ticks of a step, the homes of its blocks.
         budgets_by_tier: capacities, fast to slow. micro_batch_size, num_micro_batches: rows, and their number.
+        nvme_rates: shares of the NVMe paths in what is striped, in any unit.
+        estimate: time and wear of a step at the rates that were measured on this machine.
     """
 
     graph: ModelGraph
@@ -54,8 +58,10 @@ class Plan:
     budgets_by_tier: Mapping[str, TierBudget]
     micro_batch_size: int
     num_micro_batches: int
+    nvme_rates: Sequence[float]
     headline: str
     fits: bool = True
+    estimate: Estimate | None = None
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -128,7 +134,7 @@ def plan_run(config: RunConfig) -> Plan:
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
     trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device)
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config.optimizer)
     kinds = optimizer.state_kinds(dtype.itemsize == 2)
     program = ProgramBuilder(
         graph,
@@ -137,12 +143,16 @@ def plan_run(config: RunConfig) -> Plan:
         order=config.advanced.micro_batch_order,
         compute_tier=machine.compute_tier(device),
         compute_dtype=dtype,
-        state_kinds={kind.name: kind.dtype for kind in kinds if kind.name != "weight"},
+        state_kinds=kinds,
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        defer_updates=defers_updates(config),
     ).build()
     together = num_micro_batches if config.advanced.micro_batch_order == "layer" else 1
-    budgets = tier_budgets(config, device, workspace_bytes(trace, together))
+    workspace = workspace_bytes(trace, together) + gradient_staging_bytes(graph, trace, config)
+    rates = nvme_rates(config)
+    budgets = tier_budgets(config, device, workspace, rates)
     placement = PlacementSolver(program, list(budgets.values()), allowed_tiers(config, list(budgets))).solve()
-    return Plan(
+    plan = Plan(
         graph=graph,
         trace=trace,
         program=program,
@@ -152,22 +162,15 @@ def plan_run(config: RunConfig) -> Plan:
         budgets_by_tier=budgets,
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
+        nvme_rates=tuple(rates),
         headline=_headline(config, graph),
     )
+    return replace(plan, estimate=estimate_step(plan, step_shape(config, rates), load_profile()))
 
 
-def make_optimizer(config: RunConfig) -> Optimizer:
-    """Return the optimizer that the config asks for."""
-    table = config.optimizer
-    return AdamW(
-        AdamWConfig(
-            lr=table.learning_rate,
-            beta1=table.adam_beta1,
-            beta2=table.adam_beta2,
-            eps=table.adam_epsilon,
-            weight_decay=table.weight_decay,
-        )
-    )
+def defers_updates(config: RunConfig) -> bool:
+    """Return whether updates wait for the norm of all gradients; only who asks for neither check can do without."""
+    return config.optimizer.max_grad_norm > 0 or config.optimizer.nonfinite != "ignore"
 
 
 def micro_batch_rows(config: RunConfig) -> int:
@@ -192,7 +195,21 @@ def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
     return round_up(2 * num_micro_batches * streams + max(inside, trace.head_nbytes), PAGE_BYTES)
 
 
-def tier_budgets(config: RunConfig, device: torch.device, workspace: int) -> dict[str, TierBudget]:
+def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, config: RunConfig) -> int:
+    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit."""
+    if config.precision.grad_dtype == "float32":
+        return 0
+    nbytes_by_visit = [
+        sum(4 * graph.layouts[name].num_elements for name in layouts_of_unit(graph, visit.unit))
+        for visit in trace.visits
+    ]
+    head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
+    return max([head, *nbytes_by_visit])
+
+
+def tier_budgets(
+    config: RunConfig, device: torch.device, workspace: int, rates: Sequence[float]
+) -> dict[str, TierBudget]:
     """Return the tiers of the run, fast to slow, with their capacities and roundings."""
     on_gpu = machine.compute_tier(device) == "gpu"
     budgets: dict[str, TierBudget] = {}
@@ -202,16 +219,31 @@ def tier_budgets(config: RunConfig, device: torch.device, workspace: int) -> dic
     capacity = machine.ram_capacity_bytes(config)
     budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
     if config.tiers.nvme:
-        rates = check_rates(nvme_rates(config), len(config.tiers.nvme))
+        shares = check_rates(rates, len(config.tiers.nvme))
         capacity = machine.nvme_capacity_bytes(config)
-        budgets["nvme"] = TierBudget("nvme", capacity, lambda n: plan_chunks(n, rates).slot_bytes)
+        file_size = config.advanced.file_size
+        budgets["nvme"] = TierBudget("nvme", capacity, lambda n: plan_chunks(n, shares, file_size).slot_bytes)
     return budgets
 
 
 def nvme_rates(config: RunConfig) -> list[float]:
-    """Return the relative weights of the NVMe paths; equal where the config names none."""
-    given = [table.rate for table in config.tiers.nvme]
-    return [1.0 if rate is None else rate for rate in given]
+    """Return the relative weights of the NVMe paths: as configured, else as measured on this machine, else equal."""
+    paths = [table.path for table in config.tiers.nvme]
+    given = [table.rate for table in config.tiers.nvme if table.rate is not None]
+    if len(paths) <= 1 or len(given) == len(paths):
+        return given or [1.0] * len(paths)
+    return measured_rates(paths, load_profile().machine) or [1.0] * len(paths)
+
+
+def step_shape(config: RunConfig, rates: Sequence[float]) -> StepShape:
+    """Return what the estimate of a step needs of the config."""
+    return StepShape(
+        tokens_per_step=config.rows_per_step * config.data.max_length,
+        num_steps=config.training.max_steps if config.training.max_steps > 0 else None,
+        paths=[table.path for table in config.tiers.nvme],
+        weights=rates,
+        has_rates=all(table.rate is not None for table in config.tiers.nvme),
+    )
 
 
 def allowed_tiers(config: RunConfig, tiers: Sequence[str]) -> dict[Kind, Sequence[str]]:

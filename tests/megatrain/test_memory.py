@@ -36,7 +36,7 @@ max_steps = 2
 size = "96MiB"
 [[tiers.nvme]]
 path = "drive"
-size = "2GiB"
+size = "3GiB"
 """
 
 PROGRAM = """
@@ -53,7 +53,7 @@ else:
     import megatrain.data.tokenizer
     trainer._loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind != "activations")
+state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind in ("weights", "optimizer"))
 print(json.dumps({"peak": peak, "ram_total": trainer.plan.totals["ram"], "state": state}))
 """
 
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
         vocab_size=len(AutoTokenizer.from_pretrained(tokenizer)),
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=12,
+        num_hidden_layers=24,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=256,
@@ -93,6 +93,6 @@ def measure(folder: Path, what: str) -> dict[str, int]:
 
 def test_resident_memory_stays_within_the_plan(folder: Path) -> None:
     libraries, run = measure(folder, "plan"), measure(folder, "train")
-    assert run["state"] > 6 * run["ram_total"]
+    assert run["state"] > 8 * run["ram_total"]
     assert run["ram_total"] <= 96 * MiB
     assert run["peak"] - libraries["peak"] <= run["ram_total"] + ALLOCATOR_SLACK_BYTES, (libraries, run)

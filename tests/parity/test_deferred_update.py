@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megatrain.engine.residency import GradientAccumulator
 from megatrain.engine.step import NonFiniteGradientError, StepEngine, StepResult
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.tiered_run import config_text, make_loader
+from reference.tiered_run import config_text, make_loader, run_config
 
 LR = 1e-3
 
@@ -111,3 +112,39 @@ def test_a_skipped_step_leaves_no_trace(tiny_model: Path, tmp_path: Path, monkey
         run.engine.finish_updates()
         clean.engine.finish_updates()
         assert run.digests() == clean.digests()
+
+
+NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+@pytest.mark.parametrize("placement", [{"nvme": 0}, {"placement": ALL_NVME}])
+def test_updates_during_the_backward_give_the_same_bits(
+    order: str, placement: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    advanced = f'micro_batch_order = "{order}"'
+    late_text = config_text(tmp_path, tiny_model, nvme=0, optimizer="max_grad_norm = 0")
+    soon_text = config_text(tmp_path, tiny_model, optimizer=NO_CHECKS, advanced=advanced, **placement)
+    late = run_config(late_text, tmp_path / "late", num_steps=4)
+    soon = run_config(soon_text, tmp_path / "soon", num_steps=4)
+    assert late.plan.program.defers_updates and not soon.plan.program.defers_updates
+    assert soon.losses == late.losses and soon.grad_norms == late.grad_norms
+    assert soon.digests == late.digests
+    assert soon.moved is not None
+    moved = {link: stats.num_bytes for link, stats in soon.moved.links.items()}
+    assert moved == soon.plan.placement.run_traffic_bytes(4)
+
+
+def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path: Path) -> None:
+    plans = {}
+    for name, optimizer in {"late": "", "soon": NO_CHECKS}.items():
+        (tmp_path / f"{name}.toml").write_text(
+            config_text(tmp_path, tiny_model, placement=ALL_NVME, optimizer=optimizer)
+        )
+        plans[name] = plan_run(load_config(tmp_path / f"{name}.toml").config)
+    gradient_bytes = sum(
+        block.nbytes for block in plans["late"].program.blocks.values() if block.key.endswith("/grad.0")
+    )
+    saved = {link: plans["late"].traffic[link] - plans["soon"].traffic[link] for link in plans["late"].traffic}
+    assert saved["nvme->ram"] >= gradient_bytes * 0.9 and saved["ram->nvme"] >= gradient_bytes * 0.9

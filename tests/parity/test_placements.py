@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reference.tiered_run import TieredRun, config_text, run_config
 
@@ -20,6 +21,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "activations and gradients on NVMe": {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]'},
     "RAM tier of two layers": {"ram": "tight"},
     "two NVMe paths striped": {"placement": ALL_NVME, "nvme": 2},
+    "two NVMe paths, one three times as fast": {"placement": ALL_NVME, "nvme": 2, "rates": (1, 3)},
+    "files of 8 KiB": {"placement": ALL_NVME, "advanced": 'file_size = "8KiB"'},
+    "files of 1 MiB, striped": {"placement": ALL_NVME, "nvme": 3, "advanced": 'file_size = "1MiB"'},
+    "checked on every read": {"placement": ALL_NVME, "tiers": 'verify = "always"'},
+    "checked on every read, striped": {"placement": ALL_NVME, "nvme": 2, "tiers": 'verify = "always"'},
+    "never checked": {"placement": ALL_NVME, "tiers": 'verify = "off"'},
     "prefetch depth 0": {"placement": ALL_NVME, "advanced": "prefetch = 0"},
     "prefetch depth 1 block": {"placement": ALL_NVME, "advanced": 'prefetch = "1MiB"'},
     "prefetch unlimited": {"placement": ALL_NVME, "advanced": 'prefetch = "unlimited"'},
@@ -63,6 +70,25 @@ def test_same_bits_and_planned_traffic(
     assert result.moved.prefetch_wasted == 0 and result.moved.schedule_misses == 0
     for tier, stats in result.moved.tiers.items():
         assert stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
+
+
+@pytest.mark.parametrize("placement", ["all on NVMe", "two NVMe paths striped"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bf16_gradients_are_rounded_sums(
+    placement: str, dtype: str, tiny_model: Path, tmp_path: Path, baselines: dict[str, TieredRun]
+) -> None:
+    precision = f'compute_dtype = "{dtype}"\ngrad_dtype = "bfloat16"'
+    in_ram = run(tmp_path / "ram", tiny_model, PLACEMENTS["all in RAM"], precision)
+    spread = run(tmp_path / "nvme", tiny_model, PLACEMENTS[placement], precision)
+    assert spread.losses == in_ram.losses and spread.grad_norms == in_ram.grad_norms
+    assert spread.digests == in_ram.digests
+    exact = baselines[dtype]
+    assert in_ram.losses[0] == exact.losses[0]
+    assert in_ram.grad_norms[0] != exact.grad_norms[0]
+    assert in_ram.grad_norms[0] == pytest.approx(exact.grad_norms[0], rel=2**-8)
+    assert in_ram.losses == pytest.approx(exact.losses, rel=1e-2)
+    blocks = in_ram.plan.program.blocks.values()
+    assert {block.dtype for block in blocks if block.kind == "gradients"} == {torch.bfloat16}
 
 
 def test_the_runs_learn(baselines: dict[str, TieredRun]) -> None:

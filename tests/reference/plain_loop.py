@@ -1,10 +1,12 @@
-"""The oracle of a whole run: a plain PyTorch loop with Hugging Face's model and torch's AdamW."""
+"""The oracle of a whole run: a plain PyTorch loop with Hugging Face's model and torch's AdamW, or another optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +32,12 @@ def train_plainly(
     weight_decay: float,
     decays: Callable[[str, Tensor], bool],
     max_grad_norm: float,
+    make_optimizer: Callable[[list[dict[str, Any]]], Any] | None = None,
 ) -> PlainRun:
-    """Train in fp32 on the CPU: token-weighted accumulation, global-norm clipping, decoupled decay."""
+    """Train in fp32 on the CPU: token-weighted accumulation, global-norm clipping, decoupled decay.
+
+    `make_optimizer` makes an optimizer of parameter groups; None: torch's AdamW.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
     named = list(model.named_parameters())
@@ -39,7 +45,8 @@ def train_plainly(
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=lr(0), betas=betas, eps=eps)
+    make = make_optimizer or partial(torch.optim.AdamW, lr=lr(0), betas=betas, eps=eps)
+    optimizer = make(groups)
     run = PlainRun([], [], {})
     for number, micro_batches in enumerate(steps):
         num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,12 @@ class TieredRun:
     moved: StoreStats | None = None
 
 
-def config_text(folder: Path, model: Path, *, nvme: int = 1, **tables: str) -> str:
-    """Return a config of the 0.82 M model on a page of Moby Dick; ``tables`` adds lines to a table."""
+def config_text(folder: Path, model: Path, *, nvme: int = 1, rates: Sequence[int] | None = None, **tables: str) -> str:
+    """Return a config of the 0.82 M model on a page of Moby Dick.
+
+    Args:
+        nvme: number of NVMe paths. rates: of each, in GB/s. tables: lines to add to a table, or the size of ``ram``.
+    """
     text = f"""
 task = "pretrain"
 output_dir = "{folder / "out"}"
@@ -61,11 +66,14 @@ warmup_steps = 0
 {tables.get("placement", "")}
 [advanced]
 {tables.get("advanced", "")}
+[tiers]
+{tables.get("tiers", "")}
 [tiers.ram]
 size = "{tables.get("ram", "256MiB")}"
 """
     for number in range(nvme):
         text += f'[[tiers.nvme]]\npath = "{folder / f"drive{number}"}"\nsize = "256MiB"\n'
+        text += f'rate = "{rates[number]}GB/s"\n' if rates else ""
     return text
 
 

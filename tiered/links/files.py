@@ -5,14 +5,16 @@ How one part is moved is the business of a ``PartMover``: plain system calls (``
 
 from __future__ import annotations
 
-import errno
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from tiered.checksums import PIECE_BYTES, checksum, pieces
-from tiered.errors import CorruptBlockError, TransferError
+from tiered.errors import CorruptBlockError, TieredError, TransferError
+from tiered.links.advice import explain
 from tiered.links.base import LinkUsage
 from tiered.links.meter import Meter
 from tiered.links.workers import Workers
@@ -22,15 +24,12 @@ from tiered.tiers.files import ChunkFile, HomeFiles, files_of, place_of
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
-from tiered.units import PAGE_BYTES, MiB, format_size, round_up
+from tiered.units import PAGE_BYTES, MiB, round_up
 
 PART_BYTES = 16 * MiB
-#: Seconds between two looks at a drive that is full.
-FULL_RETRY_S = 1.0
 _MIN_THREADS = 4
 _THREADS_PER_PATH = 2
 _READ_PRIORITY, _WRITE_PRIORITY = 0, 1  # somebody waits for a read; writes have time
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class PartMover(Protocol):
@@ -73,6 +72,9 @@ class _Job:
         self.error: BaseException | None = None
         self.found: dict[int, str] = {}  # checksums by the start of their piece
         self._lock = threading.Lock()
+        self._uncounted_bytes: Counter[int] = Counter()  # of a write, by path: not on the paths' count yet
+        for part in parts:
+            self._uncounted_bytes[part.file.path_index] += part.stop - part.start
         self._num_left = 0
         self._parts_left = {
             piece: sum(part.start < piece[1] and piece[0] < part.stop for part in parts)
@@ -82,6 +84,17 @@ class _Job:
     def expect(self, num_tasks: int) -> None:
         """Say how many calls of ``task_done`` end the transfer."""
         self._num_left = num_tasks
+
+    def count_wear(self, tier: NvmeTier) -> None:
+        """Put the whole write on the count of its paths, before its first part is written; then do nothing.
+
+        Raises:
+            WearLimitError: a path may not be written that much. OSError: a drive refused.
+        """
+        with self._lock:
+            if self._uncounted_bytes:
+                tier.count_wear(self._uncounted_bytes)
+                self._uncounted_bytes.clear()
 
     def arrived(self, part: Part) -> list[tuple[int, int]]:
         """Count a part as moved; return the pieces that it completed."""
@@ -127,7 +140,6 @@ class FileEngine:
         self._workers = Workers(num_threads, f"tiered-{tier.name}")
         self._counting = threading.Lock()
         self._num_links = 0
-        self._is_closing = threading.Event()
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
@@ -169,10 +181,10 @@ class FileEngine:
                     self._move(job, part, is_write)
                     if not is_write and self.tier.verify == "always":
                         self._compare(job, job.arrived(part))
+            except TieredError as cause:  # damage, a limit, a cut-off file: it says all that there is to say
+                error = cause
             except OSError as cause:
                 error = self._wrap(cause, part, is_write)
-            except CorruptBlockError as cause:
-                error = cause
             except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
                 path = None if part is None else str(part.file.path)
                 error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=path)
@@ -184,37 +196,46 @@ class FileEngine:
         if is_write and job.error is None and job.found:
             job.home.checksums = tuple(job.found[start] for start, _ in pieces(job.transfer.nbytes))
         job.meter.end(job.transfer.nbytes, moved=job.error is None)
-        job.transfer.finish(job.error)
+        try:
+            if is_write and job.error is not None:
+                self.tier.notice(
+                    f"block '{job.home.key}' could not be written and stays in memory: {job.error}",
+                    once=f"write:{type(job.error).__name__}:{getattr(job.error, 'errno', None)}",
+                )
+        finally:
+            job.transfer.finish(job.error)
 
     # -- one part ----------------------------------------------------------------------------------------------
 
     def _move(self, job: _Job, part: Part, is_write: bool) -> None:
-        offset = part.start - part.file.offset
         with job.slab.view(part.start, part.stop) as view:
             if not is_write:
-                self.mover.read(part.file, offset, view)
+                with self._measured(part, is_write=False):
+                    self.mover.read(part.file, part.start - part.file.offset, view)
                 return
             while True:
                 try:
-                    self.mover.write(part.file, offset, view)
+                    job.count_wear(self.tier)
+                    with self._measured(part, is_write=True):
+                        self.mover.write(part.file, part.start - part.file.offset, view)
                     break
                 except OSError as cause:
-                    if cause.errno not in _NO_SPACE or self.tier.on_full != "pause":
-                        raise
-                    self._wait_for_space(part, cause)
+                    self.tier.full.wait(self.tier.paths[part.file.path_index], part.file.nbytes, cause)
+        self.tier.full.wrote(self.tier.paths[part.file.path_index])
         contents_end = min(part.stop, job.transfer.nbytes)
         self.tier.count_written(part.file.path_index, contents_end - part.start)
 
-    def _wait_for_space(self, part: Part, cause: OSError) -> None:
-        """Say once that a drive is full, wait a moment; raises ``cause`` when the links are being closed."""
-        path = self.tier.paths[part.file.path_index]
-        self.tier.notice(
-            f"the drive of '{path}' is full ({cause.strerror}): paused, nothing is lost. Free at least "
-            f"{format_size(part.file.nbytes)} there and the run goes on by itself",
-            once=f"full:{path}",
+    def _measured(self, part: Part, *, is_write: bool) -> AbstractContextManager[None]:
+        index = part.file.path_index
+        path = self.tier.paths[index]
+        return self.tier.meters[index].moving(
+            part.stop - part.start,
+            is_write=is_write,
+            on_slow=lambda figures: self.tier.notice(
+                f"path '{path}' has slowed down: {figures}. Look for other work on its drive, heat, or a failing drive",
+                once=f"slow:{path}",
+            ),
         )
-        if self._is_closing.wait(FULL_RETRY_S):
-            raise cause
 
     def _compare(self, job: _Job, completed: list[tuple[int, int]]) -> None:
         """Check the pieces that are whole now against the checksums of what was written."""
@@ -226,10 +247,8 @@ class FileEngine:
                 raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home, start, stop))
 
     def _wrap(self, cause: OSError, part: Part | None, is_write: bool) -> TransferError:
-        if isinstance(cause, TransferError):
-            return cause
         error = TransferError(
-            f"{'write' if is_write else 'read'} failed: {cause.strerror}",
+            f"{'write' if is_write else 'read'} failed: {explain(cause)}",
             tier=self.tier.name,
             path=None if part is None else str(part.file.path),
             errno=cause.errno,
@@ -251,7 +270,6 @@ class FileEngine:
             self._num_links -= 1
             is_last = self._num_links == 0
         if is_last:
-            self._is_closing.set()
             self._workers.close()
             self.mover.close()
 
@@ -262,7 +280,7 @@ class _FileLink:
     def __init__(self, src: str, dst: str, engine: FileEngine) -> None:
         self.src = src
         self.dst = dst
-        self._engine = engine
+        self.engine = engine
         self._meter = Meter()
         self._is_closed = False
         engine.link_opened()
@@ -270,7 +288,7 @@ class _FileLink:
     @property
     def path(self) -> str:
         """Return which way bytes take now, e.g. ``posix-direct`` or ``kvikio-posix``."""
-        return self._engine.mover.path
+        return self.engine.mover.path
 
     def usage(self) -> LinkUsage:
         """Return the counters of this direction."""
@@ -280,7 +298,7 @@ class _FileLink:
         """Finish what is under way; the threads stop with the last link of the engine. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._engine.link_closed()
+            self.engine.link_closed()
 
 
 class FileReadLink(_FileLink):
@@ -292,7 +310,7 @@ class FileReadLink(_FileLink):
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start reading the first ``nbytes`` of the files and return at once."""
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
-        self._engine.start(src_slot, dst_slot, transfer, self._meter, is_write=False)
+        self.engine.start(src_slot, dst_slot, transfer, self._meter, is_write=False)
         return transfer
 
 
@@ -306,5 +324,5 @@ class FileWriteLink(_FileLink):
         """Start writing all contents of the slot (``nbytes`` must be the slot's) and return at once."""
         assert nbytes == dst_slot.nbytes, f"a part of a slot cannot be written: {nbytes} of {dst_slot.nbytes} bytes"
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
-        self._engine.start(dst_slot, src_slot, transfer, self._meter, is_write=True)
+        self.engine.start(dst_slot, src_slot, transfer, self._meter, is_write=True)
         return transfer

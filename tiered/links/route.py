@@ -7,9 +7,11 @@ from itertools import pairwise
 
 from tiered.links.base import Link
 from tiered.links.cuda import CudaLink
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover
 from tiered.links.host import HostLink
+from tiered.links.kvikio import KvikioMover
 from tiered.links.posix import PosixMover
+from tiered.links.probe import may_open_driver, probe_kvikio
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
@@ -19,17 +21,18 @@ from tiered.tiers.ram import RamTier
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
     """Return both directions between each two neighbours of ``tiers`` (fast to slow).
 
-    Starts no thread and touches no device.
+    Starts no thread and touches no device, unless an ``NvmeTier`` is to use kvikio, which does both.
 
     Raises:
         ValueError: two neighbours that no link of this package connects.
+        TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here.
     """
     return [link for fast, slow in pairwise(tiers) for link in _links_between(fast, slow)]
 
 
 def _links_between(fast: Tier, slow: Tier) -> tuple[Link, Link]:
     if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
-        engine = FileEngine(slow, PosixMover(slow))
+        engine = FileEngine(slow, make_mover(slow))
         return FileReadLink(slow, fast, engine), FileWriteLink(fast, slow, engine)
     if isinstance(fast, GpuTier) and isinstance(slow, RamTier) and not _is_host_memory(fast):
         return CudaLink(slow, fast), CudaLink(fast, slow)
@@ -39,6 +42,20 @@ def _links_between(fast: Tier, slow: Tier) -> tuple[Link, Link]:
         f"no link connects tier '{fast.name}' ({type(fast).__name__}) with the next slower one '{slow.name}' "
         f"({type(slow).__name__}): put a RamTier between them, list tiers from fast to slow, or pass your own links"
     )
+
+
+def make_mover(tier: NvmeTier) -> PartMover:
+    """Return what moves the bytes of a tier's files, as its ``engine`` says.
+
+    Raises:
+        TieredError: ``engine`` is ``kvikio``, which is missing or does not work here.
+    """
+    if tier.engine == "posix":
+        return PosixMover(tier)
+    has_gds = may_open_driver() and all(probe_kvikio(path).carries_gds for path in tier.paths)
+    if tier.engine == "auto" and not has_gds:
+        return PosixMover(tier)
+    return KvikioMover(tier, has_gds=has_gds)
 
 
 def _is_host_memory(tier: Tier) -> bool:

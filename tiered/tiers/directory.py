@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -9,15 +10,16 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiered.errors import LockedError, TieredError
-from tiered.units import PAGE_BYTES
+from tiered.tiers.wear import WearCounter
+from tiered.units import PAGE_BYTES, format_size
 from tiered.zarr_layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 
-_LOCK_NAME = "LOCK"
+LOCK_NAME = "LOCK"
 
 
 class TierDirectory:
@@ -28,13 +30,18 @@ class TierDirectory:
 
     Args:
         path: made if missing. Must be empty or ours; files of an earlier, dead process under ``live/`` go to the pool.
+        max_written_bytes: most bytes that may be written below it in its whole life, None: no limit.
+
+    Attributes:
+        wear: counts the bytes written below the directory in its whole life.
+        dead_owner: the process that used it last, if that died without giving it up.
 
     Raises:
         LockedError: another tier, here or in another process, uses it.
-        TieredError: it holds somebody else's files, or ours in a newer format.
+        TieredError: it holds somebody else's files, or ours in a newer format; or its count of bytes is unreadable.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, max_written_bytes: int | None = None) -> None:
         self.path = Path(os.path.abspath(path))
         self.live = self.path / "live"
         self.snap = self.path / "snap"
@@ -47,7 +54,12 @@ class TierDirectory:
         except OSError as error:
             raise TieredError(f"'{self.path}' cannot be made a directory: {error.strerror}") from error
         self._check_ours()
-        self._lock_fd = self._lock()
+        self._lock_fd, self.dead_owner = lock_directory(self.path)
+        try:
+            self.wear = WearCounter(self.path, max_written_bytes)
+        except BaseException:
+            unlock_directory(self._lock_fd)
+            raise
         try:
             self._check_ours()  # again, now that nobody else can be making it
             write_document(self.path, group_document({"page_bytes": PAGE_BYTES}), replace=True)
@@ -62,7 +74,7 @@ class TierDirectory:
     def _check_ours(self) -> None:
         own = own_attributes(read_document(self.path))
         if own is None:
-            if _holds_more_than(self.path, _LOCK_NAME):
+            if _holds_more_than(self.path, LOCK_NAME):
                 raise TieredError(
                     f"'{self.path}' is not empty and was not made by tiered: nothing in it is touched. "
                     "Name an empty or a new directory"
@@ -73,27 +85,18 @@ class TierDirectory:
                 "or name another directory"
             )
 
-    def _lock(self) -> int:
-        path = self.path / _LOCK_NAME
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
-            os.close(fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise LockedError(str(self.path), owner or "another process") from None
-        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(), 0)
-        return fd
-
     def close(self) -> None:
         """Give up the lock; the files stay. Idempotent."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            os.close(fd)
+            self.wear.close()
+            unlock_directory(fd)
+
+    def leftovers(self) -> str | None:
+        """Return a sentence about what a dead process left here and this one took over, None if nothing."""
+        if self.dead_owner is None or not self.pool_bytes:
+            return None
+        return f"'{self.path}': took over {format_size(self.pool_bytes)} that a dead run left ({self.dead_owner})"
 
     # -- inodes ------------------------------------------------------------------------------------------------
 
@@ -185,6 +188,55 @@ class TierDirectory:
             status = path.lstat()
             sizes[status.st_ino] = status.st_size
         return sum(sizes.values())
+
+
+def open_directories(
+    paths: Sequence[str | os.PathLike[str]], max_written_bytes: Sequence[int | None] | None = None
+) -> list[TierDirectory]:
+    """Return the directories of a tier, all or none; raises as ``TierDirectory``."""
+    opened: list[TierDirectory] = []
+    try:
+        for path, limit in zip(paths, max_written_bytes or [None] * len(paths), strict=True):
+            opened.append(TierDirectory(path, max_written_bytes=limit))
+    except BaseException:
+        for directory in opened:
+            directory.close()
+        raise
+    return opened
+
+
+def lock_directory(path: Path) -> tuple[int, str | None]:
+    """Lock a directory for this process; return the file to give to ``unlock_directory``, and a dead owner's name.
+
+    Raises:
+        LockedError: another tier, here or in another process, uses it. OSError: it cannot be locked.
+    """
+    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+        os.close(fd)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise LockedError(str(path), owner or "another process") from None
+    dead_owner = os.pread(fd, 4096, 0).decode(errors="replace").strip() or None
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the lock holds without its owner's name
+            os.close(fd)
+            raise
+    return fd, dead_owner
+
+
+def unlock_directory(fd: int) -> None:
+    """Give up a lock; its owner's name goes, so that the next one can tell an end from a death."""
+    with contextlib.suppress(OSError):  # a drive that died, or became read-only
+        os.ftruncate(fd, 0)
+    os.close(fd)
 
 
 def reusable_bytes(path: Path) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiered.errors import TransferError
 from tiered.tiers.base import Slot
+from tiered.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,14 @@ def place_of(home: HomeFiles, start: int, stop: int) -> str:
         if first < last:
             places.append(f"'{file.path}' bytes {first - file.offset} to {last - file.offset}")
     return ", ".join(places)
+
+
+def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
+    """Return what to tell when the files of a new block cannot be made. ``path``: if ``error`` names none."""
+    return TransferError(
+        f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
+        f"or give tier '{tier}' fewer bytes",
+        tier=tier,
+        path=str(error.filename or path),
+        errno=error.errno,
+    )

@@ -6,24 +6,29 @@ import errno
 import logging
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from tiered.errors import CapacityError, TieredError, TransferError
+from tiered.errors import CapacityError, TieredError
 from tiered.tiers import snapshots
 from tiered.tiers.base import Slot, TierUsage
-from tiered.tiers.directory import TierDirectory, make_groups, remove_array, write_document
-from tiered.tiers.files import ChunkFile, HomeFiles, files_of
+from tiered.tiers.directory import TierDirectory, make_groups, open_directories, remove_array, write_document
+from tiered.tiers.files import ChunkFile, HomeFiles, files_of, no_files_error
+from tiered.tiers.full import FullDrives, OnFull
+from tiered.tiers.keys import ArrayKeys
+from tiered.tiers.rates import PathMeter, PathRates
 from tiered.tiers.stripe import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, format_size
-from tiered.zarr_layout import DOCUMENT_NAME, array_document
+from tiered.tiers.wear import count_writes
+from tiered.units import PAGE_BYTES
+from tiered.zarr_layout import array_document
 
 #: When contents are compared with their checksums; ``off``: they have none.
 Verify = Literal["off", "resume", "always"]
+#: Who moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
+Engine = Literal["posix", "auto", "kvikio"]
 
 
 class NvmeTier:
@@ -45,11 +50,13 @@ class NvmeTier:
         name: what the store calls it.
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
+        engine: who moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
         direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
         verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
             ``always``: also compared on every read; ``off``: taken by reading back at a commit.
         on_full: when a drive is full in the middle of the work: ``pause`` until there is room, or ``error``.
         on_notice: called with a sentence that a person should read, from any thread; default: logged as a warning.
+        max_written_bytes: per path, most bytes that may be written to it in the whole life of the directory, or None.
 
     Raises:
         LockedError: another process uses one of the paths. TieredError: a directory holds foreign files.
@@ -64,10 +71,12 @@ class NvmeTier:
         name: str = "nvme",
         rates: Sequence[float] | None = None,
         chunk_bytes: int | None = None,
+        engine: Engine = "posix",
         direct_io: bool = True,
         verify: Verify = "resume",
-        on_full: Literal["pause", "error"] = "error",
+        on_full: OnFull = "error",
         on_notice: Callable[[str], None] | None = None,
+        max_written_bytes: Sequence[int | None] | None = None,
     ) -> None:
         if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
             raise ValueError(f"tier '{name}' needs one or more different paths, got {[str(path) for path in paths]}")
@@ -81,24 +90,23 @@ class NvmeTier:
         self.lock = threading.RLock()  # guards the ledger and every rename; never held while contents move
         self._rates = check_rates(rates if rates is not None else [1.0] * len(paths), len(paths))
         self._chunk_bytes = chunk_bytes
+        self.engine: Engine = engine
         self._is_direct = direct_io
         self.verify: Verify = verify
-        self.on_full = on_full
+        self.full = FullDrives(on_full, self.notice)
         self._on_notice = on_notice or logging.getLogger(__name__).warning
         self._noticed: set[str] = set()
         self._live_bytes = 0
         self._reserved_bytes = 0
         self._high_water_bytes = 0
         self._slots: dict[str, Slot] = {}
-        self._groups: Counter[str] = Counter()
+        self._keys = ArrayKeys(name)
         self._written_bytes = [0] * len(paths)
-        self.directories: list[TierDirectory] = []
-        try:
-            for path in paths:
-                self.directories.append(TierDirectory(path))
-        except BaseException:
-            self.close()
-            raise
+        self.meters = [PathMeter() for _ in paths]
+        self.directories = open_directories(paths, max_written_bytes)
+        for directory in self.directories:
+            if (leftovers := directory.leftovers()) is not None:
+                self.notice(leftovers)
         self.snapshot_bytes = sum(directory.frozen_bytes() for directory in self.directories)
         self.trim_pools()
 
@@ -112,13 +120,13 @@ class NvmeTier:
         """Return how files are read and written: ``posix-direct`` or ``posix-buffered``."""
         return "posix-direct" if self._is_direct else "posix-buffered"
 
-    def notice(self, text: str, *, once: str) -> None:
-        """Tell a person something, a second time only with another ``once``. Thread-safe."""
+    def notice(self, text: str, *, once: str | None = None) -> None:
+        """Tell a person something; with ``once``, a second time only with another ``once``. Thread-safe."""
         with self.lock:
-            is_new = once not in self._noticed
-            self._noticed.add(once)
-        if is_new:
-            self._on_notice(text)
+            if once is not None and once in self._noticed:
+                return
+            self._noticed.add(once or "")
+        self._on_notice(text)
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -142,7 +150,7 @@ class NvmeTier:
         )
         slot = Slot(self.name, nbytes, plan.slot_bytes, HomeFiles(name, plan.chunk_bytes, files))
         with self.lock:
-            self._check_key(name)
+            self._keys.check(name)
             if self._used() + plan.slot_bytes > self.capacity_bytes:
                 return None
             self._charge(plan.slot_bytes)
@@ -156,10 +164,10 @@ class NvmeTier:
                 self.remove_files(files_of(slot))
                 self._charge(-slot.slot_bytes)
                 if isinstance(error, OSError):
-                    raise self._refused(error, name, plan.slot_bytes) from error
+                    raise no_files_error(error, self.name, self.paths[0], name, plan.slot_bytes) from error
                 raise
             self._slots[name] = slot
-            self._groups.update(_groups_of(name))
+            self._keys.add(name)
         return slot
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -174,7 +182,7 @@ class NvmeTier:
         home = slot.resource
         with self.lock:
             del self._slots[home.key]
-            self._groups.subtract(_groups_of(home.key))
+            self._keys.remove(home.key)
             self.remove_files(home)
             self._charge(-slot.slot_bytes)
             slot.resource = None
@@ -217,15 +225,18 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
-        fd = self._open(file.path, os.O_RDWR)
-        if os.fstat(fd).st_nlink == 1:
-            return fd
-        os.close(fd)
-        with self.lock:
-            if file.path.stat().st_nlink > 1:  # else another part of the same transfer was here first
-                self.snapshot_bytes += file.nbytes
+        with self.lock:  # else another part's replacing it could leave a snapshot's file that looks like ours: one link
+            fd = self._open(file.path, os.O_RDWR)
+            if os.fstat(fd).st_nlink == 1:
+                return fd
+            os.close(fd)
+            self.snapshot_bytes += file.nbytes
+            try:
                 self.place_file(file)
-        return self._open(file.path, os.O_RDWR)
+            except BaseException:
+                self.snapshot_bytes -= file.nbytes  # it is linked from live still
+                raise
+            return self._open(file.path, os.O_RDWR)
 
     def stop_direct_io(self) -> None:
         """Use the kernel's cache from now on: the file system does not do O_DIRECT."""
@@ -245,6 +256,23 @@ class NvmeTier:
         """Add to the bytes written to one path; called by links."""
         with self.lock:
             self._written_bytes[path_index] += nbytes
+
+    def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
+        """Count bytes that are about to be written, by index of the path; raises before any limit would be passed.
+
+        Raises:
+            WearLimitError: nothing is counted and nothing may be written. OSError: a drive refused to keep the count.
+        """
+        with self.lock:
+            count_writes([directory.wear for directory in self.directories], nbytes_by_path)
+
+    def path_rates(self) -> dict[str, PathRates]:
+        """Return the measured rates of each path."""
+        return {path: meter.rates() for path, meter in zip(self.paths, self.meters, strict=True)}
+
+    def give_up_waiting(self) -> None:
+        """Let writes that wait for room on a full drive fail, now and from now on."""
+        self.full.give_up()
 
     def bytes_written_by_path(self) -> dict[str, int]:
         """Return the bytes of contents written to each path since the tier was made."""
@@ -358,29 +386,3 @@ class NvmeTier:
     def _charge(self, nbytes: int) -> None:
         self._live_bytes += nbytes
         self._high_water_bytes = max(self._high_water_bytes, self._used())
-
-    def _check_key(self, key: str) -> None:
-        segments = key.split("/")
-        if any(segment in ("", ".", "..", DOCUMENT_NAME) for segment in segments):
-            raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
-        if key in self._slots:
-            raise ValueError(f"tier '{self.name}' has a slot for '{key}' already")
-        inside = next((group for group in _groups_of(key) if group in self._slots), None)
-        if inside is not None or self._groups[key]:
-            raise ValueError(f"'{key}': a block cannot lie inside another one ('{inside or key + '/...'}')")
-
-    def _refused(self, error: OSError, key: str, nbytes: int) -> TransferError:
-        path = str(error.filename or self.directories[0].path)
-        return TransferError(
-            f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
-            f"or give tier '{self.name}' fewer bytes",
-            tier=self.name,
-            path=path,
-            errno=error.errno,
-        )
-
-
-def _groups_of(key: str) -> list[str]:
-    """Return every group above a key: ``a/b/c`` lies in ``a`` and ``a/b``."""
-    segments = key.split("/")
-    return ["/".join(segments[:end]) for end in range(1, len(segments))]

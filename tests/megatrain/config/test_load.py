@@ -190,7 +190,9 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
     text = to_toml(load_config(smallest).config)
     optional = {
         "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "optimizer.lr_scheduler_kwargs",
+        "optimizer.groups.params", "optimizer.groups.learning_rate", "optimizer.groups.weight_decay",
         "training.train_batch_tokens", "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate",
+        "tiers.nvme.max_written", "advanced.file_size",
     }  # fmt: skip
     for key in known_keys() - optional:
         assert f"\n{key.rsplit('.', 1)[-1]} = " in "\n" + text, key

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pytest
+import torch
+
 from megatrain.models.layout import build_layout
-from megatrain.optim.base import Segment, build_segments
+from megatrain.optim.base import ParameterGroup, StateKind, build_segments, bytes_per_parameter
 
 PARAMETERS = [
     ("model.layers.0.input_layernorm.weight", (64,)),
@@ -14,15 +17,48 @@ PARAMETERS = [
 
 def test_only_matrices_that_no_glob_names_decay() -> None:
     segments = build_segments(build_layout("layer", PARAMETERS, trainable=True), 0.1, ("*.bias", "*norm*"))
-    assert segments == (
-        Segment(0, 64, 0.0),
-        Segment(1024, 1024 + 2048, 0.1),
-        Segment(3072, 3072 + 32, 0.0),
-        Segment(4096, 4096 + 64, 0.0),
-        Segment(5120, 5120 + 64, 0.0),
-    )
+    assert [(segment.start, segment.stop, segment.weight_decay) for segment in segments] == [
+        (0, 64, 0.0),
+        (1024, 1024 + 2048, 0.1),
+        (3072, 3072 + 32, 0.0),
+        (4096, 4096 + 64, 0.0),
+        (5120, 5120 + 64, 0.0),
+    ]
+    assert [segment.shape for segment in segments] == [shape for _, shape in PARAMETERS]
+    assert {segment.lr_scale for segment in segments} == {1.0}
+    assert not any(segment.state_starts for segment in segments)
 
 
 def test_globs_tell_upper_and_lower_case_apart() -> None:
     layout = build_layout("layer", [("model.Norm.weight", (4, 4))], trainable=True)
     assert build_segments(layout, 0.1, ("*norm*",))[0].weight_decay == 0.1
+
+
+def test_the_first_group_that_matches_counts_and_excluded_parameters_never_decay() -> None:
+    layout = build_layout("layer", PARAMETERS, trainable=True)
+    groups = (
+        ParameterGroup(("*.bias", "*up_proj*"), lr_scale=0.5, weight_decay=0.3),
+        ParameterGroup(("*mlp*", "*layernorm*"), lr_scale=2.0),
+    )
+    segments = build_segments(layout, 0.1, (), groups)
+    assert [segment.lr_scale for segment in segments] == [2.0, 0.5, 0.5, 1.0, 1.0]
+    assert [segment.weight_decay for segment in segments] == [0.0, 0.3, 0.0, 0.1, 0.0]
+
+
+def test_state_of_its_own_length_is_laid_out_tensor_after_tensor() -> None:
+    layout = build_layout("layer", PARAMETERS, trainable=True)
+    kind = StateKind("sums", torch.float32, lambda entry: entry.shape[0] if len(entry.shape) == 2 else 0)
+    assert list(kind.starts(layout).values()) == [0, 0, 32, 32, 48]
+    assert kind.num_elements(layout) == 1024
+    whole = StateKind("m", torch.float32)
+    assert whole.num_elements(layout) == layout.num_elements
+    assert whole.starts(layout)["model.layers.0.mlp.up_proj.weight"] == 1024
+    segments = build_segments(layout, 0.0, (), kinds=(kind, whole))
+    assert [dict(segment.state_starts) for segment in segments] == [{"sums": start} for start in (0, 0, 32, 32, 48)]
+    used = 4 * (1024 + layout.num_elements)
+    assert bytes_per_parameter((kind, whole), layout) == pytest.approx(used / layout.num_parameters)
+
+
+def test_a_kind_that_keeps_nothing_of_a_layout_still_has_a_block() -> None:
+    layout = build_layout("norm", [("model.norm.weight", (64,))], trainable=True)
+    assert StateKind("rows", torch.float32, lambda entry: 0).num_elements(layout) == 1024

@@ -79,3 +79,27 @@ def test_gradients_of_use_sites_add_up(num_threads: int) -> None:
     sum_gradients(total, addend, threads)
     threads.close()
     assert torch.equal(total, expected)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.integers(1, 70_000))
+def test_the_norm_of_bf16_gradients_is_that_of_their_values(seed: int, size: int) -> None:
+    gradient = random_gradient(seed, size).to(torch.bfloat16)
+    assert squared_norm(gradient) == squared_norm(gradient.float())
+
+
+def test_bf16_gradients_are_added_in_fp32_and_rounded_as_torch_rounds() -> None:
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    for addend in (torch.ones_like(patterns), patterns.flip(0).contiguous(), torch.zeros_like(patterns)):
+        total = patterns.clone()
+        expected = (total.float() + addend.float()).to(torch.bfloat16)
+        sum_gradients(total, addend)
+        assert torch.equal(total.isnan(), expected.isnan())
+        numbers = ~expected.isnan()
+        assert torch.equal(total[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+def test_a_bf16_gradient_can_be_added_to_an_fp32_one() -> None:
+    total, addend = torch.full((1000,), 1e-3), torch.full((1000,), 1.0, dtype=torch.bfloat16)
+    sum_gradients(total, addend)
+    assert torch.equal(total, torch.full((1000,), 1e-3) + 1.0)

@@ -9,39 +9,59 @@ from typing import Any
 import pytest
 
 from megatrain.optim import clip, kernels
+from megatrain.optim.adafactor import Adafactor, AdafactorConfig
 from megatrain.optim.adamw import AdamW, AdamWConfig
+from megatrain.optim.lion import Lion, LionConfig
+from megatrain.optim.sgd import SGD, SGDConfig
 
 # vfmadd213ps, vfnmsub231ss ... on x86; fmla, fmls, fmadd, fnmsub ... on ARM
 FUSED = re.compile(r"^\s*(vfn?m(add|sub)\w*|fml[as]|fn?m(add|sub))\s", re.MULTILINE)
 
 
+UPDATES = ("adamw", "lion", "sgd", "apply_factored", "apply_vector")
+SUMS = ("adafactor_columns", "adafactor_square_sums", "adafactor_vector", "add_in_place", "squared_norms")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    AdamW(AdamWConfig()).warm_up()
+    for optimizer in (
+        AdamW(AdamWConfig()),
+        Lion(LionConfig()),
+        SGD(SGDConfig()),
+        SGD(SGDConfig(momentum=0.0)),
+        Adafactor(AdafactorConfig()),
+    ):
+        optimizer.warm_up()
     clip.warm_up()
 
 
-def machine_code(kernel: Any) -> str:
+def machine_code(kernel: Any) -> list[str]:
+    """Return the code of every variant: fp32 and split masters, fp32 and bf16 gradients."""
     # a kernel loaded from numba's cache carries its object code only, so compile this one afresh
     fresh = kernel.__class__(kernel.py_func, targetoptions=dict(kernel.targetoptions))
     for signature in kernel.signatures:
         fresh.compile(signature)
-    return "\n".join(fresh.inspect_asm().values())
+    return list(fresh.inspect_asm().values())
 
 
-@pytest.mark.parametrize("name", ["update_master", "update_split_master", "add_in_place", "squared_norms"])
+@pytest.mark.parametrize("name", [*UPDATES, *SUMS])
 def test_no_product_and_sum_are_fused(name: str) -> None:
-    code = machine_code(getattr(kernels, name))
-    assert len(code) > 1000
-    assert FUSED.search(code) is None, FUSED.search(code)
+    variants = machine_code(getattr(kernels, name))
+    assert len(variants) >= 2
+    for code in variants:
+        assert len(code) > 1000
+        assert FUSED.search(code) is None, FUSED.search(code)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 mnemonics")
-@pytest.mark.parametrize("name", ["update_master", "update_split_master"])
-def test_the_update_works_on_whole_vectors(name: str) -> None:
-    code = machine_code(getattr(kernels, name))
-    for operation in ("sqrtps", "divps", "mulps", "subps"):
-        assert re.search(rf"\sv?{operation}\s.*%[xyz]mm", code), operation
+@pytest.mark.parametrize("name", UPDATES)
+def test_every_variant_of_an_update_works_on_whole_vectors(name: str) -> None:
+    operations = {"adamw": ("sqrtps", "divps", "mulps", "subps"), "apply_vector": ("sqrtps", "divps", "mulps", "subps")}
+    variants = machine_code(getattr(kernels, name))
+    assert len(variants) >= 4
+    for code in variants:
+        for operation in operations.get(name, ("mulps", "subps")):
+            assert re.search(rf"\sv?{operation}\s.*%[xyz]mm", code), operation
 
 
 def test_the_pattern_finds_fused_operations() -> None:

@@ -1,0 +1,239 @@
+"""Our step against DeepSpeed ZeRO-3's, both with parameters and optimizer state on NVMe, on the CPU.
+
+    python bench/compare/deepspeed.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
+    python bench/compare/deepspeed.py --quick
+
+Claim: with little computing per step (T = 128) ours takes a third of DeepSpeed's step, with a RAM tier of a quarter
+above the least that works, and with one of the size of DeepSpeed's buffers (`same_ram`). Each side has a process of its
+own; they take turns, a few steps each, from the same weights, on the same tokens, with the same hyper-parameters, and
+their losses are compared. `--python` names the interpreter that has DeepSpeed; without it the bench says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+# In place of this file's own folder: in there, `deepspeed` would be this file.
+sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from bench.common import Report
+from bench.compare.processes import SideFailedError, SideProcess, import_failure
+from bench.compare.worker import Job
+from bench.compare.zero3 import state_memory
+from megatrain.optim.threads import default_num_threads
+
+#: DeepSpeed's step shall take this many times ours.
+TARGET_RATIO = 3.0
+#: Both compute in bf16, in different orders.
+LOSS_TOLERANCE = 1e-2
+#: Without a pause between them. The first round is not measured: DeepSpeed learns the order of modules in it.
+STEPS_PER_ROUND = 2
+OURS, OURS_SAME_RAM, OURS_FP32 = "ours_bf16", "ours_bf16_same_ram", "ours_fp32"
+THEIRS = ("deepspeed_pipelined", "deepspeed_plain")
+SIDES = (OURS, OURS_SAME_RAM, OURS_FP32, *THEIRS)
+
+Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def main() -> int:
+    """Run the comparison; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    shape = arguments.tokens
+    report = Report("compare/deepspeed", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
+    wants_deepspeed = not set(THEIRS).isdisjoint(arguments.sides)
+    reason = import_failure(arguments.python, "deepspeed") if wants_deepspeed else ""
+    if reason:
+        report.row("deepspeed.skipped", reason, "reason")
+        return 0
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        model = Path(scratch) / "model"
+        sizes = make_model(model, quick=arguments.quick)
+        Comparison(Path(scratch), model, sizes, arguments, report).run()
+    return 0 if report.all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a model of 7 M parameters instead of 97.5 M; 2 rounds")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has DeepSpeed; default: this one")
+    parser.add_argument("--sides", type=_names, default=SIDES, help=f"which take part; default: {','.join(SIDES)}")
+    parser.add_argument(
+        "--rounds", type=int, help=f"rounds of {STEPS_PER_ROUND} steps that are measured, after one that is not"
+    )
+    parser.add_argument("--tokens", type=_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step")
+    parser.add_argument("--ram", default="", help='our RAM tier, e.g. "700MiB"; default: a quarter above its minimum')
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
+    return parser.parse_args()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(SIDES):
+        raise argparse.ArgumentTypeError(f"'{text}': choose from {','.join(SIDES)}")
+    return names
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
+    return num_micro_batches, rows, length
+
+
+def make_model(folder: Path, *, quick: bool) -> list[int]:
+    """Write a Llama with random weights that are exact in bf16, so that both sides start from the same ones.
+
+    Returns:
+        The number of elements of each parameter.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, num_layers, vocab = (256, 4, 8192) if quick else (768, 12, 8192)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=2048 * hidden // 768,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        vocab_size=vocab,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16).float()
+    model.save_pretrained(folder)
+    return [parameter.numel() for parameter in model.parameters()]
+
+
+class Comparison:
+    """The sides, their rounds, and the rows about them."""
+
+    def __init__(
+        self, scratch: Path, model: Path, sizes: Sequence[int], arguments: argparse.Namespace, report: Report
+    ) -> None:
+        self._scratch, self._report, self._python = scratch, report, arguments.python
+        self._num_rounds = arguments.rounds or (2 if arguments.quick else 5)
+        common = Job(
+            side="ours",
+            model=str(model),
+            nvme="",
+            shape=arguments.tokens,
+            num_steps=(1 + self._num_rounds) * STEPS_PER_ROUND,
+            num_threads=default_num_threads(),
+            ram=arguments.ram,
+        )
+        jobs = {
+            OURS: common,
+            OURS_SAME_RAM: replace(common, ram=f"{state_memory(sizes)}B"),
+            OURS_FP32: replace(common, compute_dtype="float32"),
+            THEIRS[0]: replace(common, side="deepspeed"),
+            THEIRS[1]: replace(common, side="deepspeed", is_pipelined=False),
+        }
+        self._jobs = {name: jobs[name] for name in arguments.sides}
+
+    def run(self) -> None:
+        """Start all sides, let them take turns, print the rows."""
+        with ExitStack() as stack:
+            sides: dict[str, SideProcess] = {}
+            for name in self._jobs:
+                try:
+                    sides[name] = stack.enter_context(self._start(name))
+                except SideFailedError as error:
+                    self._tell_failure(name, error)
+            measured = self._take_turns(sides)
+        self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+        for name, rounds in measured.items():
+            self._tell_side(name, sides[name].about, rounds)
+        if OURS in measured:
+            self._tell_ratios(measured)
+            self._tell_losses(measured)
+
+    def _start(self, name: str) -> SideProcess:
+        job = self._jobs[name]
+        folder = self._scratch / name
+        folder.mkdir()
+        job = replace(job, nvme=str(folder))
+        python = sys.executable if job.side == "ours" else self._python
+        return SideProcess(python, asdict(job), self._scratch / f"{name}.log")
+
+    def _take_turns(self, sides: Mapping[str, SideProcess]) -> Rounds:
+        """Return all rounds by side, the first one, which does not count, too. Each begins with another side."""
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        for number in range(1 + self._num_rounds):
+            names = list(rounds)
+            first = number % max(1, len(names))
+            for name in [*names[first:], *names[:first]]:
+                try:
+                    rounds[name].append(sides[name].steps(STEPS_PER_ROUND))
+                except SideFailedError as error:
+                    self._tell_failure(name, error)
+                    del rounds[name]
+        return rounds
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def _tell_failure(self, name: str, error: SideFailedError) -> None:
+        """Print why a side is missing. A peer that fails is not our mistake, but must not go unsaid."""
+        self._report.row(f"{name}.failed", str(error), "reason")
+        if self._jobs[name].side == "ours":
+            self._report.row(f"{name}.runs", 0, "1", target=1, ok=False)
+
+    def _tell_side(self, name: str, about: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> None:
+        row, measured, num_parameters = self._report.row, rounds[1:], about["num_parameters"]
+        row(f"{name}.parameters", num_parameters, "1")
+        row(f"{name}.start", about["start_s"], "s")
+        row(f"{name}.memory_for_state", about["state_memory"], "bytes")
+        row(f"{name}.peak_rss", max(one["peak_rss"] for one in rounds), "bytes")
+        row(f"{name}.step", _median(measured, "total_s"), "s")
+        row(f"{name}.steps", [round(one["total_s"], 4) for one in measured], "s")
+        for part in measured[0]["parts_s"]:
+            row(f"{name}.{part}", statistics.median(one["parts_s"][part] for one in measured), "s")
+        for way in ("read", "write"):
+            moved = _median(measured, f"{way}_bytes")
+            row(f"{name}.nvme_{way}_per_step", moved, "bytes")
+            row(f"{name}.nvme_{way}_per_parameter", moved / num_parameters, "bytes")
+        row(f"{name}.losses", [round(one["loss"], 5) for one in rounds], "nats")
+
+    def _tell_ratios(self, measured: Rounds) -> None:
+        theirs = [name for name in THEIRS if name in measured]
+        if not theirs:
+            return
+        best = min(theirs, key=lambda name: _median(measured[name][1:], "total_s"))
+        self._report.row("best_deepspeed", best, "side")
+        for name, target in ((OURS, TARGET_RATIO), (OURS_SAME_RAM, TARGET_RATIO), (OURS_FP32, None)):
+            if name not in measured:
+                continue
+            pairs = zip(measured[best][1:], measured[name][1:], strict=True)
+            ratios = [its["total_s"] / ours["total_s"] for its, ours in pairs]
+            ratio = statistics.median(ratios)
+            ok = None if target is None else ratio >= target
+            self._report.row(f"ratio.best_deepspeed/{name}", ratio, "x", target=target, ok=ok, timing=True)
+            self._report.row(f"ratio.best_deepspeed/{name}.each", [round(each, 4) for each in ratios], "x")
+
+    def _tell_losses(self, measured: Rounds) -> None:
+        for name in measured:
+            if name == OURS:
+                continue
+            pairs = zip(measured[OURS], measured[name], strict=True)
+            apart = max(abs(ours["loss"] - its["loss"]) / abs(its["loss"]) for ours, its in pairs)
+            tolerance = 0.0 if name == OURS_SAME_RAM else LOSS_TOLERANCE  # placement changes no bit
+            row = f"loss.{OURS}_relative_to.{name}"
+            self._report.row(row, apart, "1", target=tolerance, ok=apart <= tolerance)
+
+
+def _median(rounds: Sequence[Mapping[str, Any]], field: str) -> float:
+    return float(statistics.median(one[field] for one in rounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Our side of a comparison: the engine with its state on NVMe and a RAM tier little above the least that works."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, Steps
+from bench.sides import Ours, run_config
+from megatrain.config.schema import RunConfig
+from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
+
+
+class OursSide:
+    """Steps of ours."""
+
+    def __init__(self, job: Job) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        self._ours = Ours(nvme_config(job), job.num_steps)
+
+    def about(self) -> dict[str, Any]:
+        """Return the size of the model and of the RAM tier, and the bytes of a step that the plan names."""
+        plan = self._ours.plan
+        entries = [entry for layout in plan.graph.layouts.values() for entry in layout.entries]
+        return {
+            "num_parameters": sum(math.prod(entry.shape) for entry in entries),
+            "state_memory": plan.budgets_by_tier["ram"].capacity_bytes,
+            "planned_bytes": dict(plan.traffic),
+        }
+
+    def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
+        """Take steps. Updates are made on the way of the next step; the last write-backs are waited for (settle)."""
+        times = self._ours.steps(batches, LEARNING_RATE)
+        return Steps(times.total_s, times.parts_s, times.loss)
+
+
+def nvme_config(job: Job) -> RunConfig:
+    """Return the config of a run whose RAM tier is the job's, or a quarter above the least that works."""
+    if job.ram:
+        return _config(job, job.ram)
+    try:
+        plan_run(_config(job, "1MiB"))
+    except DoesNotFitError as error:
+        return _config(job, f"{error.need_bytes * 5 // 4}B")
+    return _config(job, "1MiB")
+
+
+def _config(job: Job, ram: str) -> RunConfig:
+    folder = Path(job.nvme)
+    tables: dict[str, dict[str, Any]] = {
+        "precision": {"compute_dtype": job.compute_dtype},
+        "optimizer": {
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "weight_decay_exclude": [],
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+            "adam_epsilon": EPSILON,
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+        "tiers": {"ram": {"size": ram}, "nvme": [{"path": str(folder / "blocks")}]},
+    }
+    for table, values in (job.overrides or {}).items():
+        tables[table] = {**tables.get(table, {}), **values}
+    no_text = Path(job.model) / "config.json"  # the config names a file of text; these steps are given their tokens
+    return run_config(Path(job.model), no_text, job.shape, folder, **tables)

@@ -1,0 +1,119 @@
+"""A side of a comparison in a process of its own, that takes steps when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.common import ROOT
+
+#: A peer may compile its operators at the first start, which takes minutes.
+START_TIMEOUT_S = 1200.0
+STEP_TIMEOUT_S = 300.0
+
+
+class SideFailedError(Exception):
+    """A side ended, or did not answer in time; the message has the last lines it wrote."""
+
+
+class SideProcess:
+    """Runs `worker.py`. A context manager: leaving it kills the process with all that it started.
+
+    Args:
+        python: interpreter to run it with. job: what `worker.py` shall do. log: file for everything it prints.
+
+    Attributes:
+        about: what the side said of itself when it was ready.
+    """
+
+    def __init__(self, python: str, job: Mapping[str, Any], log: Path) -> None:
+        self._log = log
+        bin_folder = str(Path(python).absolute().parent)  # where a virtual environment keeps ninja, which peers call
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
+            "OMP_WAIT_POLICY": "passive",  # else idle threads of one side burn processor time of the other
+        }
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [python, "-P", "-c", "from bench.compare import worker; worker.main()", json.dumps(job)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,
+            )
+        try:
+            self.about = self._answer(START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SideProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def steps(self, num_steps: int) -> dict[str, Any]:
+        """Let the side take steps without a pause; return what it measured.
+
+        Raises:
+            SideFailedError: it ended or hangs.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{num_steps}\n".encode())
+        except BrokenPipeError as error:
+            raise self._failure("ended") from error
+        return self._answer(STEP_TIMEOUT_S * num_steps)
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            raise self._failure(f"said nothing for {timeout_s:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)  # its last words come after it closed this pipe
+            raise self._failure("ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failure(self, what: str) -> SideFailedError:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return SideFailedError(f"{what}: {' | '.join(line.strip() for line in lines[-3:])[-500:]}")
+
+    def close(self) -> None:
+        """Kill the side's whole process group, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def import_failure(python: str, module: str) -> str:
+    """Return why an interpreter cannot import a module; nothing if it can."""
+    command = [python, "-P", "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, cwd=ROOT)
+    except OSError as error:
+        return f"{python}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"import {module} did not end"
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""

@@ -1,0 +1,110 @@
+"""One side of a comparison: set up once, then as many steps as each line of standard input says."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+#: Both sides: AdamW with these, gradients clipped to norm 1.
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
+RESULT_FD = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a side shall do.
+
+    Attributes:
+        side: "ours" or "deepspeed". model: Hugging Face folder with weights. nvme: this side's folder on the drive.
+        shape: micro-batches of a step, rows of each, tokens of a row. ram: size of our RAM tier, or nothing: a
+            quarter above the least that works. compute_dtype: of ours. is_pipelined: DeepSpeed's overlap of state
+            reads and writes with the update. overrides: more tables of our config.
+    """
+
+    side: str
+    model: str
+    nvme: str
+    shape: tuple[int, int, int]
+    num_steps: int
+    num_threads: int
+    compute_dtype: str = "bfloat16"
+    ram: str = ""
+    is_pipelined: bool = True
+    overrides: Mapping[str, Any] | None = None
+
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """Return the micro-batches of every step. Always the same ones, so that the loss shows what updates do."""
+        num_micro_batches, rows, length = self.shape
+        config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, config["vocab_size"], (num_micro_batches, rows, length), generator=generator)
+        return [{"input_ids": part, "labels": part.clone()} for part in tokens]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a few steps took, as means of one: wall seconds, and seconds by part. ``loss`` is that of the last one."""
+
+    total_s: float
+    parts_s: Mapping[str, float]
+    loss: float
+
+
+class ComparedSide(Protocol):
+    """One trainer, ready to step."""
+
+    def about(self) -> dict[str, Any]:
+        """Return facts for the report: at least ``num_parameters`` and ``state_memory`` (bytes of RAM for state)."""
+        ...
+
+    def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
+        """Take steps one after the other without a pause, each with its micro-batches."""
+        ...
+
+
+def main() -> None:
+    """Take as many steps as each line of standard input says, and answer each with a line of JSON, until it ends."""
+    # Libraries print to standard output: from here on that is the log, and only this program has the pipe.
+    with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
+        os.dup2(sys.stderr.fileno(), RESULT_FD)
+        values = json.loads(sys.argv[1])
+        job = Job(**{**values, "shape": tuple(values["shape"])})
+        torch.set_num_threads(job.num_threads)
+        start_s = time.perf_counter()
+        side = make_side(job)
+        micro_batches = job.micro_batches()
+        print(json.dumps({"start_s": time.perf_counter() - start_s, **side.about()}), file=answers)
+        for line in sys.stdin:
+            num_steps = int(line)
+            before = drive_bytes()
+            steps = side.steps([micro_batches] * num_steps)
+            moved = {name: (after - before[name]) / num_steps for name, after in drive_bytes().items()}
+            peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(json.dumps({**asdict(steps), **moved, "peak_rss": peak_rss}), file=answers)
+
+
+def make_side(job: Job) -> ComparedSide:
+    """Return the trainer of a job; only its own libraries are imported."""
+    if job.side == "ours":
+        from bench.compare.ours import OursSide
+
+        return OursSide(job)
+    from bench.compare.zero3 import Zero3Side
+
+    return Zero3Side(job)
+
+
+def drive_bytes() -> dict[str, int]:
+    """Return the bytes that this process has had read from and written to drives."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    return {name: int(fields[name]) for name in ("read_bytes", "write_bytes")}

@@ -1,0 +1,129 @@
+"""DeepSpeed's side of a comparison: ZeRO-3 on the CPU, one process, parameters and optimizer state on NVMe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, Steps
+
+#: Parameters updated at once. Its buffers are whole multiples of this, so the default of 1e9 would take 48 GB.
+SUB_GROUP_ELEMENTS = 20_000_000
+#: With pipelining a model of several sub-groups ends in an assertion below 12.
+NUM_STATE_BUFFERS = 12
+#: One parameter per buffer, whatever its size; this many are in use at once.
+NUM_PARAMETER_BUFFERS = 24
+#: Elements reduced or fetched ahead at once. In a model smaller than 20 of these, a parameter that is on its way would
+#: be fetched again in the next step, which ends in an assertion.
+BUCKET_ELEMENTS = 5_000_000
+
+
+class Zero3Side:
+    """Steps of DeepSpeed: bf16 layers, fp32 master weights and moments. Nothing is recomputed, to its advantage."""
+
+    def __init__(self, job: Job) -> None:
+        os.environ.update(_one_process())
+        import deepspeed
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa")
+        model.train()
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        self._num_parameters = sum(sizes)
+        self._state_memory = state_memory(sizes)
+        config = _config(job, sizes)
+        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def about(self) -> dict[str, Any]:
+        """Return the size of the model and of the buffers that state passes through."""
+        return {"num_parameters": self._num_parameters, "state_memory": self._state_memory}
+
+    def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
+        """Take steps; the part "update" begins with the last backward's end."""
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        loss, update_s = 0.0, 0.0
+        for micro_batches in batches:
+            loss = 0.0
+            for batch in micro_batches:
+                term = self._engine(**batch, use_cache=False).loss
+                self._engine.backward(term)
+                loss += float(term.detach()) / len(micro_batches)
+                update_start_s = time.perf_counter()
+                self._engine.step()  # updates after the last micro-batch only
+            update_s += time.perf_counter() - update_start_s
+        num_steps = len(batches)
+        cpu_s = time.process_time() - start_cpu_s
+        parts_s = {"update": update_s / num_steps, "cpu": cpu_s / num_steps}
+        return Steps((time.perf_counter() - start_s) / num_steps, parts_s, loss)
+
+
+def state_memory(sizes: Sequence[int]) -> int:
+    """Return the bytes of RAM that state passes through, by the elements of each parameter; without gradients."""
+    return 4 * NUM_STATE_BUFFERS * max(SUB_GROUP_ELEMENTS, *sizes) + 2 * NUM_PARAMETER_BUFFERS * max(sizes)
+
+
+def _one_process() -> dict[str, str]:
+    """Return the environment in which DeepSpeed finds a world of one process without a network."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**world, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+
+
+def _config(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
+    num_micro_batches, rows, _ = job.shape
+    bucket = min(BUCKET_ELEMENTS, sum(sizes) // 20)
+    state = {
+        "device": "nvme",
+        "nvme_path": job.nvme,
+        "pin_memory": False,  # without a GPU there is nothing to page-lock for
+        "buffer_count": NUM_STATE_BUFFERS,
+        "pipeline_read": job.is_pipelined,
+        "pipeline_write": job.is_pipelined,
+    }
+    parameters = {
+        "device": "nvme",
+        "nvme_path": job.nvme,
+        "pin_memory": False,
+        "buffer_count": NUM_PARAMETER_BUFFERS,
+        "buffer_size": max(sizes),
+        "max_in_cpu": 0,
+    }
+    adamw = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": SUB_GROUP_ELEMENTS,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_param_persistence_threshold": 10_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 0,
+            "offload_optimizer": state,
+            "offload_param": parameters,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }

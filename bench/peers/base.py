@@ -1,0 +1,180 @@
+"""What a side of `links.py` is: it moves the same bytes as the others, and says what that took."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiered.memory.slab import HostSlab
+from tiered.units import MiB
+
+READ, WRITE, MIXED = "read", "write", "mixed"
+
+
+class SkippedError(Exception):
+    """A side cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every side does in one measurement of one block size.
+
+    Attributes:
+        block_nbytes: bytes of a block. num_blocks: blocks of a measurement: all are read, or all are written; "mixed"
+            reads the first half while it writes the second. folder: on the drive that is measured.
+    """
+
+    block_nbytes: int
+    num_blocks: int
+    folder: Path
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that one measurement moves, whatever the operation."""
+        return self.block_nbytes * self.num_blocks
+
+    @property
+    def halves(self) -> tuple[range, range]:
+        """Return the blocks that "mixed" reads and those that it writes."""
+        half = self.num_blocks // 2
+        return range(half), range(half, self.num_blocks)
+
+
+@dataclass
+class Sample:
+    """One measurement: wall seconds, and processor seconds over all threads of whoever did the work."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+
+class Side(ABC):
+    """One way to move bytes. Files have all their space, and were written once, before the first measurement."""
+
+    name: str
+    operations: tuple[str, ...] = (READ, WRITE, MIXED)
+
+    @abstractmethod
+    def measure(self, operation: str) -> Sample:
+        """Move ``Work.nbytes``; what is written has reached the drive (fdatasync) when it returns.
+
+        Raises:
+            SkippedError: it turned out that this side cannot run here.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the side holds; its files go with the bench's folder."""
+
+
+@contextmanager
+def timed() -> Iterator[Sample]:
+    """Fill a sample with what the ``with`` block took in this process."""
+    sample = Sample()
+    start_s, start_cpu_s = time.perf_counter(), _cpu_s()
+    yield sample
+    sample.seconds, sample.cpu_s = time.perf_counter() - start_s, _cpu_s() - start_cpu_s
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Return once what was written to these files is on the drive."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+
+def drop_cached(paths: Iterable[Path]) -> None:
+    """Make the kernel forget the contents of files, so that reading them reaches the drive."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fdatasync(fd)  # only what is on the drive already can be dropped
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def fill_randomly(tensor: Tensor) -> None:
+    """Fill bytes with noise that no drive can compress; the noise repeats every 16 MiB."""
+    noise = torch.randint(0, 256, (16 * MiB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    flat = tensor.view(torch.uint8).view(-1)
+    for start in range(0, flat.numel(), noise.numel()):
+        part = flat[start : start + noise.numel()]
+        part.copy_(noise[: part.numel()])
+
+
+def make_random_file(path: Path, nbytes: int) -> None:
+    """Write a file of noise, in place from then on."""
+    noise = HostSlab(16 * MiB)
+    fill_randomly(noise.tensor)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        for start in range(0, nbytes, noise.nbytes):
+            with noise.view(0, min(noise.nbytes, nbytes - start)) as view:
+                os.pwrite(fd, view, start)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def require(code: str, timeout_s: float) -> None:
+    """Run Python code in a process of its own before it may run in this one: foreign code can hang or abort.
+
+    Raises:
+        SkippedError: it did not exit with 0 in time; with the last line that it printed.
+    """
+    reason = _failure(code, timeout_s)
+    if reason:
+        raise SkippedError(reason)
+
+
+@functools.cache
+def _failure(code: str, timeout_s: float) -> str:
+    """Return why the code does not run; nothing if it does."""
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"did not start within {timeout_s:.0f} s"
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return (lines[-1][:200] if lines else f"exit code {done.returncode}") if done.returncode else ""
+
+
+@dataclass
+class Samples:
+    """All measurements of one side in one operation, round by round."""
+
+    nbytes: int
+    each: list[Sample] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        """Return GB/s (1e9 bytes) of each round."""
+        return [self.nbytes / sample.seconds / 1e9 for sample in self.each]
+
+    @property
+    def cpu_s_per_gb(self) -> list[float]:
+        """Return processor seconds per 1e9 bytes of each round."""
+        return [sample.cpu_s / (self.nbytes / 1e9) for sample in self.each]

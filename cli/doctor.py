@@ -1,0 +1,153 @@
+"""``megatrain-tier doctor``: measure this machine, say what to fix, and keep the rates for plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import json_option, load
+
+if TYPE_CHECKING:
+    from megatrain.doctor.drives import DriveResult
+    from megatrain.doctor.examine import Examination
+
+_STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
+
+
+@click.command("doctor")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--quick", is_flag=True, help="Below 15 seconds for one path; no long writes.")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Measure its [[tiers.nvme]] paths."
+)
+@json_option
+def command(paths: tuple[Path, ...], quick: bool, config_file: Path | None, as_json: bool) -> int:
+    """Measure RAM, processors and GPU, and the drives of PATHS; say what to fix.
+
+    Keeps the rates in the user's cache folder, where `plan` finds them. Without PATHS: those of --config, else the
+    current folder. Takes up to 1 GiB of each drive while it runs, and leaves nothing there. Writes over those bytes
+    for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
+    """
+    from megatrain.doctor.examine import examine
+    from megatrain.doctor.scratch import terminated_as_interrupted
+
+    folders = [_absolute(path) for path in paths] or _paths_of(config_file)
+    with terminated_as_interrupted():
+        examination = examine(
+            list(dict.fromkeys(folders)),
+            quick=quick,
+            on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
+        )
+    stored, problem = _store(examination)
+    if as_json:
+        values = {**examination.to_json(), "stored": str(stored) if stored else None, "not_stored_because": problem}
+        click.echo(json.dumps(values))
+        return 0
+    _print(examination)
+    click.echo(f"stored in {stored}; `megatrain-tier plan` uses it" if stored else f"not stored: {problem}")
+    return 0
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))
+
+
+def _paths_of(config_file: Path | None) -> list[Path]:
+    """Return the folders of a config's drives, or their nearest parents that exist; else a folder that can be used."""
+    if config_file is not None:
+        from megatrain.plan.machine import existing_parent
+
+        found = [existing_parent(table.path) for table in load(config_file, (), ()).config.tiers.nvme]
+        if found:
+            return found
+    here = Path.cwd()
+    return [here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())]
+
+
+def _store(examination: Examination) -> tuple[Path | None, str | None]:
+    from megatrain.plan.profile import profile_path, store_profile
+
+    try:
+        return store_profile(examination.profile), None
+    except OSError as error:
+        return None, f"{profile_path()}: {error.strerror}"
+
+
+def _print(examination: Examination) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tiered.units import format_size
+
+    from .render import PLAIN_WIDTH
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    system = examination.system
+    limit = "" if system.ram_limit_bytes >= system.ram_bytes else f" (limit {format_size(system.ram_limit_bytes)})"
+    head = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"
+    console.print(Text(head, style="bold"), soft_wrap=True)
+    for line in _machine_lines(examination):
+        console.print(Text(line), soft_wrap=True)
+    for drive in examination.drives:
+        console.print(Text(f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}"), soft_wrap=True)
+        console.print(_drive_table(drive))
+    findings = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    findings.add_column(no_wrap=True)
+    findings.add_column(overflow="fold")
+    for finding in examination.findings:
+        text = Text(f"{finding.subject}: {finding.seen}")
+        if finding.advice:
+            text.append(f"\nto do: {finding.advice}", style="italic")
+        findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), text)
+    console.print(findings)
+
+
+def _machine_lines(examination: Examination) -> list[str]:
+    from tiered.units import format_rate
+
+    processor, gpu = examination.processor, examination.gpu
+    lines = [
+        f"RAM      read {format_rate(processor.ram_read)}  copy {format_rate(processor.ram_copy)}  "
+        f"update {format_rate(processor.ram_update)}   ({processor.num_threads} threads)",
+        "AdamW    "
+        + "  ".join(
+            f"{dtype} {rate / 1e9:.2f} G params/s, {processor.adamw_share(dtype):.0%} of RAM"
+            for dtype, rate in processor.adamw_params.items()
+        ),
+        "matmul   " + "  ".join(f"cpu {dtype} {_flops(rate)}" for dtype, rate in processor.matmul_flops.items()),
+    ]
+    if gpu is not None:
+        lines[-1] += "  " + "  ".join(f"gpu {dtype} {_flops(rate)}" for dtype, rate in gpu.matmul_flops.items())
+        pinned = "page-locked" if gpu.is_pinned else "not page-locked"
+        lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")
+    return lines
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.0f} GFLOP/s"
+
+
+def _drive_table(drive: DriveResult) -> object:
+    from rich.table import Table
+
+    from tiered.units import format_rate
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    table.add_column("")
+    columns = ("read", "write", "mixed")
+    for name in (*columns, "sustained"):
+        table.add_column(name, justify="right", no_wrap=True)
+    end = format_rate(drive.sustained.last) if drive.sustained else "-"
+    tier, bare = ([getattr(rates, name) for name in columns] for rates in (drive.tier, drive.bare))
+    table.add_row("the tier gets", *map(format_rate, tier), end)
+    table.add_row("the drive gives", *map(format_rate, bare), "")
+    table.add_row("", *(f"{ours / theirs:.0%}" for ours, theirs in zip(tier, bare, strict=True)), "")
+    return table

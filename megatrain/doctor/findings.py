@@ -1,0 +1,234 @@
+"""What the figures mean: findings, each with what was seen and what to do. Pure functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatrain.doctor.drives import DriveResult
+from megatrain.doctor.gpu import GdsResult, GpuResult
+from megatrain.doctor.processor import ProcessorResult
+from megatrain.doctor.system import SystemFacts
+from tiered.units import GB, GiB, format_rate, format_size
+
+Severity = Literal["ok", "note", "warn"]
+
+#: The tier should get this share of what the drive gives, the optimizer's kernel this share of RAM bandwidth.
+TIER_SHARE, KERNEL_SHARE = 0.8, 0.6
+#: A drive slows if the end of a long write has less than this share of its start.
+SUSTAINED_SHARE = 0.7
+
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+_REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "virtiofs", "ceph", "lustre")
+_SLOW_BYTES_PER_S = 0.5 * GB
+_LITTLE_ROOM_BYTES = 10 * GiB
+_BUSY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.
+        subject: what it is about. seen: the facts. advice: what to do; "" where nothing needs doing.
+    """
+
+    severity: Severity
+    subject: str
+    seen: str
+    advice: str = ""
+
+
+def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Finding]:
+    """Yield what the kernel's settings mean."""
+    yield _huge_pages(facts)
+    if facts.reserved_huge_page_bytes >= GiB:
+        yield Finding(
+            "note",
+            "huge pages",
+            f"{format_size(facts.reserved_huge_page_bytes)} of RAM are reserved as explicit huge pages: nobody else "
+            "can use them, and we do not",
+            "unless something else needs them: sysctl vm.nr_hugepages=0",
+        )
+    if facts.ram_limit_bytes < facts.ram_bytes:
+        yield Finding(
+            "note",
+            "RAM limit",
+            f"a cgroup limits this process to {format_size(facts.ram_limit_bytes)} of the machine's "
+            f"{format_size(facts.ram_bytes)}",
+            'tiers.ram.size = "auto" obeys it; raise the limit of the container or job to use more',
+        )
+    else:
+        yield Finding("ok", "RAM limit", f"none below the machine's {format_size(facts.ram_bytes)}")
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
+        yield Finding(
+            "warn",
+            "CPU limit",
+            f"a cgroup grants {facts.cpu_quota:.1f} CPUs, but {facts.num_cpus} are visible: threads stop each other",
+            f"raise the limit, or bind the process: taskset -c 0-{max(0, int(facts.cpu_quota) - 1)} megatrain-tier ...",
+        )
+    if facts.num_torch_threads < facts.num_cpus:
+        yield Finding(
+            "note",
+            "threads",
+            f"torch computes with {facts.num_torch_threads} of {facts.num_cpus} usable CPUs, here and in runs",
+            "unset OMP_NUM_THREADS, unless that is wanted",
+        )
+    if facts.load > _BUSY_SHARE * facts.num_cpus:
+        yield Finding(
+            "note",
+            "load",
+            f"the machine was busy before we began: load {facts.load:.1f} on {facts.num_cpus} CPUs",
+            "measure again when nothing else runs; these figures may be too low",
+        )
+    yield _page_locking(facts, gpu)
+
+
+def _huge_pages(facts: SystemFacts) -> Finding:
+    if facts.huge_pages in ("madvise", "always"):
+        return Finding("ok", "huge pages", f"transparent huge pages are on ({facts.huge_pages})")
+    seen = 'transparent huge pages are off ("never")' if facts.huge_pages else "this kernel has no transparent ones"
+    return Finding(
+        "warn" if facts.huge_pages else "note",
+        "huge pages",
+        f"{seen}: allocating, page-locking and direct I/O of large blocks cost more time",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if facts.huge_pages else "",
+    )
+
+
+def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
+    limit = "no limit" if facts.memlock_bytes is None else f"a limit of {format_size(facts.memlock_bytes)}"
+    if gpu is None:
+        return Finding("ok", "page-locking", f"not needed without a GPU ({limit} for this user)")
+    raise_it = "ulimit -l unlimited (service: LimitMEMLOCK=infinity; container: --ulimit memlock=-1)"
+    if not gpu.is_pinned:
+        return Finding(
+            "warn",
+            "page-locking",
+            f"CUDA could not page-lock RAM ({limit}): copies to the GPU are slow and hold up threads",
+            raise_it,
+        )
+    if facts.memlock_bytes is not None and facts.memlock_bytes < facts.ram_limit_bytes:
+        return Finding("note", "page-locking", f"works, with {limit} for other page-locked memory", raise_it)
+    return Finding("ok", "page-locking", f"works, {limit}")
+
+
+def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> Iterator[Finding]:
+    """Yield what is there of GPU and GPUDirect Storage."""
+    if gpu is None and facts.has_nvidia_driver:
+        yield Finding(
+            "warn",
+            "GPU",
+            "the machine has an NVIDIA driver, but torch sees no CUDA device",
+            "install a torch built for CUDA, and look at CUDA_VISIBLE_DEVICES",
+        )
+    elif gpu is None:
+        yield Finding("ok", "GPU", "none: layers run on the CPU, the tiers are RAM and drives")
+    else:
+        yield Finding("ok", "GPU", f"{gpu.name}, {format_size(gpu.memory_bytes)}")
+        if gds.missing:
+            yield Finding(
+                "note",
+                "GPUDirect Storage",
+                "not available, so blocks go from drives to the GPU through RAM; missing: " + "; ".join(gds.missing),
+                "nothing needs it; it spares RAM bandwidth where drives are fast",
+            )
+        else:
+            yield Finding("ok", "GPUDirect Storage", "kvikio and nvidia-fs are there")
+
+
+def processor_findings(result: ProcessorResult) -> Iterator[Finding]:
+    """Yield how the optimizer's kernel compares with what RAM gives."""
+    for dtype in result.adamw_params:
+        share = result.adamw_share(dtype)
+        seen = f"{dtype} weights: {result.adamw_params[dtype] / 1e6:,.0f} M parameters/s, {share:.0%} of RAM bandwidth"
+        if share >= KERNEL_SHARE:
+            yield Finding("ok", "AdamW", seen)
+        else:
+            advice = "more CPUs would help: the kernel computes longer than RAM takes. Nothing is wrong with the RAM"
+            yield Finding("note", "AdamW", seen, advice)
+
+
+def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
+    """Yield what is to be known of each path, and of paths together."""
+    by_file_system: dict[str, list[DriveResult]] = defaultdict(list)
+    for drive in drives:
+        by_file_system[drive.file_system.key].append(drive)
+        yield from _kind_of_drive(drive)
+        yield from _speed_of_drive(drive)
+    for together in by_file_system.values():
+        if len(together) > 1:
+            paths = ", ".join(str(drive.path) for drive in together)
+            yield Finding(
+                "warn",
+                "paths",
+                f"{paths} lie on one file system ({together[0].file_system.source}): striped, they share its speed",
+                "name one of them in [[tiers.nvme]], and folders on other drives beside it",
+            )
+
+
+def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
+    path, kind = str(drive.path), drive.file_system.kind
+    if kind in _MEMORY_FILE_SYSTEMS:
+        yield Finding(
+            "warn",
+            path,
+            f"{kind} is RAM, not a drive: blocks there take RAM that no limit of ours counts",
+            "name a folder on a drive, and give that RAM to tiers.ram",
+        )
+    elif kind in _REMOTE_FILE_SYSTEMS:
+        yield Finding(
+            "warn",
+            path,
+            f"{kind} is not on a drive of this machine: others share its speed, and locks may not hold",
+            "use a local drive for [[tiers.nvme]]",
+        )
+    elif not drive.is_direct:
+        yield Finding(
+            "warn",
+            path,
+            f"{kind} refuses O_DIRECT: bytes go through the kernel's cache, and the rates below may be that cache's",
+            "use ext4 or xfs for [[tiers.nvme]]; not overlay, an encrypted home or a network folder",
+        )
+    else:
+        yield Finding("ok", path, f"{kind} with O_DIRECT, {format_size(drive.free_bytes)} free")
+    if drive.free_bytes < _LITTLE_ROOM_BYTES:
+        advice = "16 bytes per parameter is what a whole model in fp32 takes, gradients included"
+        yield Finding("note", path, f"only {format_size(drive.free_bytes)} are free", advice)
+
+
+def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
+    path = str(drive.path)
+    for what in ("read", "write", "mixed"):
+        tier, bare = getattr(drive.tier, what), getattr(drive.bare, what)
+        if tier < TIER_SHARE * bare:
+            yield Finding(
+                "warn",
+                path,
+                f"{what}: the tier gets {format_rate(tier)}, {tier / bare:.0%} of the {format_rate(bare)} that plain "
+                "I/O got in the same run",
+                "measure again on an idle machine; if it stays, more CPUs for this process, or report it",
+            )
+    if drive.tier.mixed < _SLOW_BYTES_PER_S:
+        motor = " It says that it has a motor." if drive.is_rotational else ""
+        yield Finding(
+            "warn",
+            path,
+            f"slow for this purpose: {format_rate(drive.tier.mixed)} of reads and writes together.{motor}",
+            "an NVMe drive has 2 to 12 GB/s; several are striped with several [[tiers.nvme]]",
+        )
+    sustained = drive.sustained
+    if sustained is None:
+        return
+    seen = (
+        f"{format_size(sustained.nbytes)} written in {sustained.seconds:.0f} s: {format_rate(sustained.first)} at the "
+        f"start, {format_rate(sustained.last)} at the end"
+    )
+    if sustained.last < SUSTAINED_SHARE * sustained.first:
+        advice = "plans count with the rate at the end; fstrim, more free space or another drive may help"
+        yield Finding("warn", path, f"slows under a long write: {seen}", advice)
+    else:
+        yield Finding("ok", path, f"holds its speed: {seen}")

@@ -1,0 +1,290 @@
+"""Adafactor on the CPU: second moments of matrices kept as row and column means, a thousandth of AdamW's state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.optim.base import GRADIENT_DTYPES, Segment, StateKind, Update, master_kinds
+from megatrain.optim.elementwise import Array, flat_block, flat_gradient, flat_master
+from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut
+
+if TYPE_CHECKING:
+    from megatrain.models.layout import TensorEntry
+
+__all__ = ["MAX_ROW_BLOCKS", "Adafactor", "AdafactorConfig", "rows_per_block", "second_moment_elements"]
+
+MAX_ROW_BLOCKS = 64
+"""A matrix is cut into at most this many groups of rows: each keeps its own column sums until they are added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdafactorConfig:
+    """Settings of Adafactor that do not change during a run.
+
+    Attributes:
+        lr: Base learning rate, the one that a schedule scales. It is used as it is: neither scaled by the size of the
+            parameters nor replaced by 1 / sqrt(step).
+        decay_rate: The second moments decay by `1 - step ** decay_rate`; below 0.
+        eps: Added to squared gradients.
+        clip_threshold: Largest root mean square of a parameter's update before the learning rate.
+        weight_decay: Decoupled decay of the parameters that decay.
+    """
+
+    lr: float = 1e-5
+    decay_rate: float = -0.8
+    eps: float = 1e-30
+    clip_threshold: float = 1.0
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        assert self.decay_rate < 0 and self.eps > 0 and self.clip_threshold > 0, self
+        assert self.lr >= 0 and self.weight_decay >= 0, (self.lr, self.weight_decay)
+
+
+def second_moment_elements(entry: TensorEntry) -> int:
+    """Return what Adafactor keeps of a parameter: one element per row and column of its matrices, or per element."""
+    num_matrices, num_rows, num_columns = as_matrices(entry.shape, entry.numel)
+    return num_matrices * (num_rows + num_columns) if len(entry.shape) >= 2 else entry.numel
+
+
+_STATE = (StateKind("v", torch.float32, second_moment_elements),)
+
+
+def as_matrices(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]:
+    """Return `(matrices, rows, columns)`: the last two dimensions are factored, those before them are a batch."""
+    if len(shape) < 2:
+        return 1, 1, num_elements
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def rows_per_block(num_rows: int, num_columns: int) -> int:
+    """Return how many rows add up their column sums together. A function of the shape: it is part of the bits."""
+    return max(RANGE_ELEMENTS // max(num_columns, 1), -(-num_rows // MAX_ROW_BLOCKS), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one kernel call works on: whole matrices, or some rows of one."""
+
+    matrices: slice
+    rows: slice
+
+
+class Adafactor:
+    """Adafactor over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
+
+    From Shazeer and Stern (2018), with a learning rate from outside: `transformers.Adafactor` with `scale_parameter`
+    and `relative_step` off and no first moment. Per parameter, in fp32 but for the sums, which are in fp64::
+
+        g = grad * grad_scale
+        rows = rows * b + (mean(g * g, columns) + eps) * (1 - b)       where b = 1 - step ** decay_rate
+        columns = columns * b + (mean(g * g, rows) + eps) * (1 - b)
+        u = g * (sqrt(mean(rows) / rows) * sqrt(1 / columns))          a vector: u = g / sqrt(v), v per element
+        w = w * (1 - lr * weight_decay) - u * (lr / max(1, rms(u) / clip_threshold))
+
+    The gradient is read three times, as the mean square of the update must be known before the first weight moves.
+
+    Args:
+        config: Settings.
+        threads: Threads to compute on; None makes a set with one thread per usable CPU.
+    """
+
+    def __init__(self, config: AdafactorConfig, threads: KernelThreads | None = None) -> None:
+        self.config = config
+        self.threads = KernelThreads() if threads is None else threads
+
+    def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
+        """Return the master and `v`, whose length is not that of the weights."""
+        return (*master_kinds(split_master), *_STATE)
+
+    def update(
+        self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
+    ) -> None:
+        """Apply one step in place; see `megatrain.optim.base.Optimizer.update`. Segments are whole parameters."""
+        assert update.step >= 1, update.step
+        num_elements = gradient.numel()
+        weight, low = flat_master(blocks, num_elements)
+        moments = flat_block("v", blocks["v"], torch.float32, blocks["v"].numel())
+        flat = flat_gradient(gradient)
+        for segment in segments:
+            assert 0 <= segment.start <= segment.stop <= num_elements, (segment, num_elements)
+            inside = slice(segment.start, segment.stop)
+            size = segment.stop - segment.start
+            matrices = as_matrices(segment.shape, size)
+            is_matrix = len(segment.shape) >= 2
+            kept = matrices[0] * (matrices[1] + matrices[2]) if is_matrix else size
+            assert "v" in segment.state_starts, segment  # build_segments puts it there when it is told the kinds
+            start = segment.state_starts["v"]
+            assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
+            if size:
+                task = _Parameter(
+                    self.config,
+                    self.threads,
+                    (weight[inside], None if low is None else low[inside]),
+                    moments[start : start + kept],
+                    flat[inside],
+                    segment,
+                    update,
+                )
+                task.update_matrices(matrices) if is_matrix else task.update_vector()
+
+    def warm_up(self) -> None:
+        """Compile or load the kernels for every kind of master and gradient."""
+        segments = (Segment(0, 1, 0.0, state_starts={"v": 0}), Segment(1, 2, 0.0, shape=(1, 1), state_starts={"v": 1}))
+        for split_master in (False, True):
+            blocks = {kind.name: torch.zeros(3, dtype=kind.dtype)[:2] for kind in master_kinds(split_master)}
+            for dtype in GRADIENT_DTYPES:
+                blocks["v"] = torch.zeros(3)
+                self.update(blocks, torch.zeros(2, dtype=dtype), segments, Update(step=1, lr=0.0))
+
+
+class _Parameter:
+    """One step of one parameter. All arrays are its own: its part of the blocks."""
+
+    def __init__(
+        self,
+        config: AdafactorConfig,
+        threads: KernelThreads,
+        master: tuple[Array, Array | None],
+        moments: Array,
+        grad: Array,
+        segment: Segment,
+        update: Update,
+    ) -> None:
+        beta2 = 1.0 - update.step**config.decay_rate
+        self._config, self._threads = config, threads
+        self._master, self._moments, self._grad = master, moments, grad
+        self._beta2, self._one_minus_beta2 = np.float32(beta2), np.float32(1.0 - beta2)
+        self._lr = update.lr * segment.lr_scale
+        self._decay = np.float32(1.0 - self._lr * segment.weight_decay)
+        self._grad_scale = np.float32(update.grad_scale)
+
+    def update_vector(self) -> None:
+        """Update a parameter of fewer than two dimensions."""
+        from megatrain.optim import kernels
+
+        block, eps, (weight, low) = kernels.NORM_BLOCK_ELEMENTS, np.float32(self._config.eps), self._master
+        sums = np.zeros(-(-self._grad.size // block))
+
+        def measure() -> Iterator[Callable[[], None]]:
+            for start, stop in cut(0, sums.size, RANGE_ELEMENTS // block):
+                part = slice(start * block, stop * block)
+                arrays = (self._moments[part], self._grad[part], self._grad_scale, eps)
+                yield partial(kernels.adafactor_vector, *arrays, self._beta2, self._one_minus_beta2, sums[start:stop])
+
+        self._threads.run(measure())
+        scalars = (self._grad_scale, self._decay, self._step_size(sums))
+        self._threads.run(
+            partial(
+                kernels.apply_vector,
+                weight[start:stop],
+                None if low is None else low[start:stop],
+                self._moments[start:stop],
+                self._grad[start:stop],
+                *scalars,
+            )
+            for start, stop in cut(0, self._grad.size)
+        )
+
+    def update_matrices(self, shape: tuple[int, int, int]) -> None:
+        """Update a parameter of two or more dimensions, `shape` being matrices, rows and columns."""
+        from megatrain.optim import kernels
+
+        num_matrices, num_rows, num_columns = shape
+        num_row_means = num_matrices * num_rows
+        rows = self._moments[:num_row_means].reshape(num_matrices, num_rows)
+        columns = self._moments[num_row_means:].reshape(num_matrices, num_columns)
+        self._update_means(shape, rows, columns)
+        with np.errstate(all="ignore"):  # what is not finite shows in the weights, as in every other optimizer
+            mean = np.add.accumulate(rows, axis=1, dtype=np.float64)[:, -1:] / num_rows
+            row_factor = np.sqrt(mean / rows).astype(np.float32)
+            column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)
+        sums = np.zeros((num_matrices, num_rows))
+        grad, pieces = self._grad.reshape(shape), list(_pieces(shape))
+        self._threads.run(
+            partial(
+                kernels.adafactor_square_sums,
+                grad[piece.matrices, piece.rows],
+                self._grad_scale,
+                row_factor[piece.matrices, piece.rows],
+                column_factor[piece.matrices],
+                sums[piece.matrices, piece.rows],
+            )
+            for piece in pieces
+        )
+        scalars = (self._decay, self._step_size(sums))
+        weight, low = (None if half is None else half.reshape(shape) for half in self._master)
+        assert weight is not None
+        self._threads.run(
+            partial(
+                kernels.apply_factored,
+                weight[piece.matrices, piece.rows].reshape(-1),
+                None if low is None else low[piece.matrices, piece.rows].reshape(-1),
+                grad[piece.matrices, piece.rows],
+                self._grad_scale,
+                row_factor[piece.matrices, piece.rows],
+                column_factor[piece.matrices],
+                *scalars,
+            )
+            for piece in pieces
+        )
+
+    def _update_means(self, shape: tuple[int, int, int], rows: Array, columns: Array) -> None:
+        """Bring the mean squares of rows and columns up to date, in place."""
+        from megatrain.optim import kernels
+
+        num_matrices, num_rows, num_columns = shape
+        block = rows_per_block(num_rows, num_columns)
+        num_blocks, grad = -(-num_rows // block), self._grad.reshape(shape)
+        matrices_at_once = max(1, RANGE_ELEMENTS // (num_rows * num_columns)) * 4 if num_blocks == 1 else 1
+        for first, last in cut(0, num_matrices, matrices_at_once):
+            row_sums = np.zeros((last - first, num_rows))
+            partials = np.zeros((num_blocks, last - first, num_columns))
+            self._threads.run(
+                partial(
+                    kernels.adafactor_columns,
+                    grad[first:last][piece.matrices, piece.rows],
+                    self._grad_scale,
+                    row_sums[piece.matrices, piece.rows],
+                    partials[piece.rows.start // block][piece.matrices],
+                )
+                for piece in _pieces((last - first, num_rows, num_columns))
+            )
+            for others in partials[1:]:
+                partials[0] += others
+            self._blend(rows[first:last], row_sums, num_columns)
+            self._blend(columns[first:last], partials[0], num_rows)
+
+    def _blend(self, means: Array, sums: Array, count: int) -> None:
+        with np.errstate(all="ignore"):
+            new = (sums / count + self._config.eps).astype(np.float32)
+            means[:] = means * self._beta2 + new * self._one_minus_beta2
+
+    def _step_size(self, sums: Array) -> np.float32:
+        """Return the factor on the update, given the sums of its squares, which are added in order."""
+        with np.errstate(all="ignore"):
+            total = float(np.add.accumulate(sums.reshape(-1))[-1])
+        rms = math.sqrt(total / self._grad.size)
+        ratio = rms / self._config.clip_threshold
+        return np.float32(self._lr / ratio if ratio > 1.0 or math.isnan(ratio) else self._lr)
+
+
+def _pieces(shape: tuple[int, int, int]) -> Iterator[_Piece]:
+    """Cut matrices into kernel calls of about RANGE_ELEMENTS: several matrices, or the row blocks of one."""
+    num_matrices, num_rows, num_columns = shape
+    block = rows_per_block(num_rows, num_columns)
+    if block >= num_rows:
+        for first, last in cut(0, num_matrices, max(1, RANGE_ELEMENTS // (num_rows * num_columns))):
+            yield _Piece(slice(first, last), slice(0, num_rows))
+        return
+    for matrix in range(num_matrices):
+        for first, last in cut(0, num_rows, block):
+            yield _Piece(slice(matrix, matrix + 1), slice(first, last))

@@ -1,0 +1,334 @@
+"""How long a planned step should take at the rates that were measured, what bounds it, and how much it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.base import bytes_per_parameter
+from megatrain.plan.profile import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
+from megatrain.plan.solve import PlacementSolver
+from tiered.units import GB, TB, format_duration, format_size
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import StepProgram, Tick
+    from megatrain.plan.planner import Plan
+
+#: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.
+FLOPS_PER_PARAM_TOKEN = 8
+_FORWARD_SHARE = 2 / FLOPS_PER_PARAM_TOKEN
+
+_ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
+_STEPS_OF_WEAR = 1000
+_ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What of a config the estimate depends on besides the plan.
+
+    Attributes:
+        tokens_per_step: T. num_steps: of the run; None where only the data tells.
+        paths: NVMe paths. weights: the shares of each in what is striped, in any unit.
+        has_rates: the config gives the weights.
+    """
+
+    tokens_per_step: int
+    num_steps: int | None
+    paths: Sequence[Path]
+    weights: Sequence[float]
+    has_rates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds per step at measured rates, if everything overlaps that can: a run is not faster.
+
+    Attributes:
+        seconds: resource (``compute``, ``optimizer``, ``nvme``, ``ram->gpu``, ``gpu->ram``) -> seconds that it is
+            busy in a step.
+        unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
+        step_s, bound_by: seconds per step, and the resource that decides it.
+        crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always,
+            None: never, or not known.
+        written_bytes: NVMe path -> bytes written in a step. run_written_bytes: in the run; None where its length is
+            not known.
+        notes: on the age of the figures, or why there are none.
+    """
+
+    tokens_per_step: int
+    seconds: Mapping[str, float]
+    unmeasured: tuple[str, ...] = ()
+    step_s: float | None = None
+    bound_by: str | None = None
+    crossing_tokens: float | None = None
+    written_bytes: Mapping[str, int] | None = None
+    run_written_bytes: Mapping[str, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """Lines for people."""
+        lines = []
+        if self.seconds:
+            parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in self.seconds.items())
+            lines.append(f"busy per step   {parts}")
+        if self.step_s:
+            line = f"predicted step  {format_duration(self.step_s)} at best, {self.tokens_per_step / self.step_s:,.0f} "
+            lines.append(f"{line}tokens/s   bound by: {self.bound_by}{self._crossing()}")
+        if self.written_bytes and any(self.written_bytes.values()):
+            lines.append(self._wear())
+        return (*lines, *self.notes)
+
+    def _crossing(self) -> str:
+        if not self.crossing_tokens:
+            return ""
+        return f"   T* = {self.crossing_tokens:,.0f} tokens/step (here {self.tokens_per_step:,})"
+
+    def _wear(self) -> str:
+        written = self.written_bytes or {}
+        each = (
+            "  ".join(f"{path} {format_size(nbytes)}" for path, nbytes in written.items()) if len(written) > 1 else ""
+        )
+        total = sum(written.values())
+        if self.run_written_bytes is None:
+            run = f"{_wear_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
+        else:
+            run = f"{_wear_size(sum(self.run_written_bytes.values()))} in this run"
+        return f"NVMe writes     {format_size(total)} per step, {run}   {each}".rstrip()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the estimate as JSON values, in bytes and seconds."""
+        return {
+            "tokens_per_step": self.tokens_per_step,
+            "busy_s": dict(self.seconds),
+            "not_measured": list(self.unmeasured),
+            "predicted_step_s": self.step_s,
+            "predicted_tokens_per_s": self.tokens_per_step / self.step_s if self.step_s else None,
+            "bound_by": self.bound_by,
+            "crossing_tokens_per_step": self.crossing_tokens,
+            "nvme_written_bytes_per_step": dict(self.written_bytes or {}),
+            "nvme_written_bytes_per_run": None if self.run_written_bytes is None else dict(self.run_written_bytes),
+            "notes": list(self.notes),
+        }
+
+
+def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
+    """Return what a step of a plan should take on this machine.
+
+    The compute time is that of ``8 N T`` FLOPs at the rate of large matrix products, N being all parameters: attention
+    comes on top, and a mixture of experts computes less.
+    """
+    written = split(_into_nvme(plan.traffic), shape)
+    run = None
+    if shape.num_steps is not None:
+        run = split(_into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
+    wear = Estimate(shape.tokens_per_step, {}, written_bytes=written, run_written_bytes=run)
+    if loaded.machine is None:
+        notes = [f"times           not measured: {_ADVICE}", *_striping(shape)]
+        return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
+    costs = _Costs(plan, shape, loaded.machine)
+    seconds, unmeasured = costs.seconds()
+    result = replace(wear, seconds=seconds, unmeasured=unmeasured, notes=_notes(loaded.machine, costs, unmeasured))
+    if unmeasured:
+        return result
+    step_s, bound_by = costs.step(seconds)
+    return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=costs.crossing_tokens(seconds))
+
+
+def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
+    """Return how long one drive is busy with reads and writes.
+
+    Reads and writes share one ceiling, the mixed rate, as far as both go on; what is left of one of them has its own
+    rate. A drive that slows under long writes cannot write more than it sustains.
+    """
+    both = min(read_bytes, written_bytes)
+    seconds = 2 * both / drive.mixed_bytes_per_s
+    seconds += (read_bytes - both) / drive.read_bytes_per_s + (written_bytes - both) / drive.write_bytes_per_s
+    if drive.sustained_write_bytes_per_s is None:
+        return seconds
+    return max(seconds, written_bytes / drive.sustained_write_bytes_per_s)
+
+
+def split(nbytes: int, shape: StepShape) -> dict[str, int]:
+    """Return the share of each NVMe path; blocks are striped so to within one file."""
+    total = sum(shape.weights)
+    return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
+
+
+def measured_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
+    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
+    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
+    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
+    return rates if rates and len(rates) == len(paths) else None
+
+
+class _Costs:
+    """Seconds of each resource for one plan."""
+
+    def __init__(self, plan: Plan, shape: StepShape, machine: MachineProfile) -> None:
+        self._plan, self.shape, self._machine = plan, shape, machine
+        self._on_gpu = plan.device.type == "cuda"
+        self._keys = {str(path): file_system_of(path).key for path in shape.paths}
+        self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
+
+    def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Return resource -> busy seconds of a step, and the resources that are used but were not measured."""
+        found = {
+            "compute": self._compute_s(self.shape.tokens_per_step),
+            "optimizer": self._optimizer_s(),
+            **self._links_s(self._plan.traffic),
+        }
+        measured = {name: seconds for name, seconds in found.items() if seconds}
+        return measured, tuple(name for name, seconds in found.items() if seconds is None)
+
+    def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
+        """Return the seconds of a step and what decides them."""
+        compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
+        busy = self._busy_s(compute, optimizer)
+        links = {name: value for name, value in seconds.items() if name not in ("compute", "optimizer")}
+        slowest = max(links, key=links.__getitem__, default="")
+        if slowest and links[slowest] > busy:
+            return links[slowest], slowest
+        return busy, "compute" if compute >= optimizer else "optimizer"
+
+    def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
+        """Return T*: from there on computing takes longer than the slowest link.
+
+        Bytes of activations grow with the tokens, all others do not.
+        """
+        tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
+        per_token = seconds.get("compute", 0.0) / tokens
+        fixed = self._links_s(self._traffic_without_activations())
+        crossing = 0.0
+        for link, fixed_s in fixed.items():
+            moved_per_token = (seconds.get(link, 0.0) - (fixed_s or 0.0)) / tokens
+            # Computing takes longer than the link as soon as either of the two terms of ``_busy_s`` does.
+            terms = [(per_token, optimizer)]
+            if self._on_gpu:
+                terms = [(per_token, 0.0), (per_token * (1 - _FORWARD_SHARE), optimizer)]
+            starts = [
+                max(0.0, (fixed_s or 0.0) - beside) / (slope - moved_per_token)
+                for slope, beside in terms
+                if slope > moved_per_token
+            ]
+            if not starts:
+                return None
+            crossing = max(crossing, min(starts))
+        return crossing
+
+    def _busy_s(self, compute: float, optimizer: float) -> float:
+        """Return how long the processors need: one after the other on a CPU, the update beside a GPU's forward."""
+        if not self._on_gpu:
+            return compute + optimizer
+        return compute * (1 - _FORWARD_SHARE) + max(compute * _FORWARD_SHARE, optimizer)
+
+    def _compute_s(self, tokens: int) -> float | None:
+        dtype = str(self._plan.graph.dtype).removeprefix("torch.")
+        rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/{dtype}")
+        flops = FLOPS_PER_PARAM_TOKEN * self._plan.graph.num_parameters * tokens
+        return None if rate is None else flops / rate
+
+    def _optimizer_s(self) -> float | None:
+        """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
+        is_split = self._plan.graph.dtype.itemsize == 2
+        kinds = self._plan.optimizer.state_kinds(is_split)
+        if type(self._plan.optimizer) is not AdamW or bytes_per_parameter(kinds) != _ADAMW_BYTES:
+            return None
+        rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
+        blocks = self._plan.program.blocks.values()
+        trained = sum(block.num_elements for block in blocks if block.key.endswith("/m"))
+        return None if rate is None else trained / rate
+
+    def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
+        """Return the seconds of every link that moves something; None for one that was not measured."""
+        seconds: dict[str, float | None] = {}
+        read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
+        if read or _into_nvme(traffic):
+            seconds["nvme"] = self._nvme_s(read, _into_nvme(traffic))
+        gpu = self._machine.gpu
+        for link, rate in (
+            ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
+            ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
+        ):
+            if traffic.get(link):
+                seconds[link] = None if rate is None else traffic[link] / rate
+        return seconds
+
+    def _nvme_s(self, read: int, written: int) -> float | None:
+        """Return the seconds of the drive that takes longest; paths on one file system share it."""
+        reads, writes = split(read, self.shape), split(written, self.shape)
+        by_drive: dict[str, tuple[DriveProfile, int, int]] = {}
+        for path, drive in self._drives.items():
+            if drive is None:
+                return None
+            _, read_so_far, written_so_far = by_drive.get(self._keys[path], (drive, 0, 0))
+            by_drive[self._keys[path]] = (drive, read_so_far + reads[path], written_so_far + writes[path])
+        return max(nvme_seconds(r, w, drive) for drive, r, w in by_drive.values())
+
+    def _traffic_without_activations(self) -> Mapping[str, int]:
+        program = self._plan.program
+
+        def without(tick: Tick) -> Tick:
+            held, passing = (
+                tuple((key, mode) for key, mode in uses if program.blocks[key].kind != "activations")
+                for uses in (tick.held, tick.passing)
+            )
+            return replace(tick, held=held, passing=passing)
+
+        fixed: StepProgram = replace(program, ticks=tuple(without(tick) for tick in program.ticks))
+        solver = PlacementSolver(fixed, list(self._plan.budgets_by_tier.values()), {})
+        return solver.traffic(self._plan.placement.homes)
+
+    @property
+    def drives(self) -> Sequence[DriveProfile]:
+        """The profiles of the paths' drives, those that there are."""
+        return [drive for drive in self._drives.values() if drive is not None]
+
+    @property
+    def unmeasured_paths(self) -> Sequence[str]:
+        """Paths whose drives were not measured."""
+        return [path for path, drive in self._drives.items() if drive is None]
+
+
+def _into_nvme(traffic: Mapping[str, int]) -> int:
+    return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
+
+
+def _notes(machine: MachineProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
+    notes = []
+    if "nvme" in unmeasured:
+        paths = ", ".join(costs.unmeasured_paths)
+        notes.append(f"times           drive of {paths} not measured: {_ADVICE}")
+        notes.extend(_striping(costs.shape))
+    others = [name for name in unmeasured if name != "nvme"]
+    if others:
+        notes.append(f"times           not measured: {', '.join(others)}; so no prediction of the step")
+    measured = [machine.measured_at, *(drive.measured_at for drive in costs.drives)]
+    age = age_days(min(measured))
+    quick = ", quick" if machine.is_quick or any(drive.is_quick for drive in costs.drives) else ""
+    line = f"rates           measured by doctor {_days(age)}{quick}"
+    if age > STALE_DAYS:
+        line += f": older than {STALE_DAYS} days, measure again"
+    return (*notes, line)
+
+
+def _striping(shape: StepShape) -> Sequence[str]:
+    """Say that paths are taken to be equally fast, where nobody knows."""
+    if len(shape.paths) < 2 or shape.has_rates:
+        return ()
+    return (
+        f"striping        the {len(shape.paths)} NVMe paths are taken to be equally fast: run doctor, or give rates",
+    )
+
+
+def _wear_size(nbytes: int) -> str:
+    """Return a size in the decimal units in which the endurance of drives is stated."""
+    return f"{nbytes / TB:,.2f} TB" if nbytes >= TB else f"{nbytes / GB:,.2f} GB"
+
+
+def _days(days: float) -> str:
+    return "today" if days < 1 else f"{int(days)} day{'s' if int(days) > 1 else ''} ago"

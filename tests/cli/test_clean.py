@@ -1,0 +1,215 @@
+"""``megatrain-tier clean`` removes the scratch of dead runs, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+
+CliModule = Callable[[str], ModuleType]
+Run = Callable[..., Result]
+NUM_BYTES = 100 * KiB
+
+
+def make_store(*paths: Path) -> TieredStore:
+    tier = NvmeTier(list(paths), 4 * MiB, chunk_bytes=32 * KiB, on_notice=lambda text: None)
+    store = TieredStore([RamTier(4 * MiB, pin_memory=False), tier])
+    for key in ("layer.0/weight", "layer.0/m"):
+        store.register(key, (NUM_BYTES,), torch.uint8, home="nvme")
+    write(store, 1)
+    return store
+
+
+def write(store: TieredStore, value: int) -> None:
+    for key in ("layer.0/weight", "layer.0/m"):
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(value)
+        store.evict(key, "ram").wait(60)
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): path.lstat().st_ino
+        for path in folder.rglob("*")
+        if path.name not in ("LOCK", "WEAR.json")
+    }
+
+
+def allocated(folder: Path) -> int:
+    sizes = {path.lstat().st_ino: path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.name.isdigit()}
+    return sum(size for path, size in sizes.items())
+
+
+@pytest.fixture
+def run(cli_module: CliModule) -> Run:
+    group = cli_module("main").command_group
+    return lambda *words, **options: CliRunner().invoke(group, ["clean", *map(str, words)], **options)
+
+
+def test_scratch_of_a_dead_run_goes_and_its_space_is_free(tmp_path: Path, run: Run) -> None:
+    make_store(tmp_path / "runs/a", tmp_path / "runs/b").close()
+    before = allocated(tmp_path)
+    listed = run(tmp_path)
+    assert listed.exit_code == 2 and "Add --yes" in listed.stderr, listed.output
+    assert listed.stdout.count(" files\n") == 2 and allocated(tmp_path) == before
+    result = run(tmp_path, "--yes")
+    assert result.exit_code == 0, result.output
+    assert "freed 2" in result.stdout and allocated(tmp_path) == 0
+    for path in ("a", "b"):
+        assert sorted(os.listdir(tmp_path / "runs" / path)) == ["LOCK", "WEAR.json", "zarr.json"]
+    again = run(tmp_path, "--yes")
+    assert again.exit_code == 0 and again.stdout.count("nothing to remove") == 2
+    make_store(tmp_path / "runs/a", tmp_path / "runs/b").close()
+
+
+def test_generations_stay_and_open(tmp_path: Path, run: Run) -> None:
+    with make_store(tmp_path / "a", tmp_path / "b") as store:
+        store.commit({"step": 1}).wait(60)
+        write(store, 2)
+        store.commit({"step": 2}).wait(60)
+        write(store, 3)
+    snapshots = {path: inode for path, inode in tree(tmp_path).items() if "/snap" in path or "MANIFEST" in path}
+    assert run(tmp_path, "--yes").exit_code == 0
+    assert {path: inode for path, inode in tree(tmp_path).items() if not path.endswith("zarr.json")} == {
+        path: inode
+        for path, inode in [*snapshots.items(), *((p, os.stat(tmp_path / p).st_ino) for p in ("a", "b"))]
+        if not path.endswith("zarr.json")
+    }
+    tiers = [RamTier(4 * MiB, pin_memory=False), NvmeTier([tmp_path / "a", tmp_path / "b"], 4 * MiB)]
+    with TieredStore.open(str(tmp_path / "a"), tiers) as store, store.acquire("layer.0/m", "ram") as lease:
+        assert set(lease.tensor.tolist()) == {2}
+
+
+def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
+    make_store(tmp_path / "a").close()
+    foreign = ["live/layer.0/thesis.tex", "live/layer.0/m/c/notes", ".pool/4096/notes.1", "thesis.tex"]
+    foreign = [*(f"a/{name}" for name in foreign), "b/live/c/0"]
+    for name in foreign:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("precious")
+    (tmp_path / "b/zarr.json").write_text((tmp_path / "a/live/zarr.json").read_text())
+    (tmp_path / "b/LOCK").touch()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/0").write_text("precious")
+    (tmp_path / "a/live/elsewhere").symlink_to(tmp_path / "outside")
+    result = run(tmp_path, "--yes")
+    assert result.exit_code == 0, result.output
+    assert "4 files of others stay" in result.stdout and str(tmp_path / "b") not in result.stdout
+    for name in [*foreign, "outside/0"]:
+        assert (tmp_path / name).read_text() == "precious"
+    assert not list((tmp_path / "a/live").rglob("c/0"))
+
+
+def test_a_store_in_use_is_not_touched(tmp_path: Path, run: Run) -> None:
+    make_store(tmp_path / "dead").close()
+    store = make_store(tmp_path / "living")
+    before = tree(tmp_path / "living")
+    result = run(tmp_path, "--yes", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    dead, living = report["stores"]
+    assert living["in_use_by"].startswith(f"process {os.getpid()} on") and not living["removed"]
+    assert dead["removed"] and dead["in_use_by"] is None and dead["nbytes"] == report["freed_bytes"] > 0
+    assert tree(tmp_path / "living") == before
+    with store.acquire("layer.0/m", "ram") as lease:
+        assert set(lease.tensor.tolist()) == {1}
+    store.close()
+
+
+def test_a_run_that_starts_after_the_listing_is_not_touched(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_store(tmp_path / "a").close()
+    import tiered.tiers.leftovers as leftovers
+
+    real, stores = leftovers.measure, []
+
+    def measure_and_start(path: Path) -> leftovers.Leftovers:
+        found = real(path)
+        stores.append(make_store(path))
+        return found
+
+    monkeypatch.setattr(leftovers, "measure", measure_and_start)
+    result = run(tmp_path, "--yes")
+    assert result.exit_code == 1 and f"in use by process {os.getpid()}" in result.stderr
+    with stores[0].acquire("layer.0/m", "ram") as lease:
+        assert set(lease.tensor.tolist()) == {1}
+    stores[0].close()
+
+
+def test_asked_on_a_terminal(tmp_path: Path, run: Run, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(tmp_path / "a").close()
+    monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: False)
+    assert run(tmp_path).exit_code == 2 and allocated(tmp_path) > 0
+    monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: True)
+    assert run(tmp_path).exit_code == 0 and allocated(tmp_path) == 0
+
+
+def test_json_never_asks(tmp_path: Path, run: Run) -> None:
+    make_store(tmp_path / "a").close()
+    result = run(tmp_path, "--json")
+    assert result.exit_code == 2
+    (store,) = json.loads(result.stdout)["stores"]
+    assert store["nbytes"] > 0 and not store["removed"]
+
+
+def test_nothing_there(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run()
+    assert result.exit_code == 0 and "no folder of a [[tiers.nvme]] in the current folder" in result.stdout
+    missing = run(tmp_path / "nowhere")
+    assert missing.exit_code == 2 and "does not exist" in missing.stderr
+
+
+def test_a_drive_that_refuses(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(tmp_path / "a").close()
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    result = run(tmp_path, "--yes")
+    assert result.exit_code == 1 and "Read-only file system" in result.stderr
+    monkeypatch.undo()
+    assert run(tmp_path, "--yes").exit_code == 0
+
+
+def test_a_killed_run_is_told_to_the_next_and_cleaned(tmp_path: Path, run: Run) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_clean import *
+store = make_store(Path({str(tmp_path / "a")!r}))
+print("started", flush=True)
+sys.stdin.read()
+"""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        assert "in use by process" in run(tmp_path, "--yes").stdout
+        process.kill()
+        process.wait()
+    shutil.copytree(tmp_path / "a", tmp_path / "copy", symlinks=True)
+    notices: list[str] = []
+    NvmeTier([tmp_path / "copy"], 4 * MiB, on_notice=notices.append).close()
+    (text,) = notices
+    assert "took over 2" in text and f"process {process.pid} on" in text
+    NvmeTier([tmp_path / "copy"], 4 * MiB, on_notice=notices.append).close()
+    assert len(notices) == 1, "a run that ended well is no news"
+    result = run(tmp_path / "a", "--yes")
+    assert result.exit_code == 0 and allocated(tmp_path / "a") == 0

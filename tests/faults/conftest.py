@@ -1,0 +1,127 @@
+"""Real drives that can be filled, made read-only and killed: small file systems, mounted for one test.
+
+They need root and loop devices; without them a test is skipped and says why.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
+from tiered.links.posix import PosixMover
+from tiered.testing.faults import Fault, FaultyMover
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+from tiered.units import KiB, MiB
+
+EXT4_IOC_SHUTDOWN = 0x8004587D
+
+
+class Drive:
+    """A mounted ext4 file system in a file of its own."""
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.path, self._image = folder / "mounted", folder / "image"
+        self.path.mkdir(parents=True)
+        with self._image.open("wb") as image:
+            image.truncate(nbytes)
+        self._filler = self.path / "filler"
+        for command in (
+            ["mkfs.ext4", "-q", "-m", "0", str(self._image)],
+            ["mount", "-o", "loop,errors=remount-ro", str(self._image), str(self.path)],
+        ):
+            if shutil.which(command[0]) is None:
+                pytest.skip(f"no {command[0]} here")
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"{command[0]} failed here: {done.stderr.strip()}")
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    def fill(self, *, leave_bytes: int = MiB // 2) -> None:
+        """Let somebody else take all the space but ``leave_bytes``."""
+        self._filler.touch()
+        with self._filler.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, self._filler.stat().st_size + self.free_bytes() - leave_bytes)
+
+    def make_room(self) -> None:
+        self._filler.unlink()
+
+    def make_read_only(self) -> None:
+        """Report an error to the file system, which then refuses writes, as after an error of a real drive."""
+        device = next(
+            line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if str(self.path) in line
+        )
+        trigger = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
+        if not trigger.exists():
+            pytest.skip("this kernel cannot trigger an error of ext4")
+        trigger.write_text("injected by a test")
+
+    def die(self) -> None:
+        """From now on every access fails with EIO."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", 2))
+        except OSError as error:
+            pytest.skip(f"ext4 cannot be shut down here: {error}")
+        finally:
+            os.close(fd)
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True)
+        self._image.unlink()
+
+
+@pytest.fixture
+def make_drive(tmp_path: Path) -> Iterator[Callable[[int], Drive]]:
+    drives: list[Drive] = []
+
+    def make(nbytes: int) -> Drive:
+        drives.append(Drive(tmp_path / f"drive{len(drives)}", nbytes))
+        return drives[-1]
+
+    yield make
+    for drive in drives:
+        drive.unmount()
+
+
+@pytest.fixture
+def small_drive(make_drive: Callable[[int], Drive]) -> Drive:
+    """A drive of 64 MiB."""
+    return make_drive(64 * MiB)
+
+
+@pytest.fixture
+def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at a full drive every 20 ms."""
+    monkeypatch.setattr("tiered.tiers.full.RETRY_S", 0.02)
+
+
+FaultyLinks = Callable[..., tuple[FileReadLink, FileWriteLink, FaultyMover]]
+
+
+@pytest.fixture
+def faulty_links() -> FaultyLinks:
+    """Return a function that links two tiers through a drive with faults, in parts of 64 KiB."""
+
+    def make(
+        nvme: NvmeTier, ram: RamTier, *faults: Fault, num_threads: int | None = None
+    ) -> tuple[FileReadLink, FileWriteLink, FaultyMover]:
+        mover = FaultyMover(PosixMover(nvme), faults)
+        engine = FileEngine(nvme, mover, part_bytes=64 * KiB, num_threads=num_threads)
+        return FileReadLink(nvme, ram, engine), FileWriteLink(ram, nvme, engine), mover
+
+    return make

@@ -1,0 +1,214 @@
+"""A drive that is full, at the start and in the middle of the work: for real, on a small file system."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from tiered import MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import TransferError
+from tiered.manifest import current_generation
+from tiered.testing.faults import Fault
+
+NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # 2 MiB and a bit each, in three files
+
+
+class Notices:
+    """Collects what the tier tells, and lets a test wait for a sentence."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, text: str) -> None:
+        with self._changed:
+            self.texts.append(text)
+            self._changed.notify_all()
+
+    def wait_for(self, part: str) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(part in text for text in self.texts), 60), self.texts
+            return next(text for text in self.texts if part in text)
+
+
+def open_store(path: Path, on_full: Literal["pause", "error"], notices: Notices) -> TieredStore:
+    tier = NvmeTier([path], 40 * MiB, chunk_bytes=MiB, on_full=on_full, on_notice=notices)
+    return TieredStore([RamTier(8 * MiB, pin_memory=False), tier])
+
+
+def work(store: TieredStore, round_number: int, blocks: range = range(NUM_BLOCKS)) -> None:
+    """Change every block, through a RAM tier that holds three of the six; evict what was changed."""
+    for number in blocks:
+        with store.acquire(f"block.{number}", "ram", "rw") as lease:
+            lease.tensor.mul_(1.25).add_(number + round_number)
+        store.evict(f"block.{number}", "ram")
+
+
+def start(store: TieredStore) -> None:
+    for number in range(NUM_BLOCKS):
+        store.register(f"block.{number}", (NUM_ELEMENTS,), torch.float32, home="nvme")
+        with store.acquire(f"block.{number}", "ram", "w") as lease:
+            lease.tensor.copy_(torch.arange(NUM_ELEMENTS).float().mul_(number))
+    work(store, 1)
+
+
+def contents(store: TieredStore) -> list[torch.Tensor]:
+    result = []
+    for number in range(NUM_BLOCKS):
+        with store.acquire(f"block.{number}", "ram") as lease:
+            result.append(lease.tensor.clone())
+    return result
+
+
+def expected(tmp_path: Path, num_rounds: int) -> list[torch.Tensor]:
+    """What the same work gives on a drive with room."""
+    with open_store(tmp_path / "roomy", "error", Notices()) as store:
+        start(store)
+        for number in range(2, num_rounds + 1):
+            work(store, number)
+        return contents(store)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_a_drive_too_small_for_a_block_is_refused_when_it_is_registered(small_drive) -> None:
+    with open_store(small_drive.store, "pause", Notices()) as store:
+        small_drive.fill(leave_bytes=5 * MiB)
+        store.register("fits", (MiB,), torch.uint8, home="nvme")
+        before = small_drive.free_bytes()
+        with pytest.raises(TransferError, match=r"no files for 8\.00 MiB of block 'large'.*Free space") as caught:
+            store.register("large", (8 * MiB,), torch.uint8, home="nvme")
+        assert caught.value.errno == errno.ENOSPC and str(small_drive.store) in str(caught.value)
+        with store.acquire("fits", "ram", "w") as lease:
+            lease.tensor.fill_(7)
+        store.evict("fits", "ram").wait(60)
+        nvme = store.tier("nvme")
+        assert isinstance(nvme, NvmeTier)
+        assert nvme.usage().used_bytes == MiB, "the refused block charges nothing"
+        assert small_drive.free_bytes() + nvme.pool_bytes >= before - MiB // 4, "what was made of it is kept for reuse"
+        with store.acquire("fits", "ram") as lease:
+            assert set(lease.tensor.tolist()) == {7}
+
+
+def test_full_after_a_commit_pauses_and_goes_on_with_the_same_bits(small_drive, quick_retry, tmp_path: Path) -> None:
+    """After a commit every write needs a new file, and somebody else took the space."""
+    notices = Notices()
+    with open_store(small_drive.store, "pause", notices) as store:
+        start(store)
+        store.commit({"round": 1}).wait(60)
+        small_drive.fill(leave_bytes=4 * MiB)
+        worker = threading.Thread(target=work, args=(store, 2))
+        worker.start()
+        text = notices.wait_for("is full")
+        assert str(small_drive.store) in text and "paused" in text
+        assert worker.is_alive()
+        small_drive.make_room()
+        worker.join(60)
+        assert not worker.is_alive()
+        notices.wait_for("room again")
+        work(store, 3)
+        store.wait_idle()
+        assert same(contents(store), expected(tmp_path, 3))
+        assert sum("is full" in text for text in notices.texts) == 1
+        nvme = store.tier("nvme")
+        assert isinstance(nvme, NvmeTier)
+        assert nvme.snapshot_bytes == NUM_BLOCKS * nvme.slot_bytes(4 * NUM_ELEMENTS), (
+            "each file was replaced once, however often it was tried"
+        )
+        store.commit({"round": 3}).wait(60)
+    tiers = [RamTier(8 * MiB, pin_memory=False), NvmeTier([small_drive.store], 40 * MiB)]
+    with TieredStore.open(str(small_drive.store), tiers) as store:
+        assert same(contents(store), expected(tmp_path / "again", 3))
+
+
+def work_and_wait(store: TieredStore) -> None:
+    for number in range(2, 4):
+        work(store, number)
+    store.wait_idle()
+
+
+def test_full_after_a_commit_can_be_an_error_and_the_commit_stays(small_drive, tmp_path: Path) -> None:
+    with open_store(small_drive.store, "error", Notices()) as store:
+        start(store)
+        store.commit({"round": 1}).wait(60)
+        small_drive.fill(leave_bytes=4 * MiB)
+        with pytest.raises(TransferError, match="Free space on that drive") as caught:
+            work_and_wait(store)
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.path is not None and caught.value.path.startswith(str(small_drive.store / "live/block."))
+    small_drive.make_room()
+    tiers = [RamTier(8 * MiB, pin_memory=False), NvmeTier([small_drive.store], 40 * MiB)]
+    with TieredStore.open(str(small_drive.store), tiers) as store:
+        assert same(contents(store), expected(tmp_path, 1))
+
+
+def test_after_an_error_the_work_can_go_on_once_there_is_room(small_drive, tmp_path: Path) -> None:
+    """A write-back that failed keeps its bytes in memory and is tried again."""
+    notices = Notices()
+    with open_store(small_drive.store, "error", notices) as store:
+        start(store)
+        store.commit({"round": 1}).wait(60)
+        small_drive.fill(leave_bytes=MiB // 2)
+        work(store, 2, range(2))
+        with pytest.raises(TransferError, match="No space left"):
+            store.wait_idle()
+        assert any("stays in memory" in text for text in notices.texts)
+        small_drive.make_room()
+        work(store, 2, range(2, NUM_BLOCKS))
+        store.wait_idle()
+        assert all("ram" not in store.where(f"block.{number}") for number in range(NUM_BLOCKS))
+        assert same(contents(store), expected(tmp_path, 2))
+
+
+def interrupted_while_paused(drive, notices: Notices) -> None:
+    with open_store(drive.store, "pause", notices) as store:
+        start(store)
+        store.commit({"round": 1}).wait(60)
+        drive.fill()
+        work(store, 2, range(2))
+        notices.wait_for("paused")
+        raise KeyboardInterrupt
+
+
+def test_a_full_drive_does_not_hold_up_a_run_that_is_interrupted(small_drive, quick_retry) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_while_paused(small_drive, Notices())
+    assert current_generation(small_drive.store) == 1
+
+
+def test_a_commit_of_blocks_in_memory_waits_for_room_too(small_drive, quick_retry) -> None:
+    notices = Notices()
+    with open_store(small_drive.store, "pause", notices) as store:
+        store.register("block", (4 * MiB,), torch.uint8, home="ram")
+        with store.acquire("block", "ram", "w") as lease:
+            lease.tensor.fill_(5)
+        small_drive.fill(leave_bytes=MiB)
+        commit = store.commit({})
+        notices.wait_for("paused")
+        small_drive.make_room()
+        commit.wait(60)
+        notices.wait_for("room again")
+    with TieredStore.open(str(small_drive.store), [RamTier(8 * MiB, pin_memory=False)]) as store:
+        assert store.acquire("block", "ram").tensor.unique().tolist() == [5]
+
+
+def test_without_a_small_drive(tmp_path: Path, faulty_links, quick_retry) -> None:
+    """The same pause where nothing can be mounted: the drive is full for the first five writes."""
+    notices = Notices()
+    tier = NvmeTier([tmp_path / "store"], 40 * MiB, on_full="pause", on_notice=notices)
+    ram = RamTier(8 * MiB, pin_memory=False)
+    read, write, mover = faulty_links(tier, ram, Fault("error", "write", errno.ENOSPC, times=5))
+    with TieredStore([ram, tier], links=[read, write]) as store:
+        start(store)
+        store.wait_idle()
+        assert same(contents(store), expected(tmp_path, 1))
+        assert mover.faults[0].num_calls > 5
+    assert re.search(r"is full \(No space left on device\): paused", " ".join(notices.texts))

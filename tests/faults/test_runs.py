@@ -1,0 +1,281 @@
+"""Whole runs on drives that are full, fail, die or wear out: what the user sees, and what is lost."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from tiered import MiB, NvmeTier
+from tiered.links.files import FileEngine
+from tiered.testing.faults import Fault, FaultyMover
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+CONFIG = """task = "pretrain"
+output_dir = "out"
+device = "cpu"
+[model]
+model_name_or_path = "model"
+[precision]
+compute_dtype = "float32"
+[data]
+max_length = 32
+[[data.train]]
+path = "data.txt"
+[training]
+per_device_train_batch_size = 2
+max_steps = 4
+[optimizer]
+learning_rate = 1e-3
+lr_scheduler_type = "constant"
+[placement]
+weights = "nvme"
+optimizer = "nvme"
+[tiers]
+ram.size = "{ram}"
+verify = "{verify}"
+on_disk_full = "{on_full}"
+[[tiers.nvme]]
+path = "{drive}"
+size = "40MiB"
+{more}
+"""
+
+
+@dataclass
+class Work:
+    """A folder with a model and data, and the command."""
+
+    folder: Path
+    group: object
+
+    def run(self, drive: Path | str = "scratch", *, out: str = "out", more: str = "", **values: str) -> Result:
+        values = {"ram": "3MiB", "verify": "resume", "on_full": "pause", **values}
+        text = CONFIG.replace('"out"', f'"{out}"').format(drive=drive, more=more, **values)
+        (self.folder / "run.toml").write_text(text)
+        return CliRunner().invoke(self.group, ["run", str(self.folder / "run.toml")])  # type: ignore[arg-type]
+
+    def weights(self, out: str = "out") -> bytes:
+        return (self.folder / out / "final/model.safetensors").read_bytes()
+
+    def metrics(self, out: str = "out") -> list[dict[str, object]]:
+        return [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that needs more RAM than the runs here get, and what it gives on a drive without faults."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("good")
+    shutil.copytree(QUICKSTART / "model", folder / "model")
+    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
+    path = folder / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER, "num_key_value_heads": 1}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
+    result = Work(folder, command_group()).run(out="without_faults", ram="64MiB")
+    assert result.exit_code == 0, result.output
+    shutil.rmtree(folder / "scratch")
+    return folder
+
+
+def command_group() -> object:
+    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+    return importlib.import_module(f"{package}.main").command_group
+
+
+@pytest.fixture
+def work(good: Path, tmp_path: Path) -> Work:
+    folder = tmp_path / "w"
+    shutil.copytree(good, folder)
+    return Work(folder, command_group())
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
+    """Faults that every engine made from now on has."""
+    faults: list[Fault] = []
+    real = FileEngine.__init__
+
+    def make(self: FileEngine, tier: NvmeTier, mover: object, **options: object) -> None:
+        real(self, tier, FaultyMover(mover, faults), **options)  # type: ignore[arg-type]
+        self.mover.faults = faults  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(FileEngine, "__init__", make)
+    return faults
+
+
+def check_failure(result: Result, *parts: str) -> None:
+    assert result.exit_code == 1, result.output
+    for part in parts:
+        assert part in result.stderr, result.stderr
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert "Traceback" not in result.output and "internal error" not in result.output
+
+
+def test_every_verify_mode_gives_the_same_bits_and_the_drive_is_used(work: Work) -> None:
+    for verify in ("off", "resume", "always"):
+        result = work.run(out=verify, verify=verify)
+        assert result.exit_code == 0, result.output
+        assert work.weights(verify) == work.weights("without_faults")
+        scratch = str(work.folder / "scratch")
+        written = [step["written_bytes"] for step in work.metrics(verify)]
+        assert len(written) == 4 and all(list(step) == [scratch] for step in written)  # type: ignore[call-overload]
+        assert written[-1][scratch] > 0  # type: ignore[index]
+        assert f"wrote  {scratch} " in result.stdout
+
+
+def test_full_at_the_start_is_refused_with_numbers(work: Work, small_drive) -> None:
+    small_drive.fill(leave_bytes=MiB)
+    result = work.run(small_drive.store)
+    assert result.exit_code == 3, result.output
+    assert "does not fit: tier 'nvme' has" in result.stderr and str(small_drive.store) in result.stderr
+    assert "needs at least" in result.stderr and not small_drive.store.exists()
+
+
+def test_full_during_the_run_pauses_and_ends_with_the_same_bits(work: Work, faults, quick_retry) -> None:
+    faults.append(Fault("error", "write", errno.ENOSPC, skip=30, times=8))
+    result = work.run()
+    assert result.exit_code == 0, result.output
+    assert "is full (No space left on device): paused" in result.stdout and "room again" in result.stdout
+    assert work.weights() == work.weights("without_faults")
+
+
+def test_full_during_the_run_can_end_it(work: Work, faults) -> None:
+    faults.append(Fault("error", "write", errno.ENOSPC, skip=30))
+    check_failure(work.run(on_full="error"), "No space left on device (ENOSPC)", "scratch/live/", "Free space")
+    assert not (work.folder / "out/final").exists()
+    faults.clear()
+    assert work.run().exit_code == 0, "the same folders must serve the next run"
+    assert work.weights() == work.weights("without_faults")
+
+
+@pytest.mark.parametrize("on", ["read", "write"])
+def test_eio_ends_the_run_with_one_message(work: Work, faults, on: str) -> None:
+    faults.append(Fault("error", on, errno.EIO, skip=30))  # type: ignore[arg-type]
+    check_failure(work.run(), f"{on} failed: Input/output error (EIO)", "scratch/live/", "dmesg")
+    assert not (work.folder / "out/final").exists()
+
+
+def test_one_eio_on_a_write_ends_the_run_or_changes_nothing(work: Work, faults) -> None:
+    faults.append(Fault("error", "write", errno.EIO, skip=30, times=1))
+    result = work.run()
+    if result.exit_code:  # somebody waited for that very room
+        check_failure(result, "write failed: Input/output error (EIO)")
+    else:
+        assert "stays in memory" in result.stdout
+        assert work.weights() == work.weights("without_faults")
+
+
+@pytest.mark.parametrize("kind", ["short", "flip"])
+def test_a_drive_that_lies_ends_the_run(work: Work, faults, kind: str) -> None:
+    faults.append(Fault(kind, "write", skip=30, times=1))  # type: ignore[arg-type]
+    result = work.run(verify="always")
+    check_failure(result, "is damaged: checksum", "scratch/live/", "bytes 0 to")
+
+
+def test_a_read_only_drive_ends_the_run(work: Work, faults) -> None:
+    faults.append(Fault("error", "write", errno.EROFS, skip=30))
+    check_failure(work.run(), "Read-only file system (EROFS)", "became read-only", "mount it again")
+
+
+def test_the_limit_of_wear_ends_the_run_before_it_is_passed(work: Work) -> None:
+    counter = work.folder / "scratch/WEAR.json"
+    assert work.run(out="unlimited").exit_code == 0
+    once = json.loads(counter.read_text())["written_bytes"]
+    limit = once + once // 2  # over all runs together
+    check_failure(work.run(more=f'max_written = "{limit}B"'), "max_written", "scratch", "Raise max_written")
+    assert once < json.loads(counter.read_text())["written_bytes"] <= limit
+    result = work.run(more=f'max_written = "{3 * once}B"')
+    assert result.exit_code == 0, result.output
+    assert work.weights() == work.weights("without_faults")
+
+
+def test_a_drive_in_use_is_refused(work: Work) -> None:
+    tier = NvmeTier([work.folder / "scratch"], MiB)
+    check_failure(work.run(), "scratch' is in use by process", "Stop that run, or give this one another directory")
+    tier.close()
+
+
+@pytest.mark.fault
+def test_a_drive_that_dies_in_the_middle_ends_the_run(work: Work, small_drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_until_second_step(monkeypatch, small_drive.die)
+    check_failure(work.run(small_drive.store), "Input/output error (EIO)", str(small_drive.store), "dmesg")
+
+
+@pytest.mark.fault
+def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_until_second_step(monkeypatch, small_drive.make_read_only)
+    check_failure(work.run(small_drive.store), "Read-only file system (EROFS)", str(small_drive.store))
+
+
+def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Let ``then`` happen after the second step."""
+    from megatrain.trainer import Loop
+
+    real = Loop._tell
+
+    def tell(self: Loop, number: int, *rest: object) -> None:
+        real(self, number, *rest)  # type: ignore[arg-type]
+        if number == 1:
+            then()
+
+    monkeypatch.setattr(Loop, "_tell", tell)
+
+
+@pytest.mark.fault
+def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
+    """SIGKILL in the middle of the third step; the next run says what it took over, and is not disturbed."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_runs import *
+from megatrain.trainer import Loop
+real = Loop._tell
+def tell(self, number, *rest):
+    real(self, number, *rest)
+    if number == 1:
+        os.kill(os.getpid(), 9)
+Loop._tell = tell
+Work(Path({str(work.folder)!r}), command_group()).run()
+"""
+    process = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=False)
+    assert process.returncode == -9
+    result = work.run()
+    assert result.exit_code == 0, result.output
+    assert "scratch': took over" in result.stdout and "a dead run left" in result.stdout
+    assert work.weights() == work.weights("without_faults")
+    assert "took over" not in work.run(out="third").stdout
+
+
+@pytest.mark.fault
+def test_a_drive_that_fills_up_for_real_pauses(work: Work, small_drive, quick_retry, monkeypatch) -> None:
+    """Somebody links the run's files, as a backup does: every write then needs a new file, and there is no room."""
+    import os
+
+    def freeze_and_fill() -> None:
+        (small_drive.path / "backup").mkdir()
+        for number, path in enumerate(small_drive.store.glob("live/**/c/*")):
+            os.link(path, small_drive.path / "backup" / str(number))
+        small_drive.fill(leave_bytes=MiB // 4)
+        threading.Timer(1.0, small_drive.make_room).start()
+
+    run_until_second_step(monkeypatch, freeze_and_fill)
+    result = work.run(small_drive.store)
+    assert result.exit_code == 0, result.output
+    assert "paused, nothing is lost" in result.stdout and "the run goes on" in result.stdout
+    assert work.weights() == work.weights("without_faults")

@@ -1,0 +1,85 @@
+"""The whole examination, small: figures that make sense, and a profile that holds the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.doctor import drives, examine, processor
+from megatrain.doctor.drives import DriveEffort
+from megatrain.doctor.gpu import measure_gpu
+from megatrain.doctor.processor import matmul_flops_per_s, measure_processor
+from megatrain.doctor.scratch import UnusablePathError
+from megatrain.optim.threads import KernelThreads
+from tiered.units import MiB
+
+
+@pytest.fixture
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0))
+    monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
+    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64,))
+
+
+@pytest.mark.usefixtures("_brief")
+def test_an_examination_and_its_profile(tmp_path: Path) -> None:
+    told: list[str] = []
+    seen = examine.examine([tmp_path], quick=True, on_progress=told.append)
+    assert os.listdir(tmp_path) == []
+    assert told[-1] == str(tmp_path)
+    stored = seen.profile
+    drive = stored.drive_of(tmp_path)
+    assert drive is not None
+    assert drive.mixed_bytes_per_s == seen.drives[0].tier.mixed
+    assert drive.bare_read_bytes_per_s == seen.drives[0].bare.read
+    assert stored.is_quick and drive.is_quick
+    assert stored.adamw_params_per_s.keys() == {"float32", "bfloat16"}
+    assert stored.matmul_flops_per_s.keys() >= {"cpu/float32", "cpu/bfloat16"}
+    assert json.loads(json.dumps(seen.to_json()))["drives"][0]["path"] == str(tmp_path)
+    assert {finding.severity for finding in seen.findings} <= {"ok", "note", "warn"}
+
+
+@pytest.mark.usefixtures("_brief")
+def test_paths_are_looked_at_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(**arguments: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(examine, "measure_processor", never)
+    with pytest.raises(UnusablePathError, match="does not exist"):
+        examine.examine([tmp_path, tmp_path / "none"], quick=True)
+    assert os.listdir(tmp_path) == []
+    assert drives.QUICK.span_bytes * 2 <= 1024 * MiB and drives.FULL.span_bytes * 2 <= 1024 * MiB
+
+
+def test_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64, 128))
+    threads = KernelThreads(1)
+    found = measure_processor(span_bytes=8 * MiB, seconds=0.0, threads=threads)
+    assert found.num_threads == 1
+    assert min(found.ram_read, found.ram_copy, found.ram_update, *found.adamw_params.values()) > 0
+    best = max(found.ram_read, found.ram_copy, found.ram_update)
+    assert found.adamw_share("float32") == pytest.approx(found.adamw_params["float32"] * 28 / best)
+
+
+def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that says that every run takes a second, the rate is the FLOPs of one product."""
+    monkeypatch.setattr(processor, "_best_s", lambda work, seconds: 1.0)
+    assert matmul_flops_per_s(torch.device("cpu"), torch.float32, 1.0) == 2 * 512**3
+
+
+def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert measure_gpu(seconds=0.1) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu() -> None:
+    found = measure_gpu(seconds=0.1)
+    assert found is not None
+    assert found.is_pinned
+    assert min(found.h2d, found.d2h, *found.matmul_flops.values()) > 1e9
+    assert found.memory_bytes > 0

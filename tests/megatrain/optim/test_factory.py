@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import ConfigError, load_config
+from megatrain.config.resolved import to_toml
+from megatrain.config.schema import OptimizerConfig
+from megatrain.models.layout import build_layout
+from megatrain.optim.adafactor import Adafactor
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.factory import ParameterGroupError, check_groups, make_optimizer, segment_builder
+from megatrain.optim.lion import Lion
+from megatrain.optim.sgd import SGD
+from megatrain.optim.threads import KernelThreads
+
+LAYOUT = build_layout(
+    "layer",
+    [("model.embed_tokens.weight", (64, 8)), ("model.layers.0.up.weight", (16, 8)), ("model.norm.weight", (8,))],
+    trainable=True,
+)
+CONFIG = """
+task = "pretrain"
+output_dir = "out"
+[model]
+model_name_or_path = "model"
+[[data.train]]
+path = "text.txt"
+"""
+
+
+def optimizer_table(**values: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate(values)
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> tuple[OptimizerConfig, tuple[str, ...]]:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG + text)
+    loaded = load_config(path, (), overrides)
+    return loaded.config.optimizer, loaded.warnings
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("lion", Lion), ("sgd", SGD), ("adafactor", Adafactor)])
+def test_every_name_makes_its_optimizer_and_takes_its_settings(name: str, kind: type) -> None:
+    table = optimizer_table(optim=name, learning_rate=2e-3, weight_decay=0.2)
+    optimizer = make_optimizer(table, KernelThreads(1))
+    assert isinstance(optimizer, kind)
+    assert (optimizer.config.lr, optimizer.config.weight_decay) == (2e-3, 0.2)  # type: ignore[attr-defined]
+
+
+def test_betas_are_those_of_the_table_and_lion_has_its_own_default() -> None:
+    adamw = make_optimizer(optimizer_table(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6))
+    assert isinstance(adamw, AdamW)
+    assert (adamw.config.beta1, adamw.config.beta2, adamw.config.eps) == (0.8, 0.9, 1e-6)
+    lion = make_optimizer(optimizer_table(optim="lion"))
+    assert isinstance(lion, Lion) and (lion.config.beta1, lion.config.beta2) == (0.9, 0.99)
+    chosen = make_optimizer(optimizer_table(optim="lion", adam_beta2=0.98))
+    assert isinstance(chosen, Lion) and chosen.config.beta2 == 0.98
+    sgd = make_optimizer(optimizer_table(optim="sgd", sgd_momentum=0.5, sgd_nesterov=True))
+    assert isinstance(sgd, SGD) and (sgd.config.momentum, sgd.config.nesterov) == (0.5, True)
+
+
+def test_groups_reach_the_segments() -> None:
+    table = optimizer_table(
+        optim="adafactor",
+        learning_rate=1e-3,
+        groups=[
+            {"params": ["*embed*"], "learning_rate": 1e-4},
+            {"params": ["*.up.*"], "weight_decay": 0.5},
+        ],
+    )
+    segments = segment_builder(table, make_optimizer(table), split_master=True)(LAYOUT)
+    assert [segment.lr_scale for segment in segments] == [pytest.approx(0.1), 1.0, 1.0]
+    assert [segment.weight_decay for segment in segments] == [0.0, 0.5, 0.0]
+    assert [segment.state_starts["v"] for segment in segments] == [0, 80, 112]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [{"params": ["*.upp.*"], "learning_rate": 1e-4}],
+            r'groups.0.params: "\*.upp.\*" names no .*layers.0.up.weight',
+        ),
+        (
+            [{"params": ["model.*"], "learning_rate": 1e-4}, {"params": ["*.up.*"], "learning_rate": 1e-3}],
+            "groups.1 has no effect: groups before it",
+        ),
+        ([{"params": ["*norm*", "*embed*"], "weight_decay": 0.1}], "groups.0.weight_decay = 0.1 has no effect"),
+    ],
+)
+def test_groups_without_an_effect_are_refused(groups: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(ParameterGroupError, match=message):
+        check_groups(optimizer_table(groups=groups), LAYOUT.entries)
+
+
+def test_groups_with_an_effect_are_accepted() -> None:
+    groups = [{"params": ["*.up.*"], "weight_decay": 0.0}, {"params": ["*"], "learning_rate": 1e-4}]
+    table = optimizer_table(groups=groups)
+    check_groups(table, LAYOUT.entries)
+    assert [group.params for group in table.groups] == [("*.up.*",), ("*",)]
+
+
+def test_a_group_in_a_file_and_the_leaf_of_the_optimizer_on_the_command_line(tmp_path: Path) -> None:
+    text = '[[optimizer.groups]]\nparams = ["*embed*"]\nlearning_rate = 1e-6\n'
+    table, warnings = load(tmp_path, text, "learning_rate=2e-5", "optimizer.groups.0.weight_decay=0.3")
+    assert not warnings
+    assert table.learning_rate == 2e-5
+    assert (table.groups[0].learning_rate, table.groups[0].weight_decay) == (1e-6, 0.3)
+
+
+def test_the_resolved_file_holds_the_groups(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        CONFIG + '[optimizer]\noptim = "lion"\n[[optimizer.groups]]\nparams = ["*a*"]\nweight_decay = 0.0\n'
+    )
+    config = load_config(path).config
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    loaded = load_config(again)
+    assert loaded.config == config
+    assert not loaded.warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[optimizer]\noptim = "adam"\n', 'Did you mean "adamw"'),
+        ('[optimizer]\noptim = "sgd"\nsgd_momentum = 0.0\nsgd_nesterov = true\n', "looks one step of momentum ahead"),
+        ('[[optimizer.groups]]\nparams = ["*"]\n', "optimizer.groups.0 changes nothing"),
+        ("[[optimizer.groups]]\nlearning_rate = 1e-3\n", "optimizer.groups.0.params"),
+        ("[[optimizer.groups]]\nparams = []\nlearning_rate = 1e-3\n", "optimizer.groups.0.params"),
+        ('[[optimizer.groups]]\nparams = ["*"]\nlr = 1e-3\n', "unknown key `optimizer.groups.0.lr`"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def test_settings_of_another_optimizer_are_pointed_out(tmp_path: Path) -> None:
+    _, warnings = load(tmp_path, '[optimizer]\noptim = "sgd"\nadam_beta1 = 0.8\n')
+    assert warnings == ('optimizer.adam_beta1 has no effect with optim = "sgd"',)

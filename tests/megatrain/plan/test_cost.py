@@ -1,0 +1,311 @@
+"""Predicted times: arithmetic by hand, what bounds a step, T*, wear; nothing unmeasured looks measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatrain.config import load_config
+from megatrain.plan import profile
+from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_rates, nvme_seconds, split
+from megatrain.plan.planner import Plan, nvme_rates, plan_run, step_shape
+from megatrain.plan.profile import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, store_profile
+from reference.tiered_run import EXAMPLES, config_text
+from tiered.units import MiB
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def config_at(folder: Path, *, nvme: int = 1, **tables: str) -> Path:
+    text = config_text(folder, EXAMPLES / "quickstart" / "model", nvme=nvme, **tables)
+    path = folder / "run.toml"
+    path.write_text(text.replace("[model]", "[model]\ntrain_from_scratch = true", 1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A plan with nearly everything on the drive."""
+    folder = tmp_path_factory.mktemp("plan")
+    planned = plan_run(load_config(config_at(folder, ram="6MiB")).config)
+    assert planned.traffic["nvme->ram"] > planned.traffic["ram->nvme"] > 0
+    return planned
+
+
+def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfile:
+    return DriveProfile.model_validate(
+        {
+            "path": "/drive",
+            "filesystem": "ext4",
+            "measured_at": NOW,
+            "is_quick": False,
+            "is_direct": True,
+            "read_bytes_per_s": read,
+            "write_bytes_per_s": write,
+            "mixed_bytes_per_s": mixed,
+            "bare_read_bytes_per_s": read,
+            "bare_write_bytes_per_s": write,
+            "bare_mixed_bytes_per_s": mixed,
+        }
+        | more
+    )
+
+
+def machine(folder: Path, **changes: object) -> MachineProfile:
+    return MachineProfile.model_validate(
+        {
+            "host": platform.node(),
+            "cpu": profile.cpu_name(),
+            "ram_bytes": psutil.virtual_memory().total,
+            "measured_at": NOW,
+            "is_quick": False,
+            "num_threads": 2,
+            "ram_read_bytes_per_s": 1e10,
+            "ram_copy_bytes_per_s": 1e10,
+            "ram_update_bytes_per_s": 1e10,
+            "adamw_params_per_s": {"float32": 1e8, "bfloat16": 1e8},
+            "matmul_flops_per_s": {"cpu/float32": 1e11},
+            "drives": {profile.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
+        }
+        | changes
+    )
+
+
+def shape_of(folder: Path, **changes: object) -> StepShape:
+    return replace(StepShape(384, None, [folder], [1.0]), **changes)  # type: ignore[arg-type]
+
+
+def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = None, **changes: object) -> Estimate:
+    return estimate_step(plan, shape_of(folder, **(shape or {})), LoadedProfile(machine(folder, **changes)))
+
+
+def test_seconds_of_a_drive() -> None:
+    one = drive(2e9, 1e9, 1.5e9)
+    assert nvme_seconds(3e9, 0, one) == pytest.approx(1.5)
+    assert nvme_seconds(0, 3e9, one) == pytest.approx(3.0)
+    assert nvme_seconds(3e9, 3e9, one) == pytest.approx(4.0)  # one ceiling for both: 6 GB at 1.5 GB/s
+    assert nvme_seconds(5e9, 3e9, one) == pytest.approx(4.0 + 1.0)
+    slowing = drive(2e9, 1e9, 1.5e9, sustained_write_bytes_per_s=0.5e9)
+    assert nvme_seconds(3e9, 3e9, slowing) == pytest.approx(6.0)
+    assert nvme_seconds(3e9, 0, slowing) == pytest.approx(1.5)
+
+
+def test_a_step_by_hand(plan: Plan, tmp_path: Path) -> None:
+    found = estimate(plan, tmp_path)
+    num_parameters = plan.graph.num_parameters
+    read, written = plan.traffic["nvme->ram"], plan.traffic["ram->nvme"]
+    assert found.seconds == {
+        "compute": pytest.approx(8 * num_parameters * 384 / 1e11),
+        "optimizer": pytest.approx(num_parameters / 1e8, rel=0.02),  # blocks are padded
+        "nvme": pytest.approx(2 * written / 1.5e9 + (read - written) / 2e9),
+    }
+    assert found.step_s == pytest.approx(
+        max(found.seconds["compute"] + found.seconds["optimizer"], found.seconds["nvme"])
+    )
+    assert found.unmeasured == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound_by"),
+    [
+        ({"matmul_flops_per_s": {"cpu/float32": 1e9}}, "compute"),
+        ({"matmul_flops_per_s": {"cpu/float32": 1e15}, "adamw_params_per_s": {"float32": 1e6}}, "optimizer"),
+        ({"matmul_flops_per_s": {"cpu/float32": 1e15}, "adamw_params_per_s": {"float32": 1e12}}, "nvme"),
+    ],
+    ids=["compute", "optimizer", "nvme"],
+)
+def test_what_bounds_the_step(plan: Plan, tmp_path: Path, changes: Mapping[str, object], bound_by: str) -> None:
+    found = estimate(plan, tmp_path, **changes)
+    assert found.bound_by == bound_by
+    assert found.step_s is not None
+    assert found.step_s >= found.seconds[bound_by]
+    assert any(f"bound by: {bound_by}" in line for line in found.lines)
+
+
+def test_at_the_crossing_computing_takes_as_long_as_moving(plan: Plan, tmp_path: Path) -> None:
+    """T* from the formula; and the activations' bytes, which grow with the tokens, checked against a fresh sum."""
+    rates = {"matmul_flops_per_s": {"cpu/float32": 1e12}, "adamw_params_per_s": {"float32": 1e10}}
+    found = estimate(plan, tmp_path, **rates)
+    assert found.bound_by == "nvme"
+    assert found.crossing_tokens is not None and found.crossing_tokens > 384
+    homes = plan.placement.homes
+    saved = [
+        block.nbytes
+        for block in plan.program.blocks.values()
+        if block.kind == "activations" and homes[block.key] == "nvme"
+    ]
+    assert saved
+    moved_per_token = nvme_seconds(sum(saved), sum(saved), drive(2e9, 1e9, 1.5e9)) / 384
+    compute_per_token = found.seconds["compute"] / 384
+    at = found.crossing_tokens
+    moving = found.seconds["nvme"] + moved_per_token * (at - 384)
+    assert compute_per_token * at + found.seconds["optimizer"] == pytest.approx(moving, rel=1e-6)
+
+
+def test_no_crossing_where_activations_alone_take_longer(plan: Plan, tmp_path: Path) -> None:
+    assert estimate(plan, tmp_path, matmul_flops_per_s={"cpu/float32": 1e18}).crossing_tokens is None
+
+
+def test_always_compute_bound(plan: Plan, tmp_path: Path) -> None:
+    found = estimate(plan, tmp_path, matmul_flops_per_s={"cpu/float32": 1e9}, adamw_params_per_s={"float32": 1e6})
+    assert found.crossing_tokens == 0
+    assert not any("T*" in line for line in found.lines)
+
+
+def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
+    links = {"ram->gpu": 4_000_000_000, "gpu->ram": 1_000_000_000}
+    placement = replace(plan.placement, traffic_bytes=links)
+    on_gpu = replace(plan, device=torch.device("cuda"), placement=placement)
+    gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
+    flops = 8 * plan.graph.num_parameters * 384
+    found = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8})
+    assert found.seconds["ram->gpu"] == pytest.approx(2.0)
+    assert found.seconds["gpu->ram"] == pytest.approx(1.0)
+    assert found.seconds["compute"] == pytest.approx(8.0)
+    assert found.step_s == pytest.approx(8.0)  # the optimizer's milliseconds hide beside the 2 s of the forward
+    slow = estimate(
+        on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8},
+        adamw_params_per_s={"float32": plan.graph.num_parameters / 3},
+    )  # fmt: skip
+    assert slow.step_s == pytest.approx(6.0 + 3.0, rel=0.02)
+    fast = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 0.5})
+    assert (fast.step_s, fast.bound_by) == (pytest.approx(2.0), "ram->gpu")
+
+
+def test_nothing_is_predicted_without_a_profile(plan: Plan, tmp_path: Path) -> None:
+    found = estimate_step(plan, shape_of(tmp_path), LoadedProfile(None, "the file is damaged"))
+    assert found.seconds == {}
+    assert found.step_s is None
+    text = "\n".join(found.lines)
+    assert "run `megatrain-tier doctor" in text and "the file is damaged" in text
+    assert "predicted" not in text and "measured by" not in text
+    assert found.to_json()["predicted_step_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"drives": {}}, "nvme"),
+        ({"matmul_flops_per_s": {"cpu/bfloat16": 1e11, "cuda/float32": 1e11}}, "compute"),
+        ({"adamw_params_per_s": {"bfloat16": 1e9}}, "optimizer"),
+    ],
+    ids=["nvme", "compute", "optimizer"],
+)
+def test_what_was_not_measured_is_said(plan: Plan, tmp_path: Path, changes: Mapping[str, object], missing: str) -> None:
+    found = estimate(plan, tmp_path, **changes)
+    assert found.unmeasured == (missing,)
+    assert missing not in found.seconds
+    assert found.step_s is None
+    assert any("not measured" in line for line in found.lines)
+    assert not any("predicted" in line for line in found.lines)
+
+
+def test_the_rate_of_another_optimizer_is_not_taken(plan: Plan, tmp_path: Path) -> None:
+    class Other:
+        def state_kinds(self, split_master: bool) -> object:
+            return plan.optimizer.state_kinds(split_master)
+
+    other = replace(plan, optimizer=Other())  # type: ignore[arg-type]
+    assert estimate(other, tmp_path).unmeasured == ("optimizer",)
+
+
+def test_old_figures_are_said_to_be_old(plan: Plan, tmp_path: Path) -> None:
+    assert "measured by doctor today" in estimate(plan, tmp_path).notes[-1]
+    old = estimate(plan, tmp_path, measured_at=NOW - timedelta(days=31))
+    assert "31 days ago" in old.notes[-1] and "measure again" in old.notes[-1]
+    assert old.step_s is not None
+    key = profile.file_system_of(tmp_path).key
+    old_drive = drive(1e9, 1e9, 1e9, measured_at=NOW - timedelta(days=40))
+    assert "40 days ago" in estimate(plan, tmp_path, drives={key: old_drive}).notes[-1]
+
+
+def test_wear(plan: Plan, tmp_path: Path) -> None:
+    written = plan.traffic["ram->nvme"]
+    two = {"paths": [tmp_path / "a", tmp_path / "b"], "weights": [1.0, 3.0], "num_steps": 10}
+    found = estimate(plan, tmp_path, shape=two)
+    assert found.written_bytes == {str(tmp_path / "a"): round(written / 4), str(tmp_path / "b"): round(written * 3 / 4)}
+    assert found.run_written_bytes is not None
+    run = plan.placement.run_traffic_bytes(10)["ram->nvme"]
+    assert sum(found.run_written_bytes.values()) == pytest.approx(run, abs=2)
+    assert any("in this run" in line and str(tmp_path / "b") in line for line in found.lines)
+    unknown = estimate(plan, tmp_path)
+    assert unknown.run_written_bytes is None
+    assert any("in 1,000 steps" in line for line in unknown.lines)
+    assert split(100, shape_of(tmp_path)) == {str(tmp_path): 100}
+
+
+def test_paths_on_one_drive_share_it(plan: Plan, tmp_path: Path) -> None:
+    one = estimate(plan, tmp_path)
+    two = estimate(plan, tmp_path, shape={"paths": [tmp_path / "a", tmp_path / "b"], "weights": [1.0, 1.0]})
+    assert two.seconds["nvme"] == pytest.approx(one.seconds["nvme"], rel=1e-6)
+
+
+def test_the_slowest_of_several_drives_counts(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drives = {"fast": drive(4e9, 4e9, 4e9), "slow": drive(1e9, 1e9, 1e9)}
+    by_name(monkeypatch)
+    paths = [tmp_path / "fast", tmp_path / "slow"]
+    equal = estimate(plan, tmp_path, shape={"paths": paths, "weights": [1.0, 1.0]}, drives=drives)
+    fitting = estimate(plan, tmp_path, shape={"paths": paths, "weights": [4.0, 1.0]}, drives=drives)
+    moved = plan.traffic["nvme->ram"] + plan.traffic["ram->nvme"]
+    assert equal.seconds["nvme"] == pytest.approx(moved / 2 / 1e9, rel=1e-6)
+    assert fitting.seconds["nvme"] == pytest.approx(moved / 5e9, rel=1e-6)
+
+
+def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every folder be a drive of its own, named as the folder."""
+
+    def file_system(path: Path) -> profile.FileSystem:
+        return profile.FileSystem("0:0", "ext4", os.path.basename(path), "/")
+
+    monkeypatch.setattr(profile.FileSystem, "key", property(lambda self: self.source))
+    monkeypatch.setattr(profile, "file_system_of", file_system)
+    monkeypatch.setattr("megatrain.plan.cost.file_system_of", file_system)
+
+
+def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name(monkeypatch)
+    config = load_config(config_at(tmp_path, nvme=2)).config
+    assert nvme_rates(config) == [1.0, 1.0]
+    known = {"drive0": drive(9e9, 9e9, 3e9), "drive1": drive(9e9, 9e9, 1e9)}
+    store_profile(machine(tmp_path, drives={"drive0": known["drive0"]}))
+    assert nvme_rates(config) == [1.0, 1.0]  # one measured and one unknown say nothing about each other
+    store_profile(machine(tmp_path, drives=known))
+    assert nvme_rates(config) == [3e9, 1e9]
+    assert step_shape(config, nvme_rates(config)).weights == [3e9, 1e9]
+    given = load_config(tmp_path / "run.toml", (), ["tiers.nvme.0.rate=1GB/s", "tiers.nvme.1.rate=2GB/s"]).config
+    assert nvme_rates(given) == [1e9, 2e9]
+    assert measured_rates([], machine(tmp_path)) is None
+
+
+def test_a_plan_says_it(tmp_path: Path) -> None:
+    """Through the planner, with the file of profiles: before, with, and after it was damaged."""
+    path = config_at(tmp_path, nvme=2, ram="6MiB")
+    before = plan_run(load_config(path).config).estimate
+    assert before is not None
+    assert any("doctor" in line for line in before.lines)
+    assert any("equally fast" in line for line in before.lines)
+    stored = store_profile(machine(tmp_path))
+    planned = plan_run(load_config(path).config)
+    assert planned.estimate is not None
+    assert planned.estimate.step_s is not None
+    assert planned.estimate.tokens_per_step == 384
+    assert not any("equally fast" in line for line in planned.estimate.lines)
+    stored.write_text("{")
+    damaged = plan_run(load_config(path).config).estimate
+    assert damaged is not None
+    assert damaged.step_s is None
+    assert any(str(stored) in line for line in damaged.lines)
+    assert planned.budgets["nvme"] == 512 * MiB

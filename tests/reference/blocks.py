@@ -1,0 +1,83 @@
+"""Random and awkward numbers in the blocks that an optimizer updates, and how to compare what comes out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.threads import KernelThreads
+from megatrain.precision import decode, encode
+
+#: Zero, denormal, small, ordinary and large: squares of these stay finite in fp32.
+FINITE = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e15, -1e18], dtype=np.float32)
+#: Also huge, infinite and no number.
+EVERYTHING = np.concatenate([FINITE, np.array([3e38, -3e38, np.inf, -np.inf, np.nan], dtype=np.float32)])
+PALETTES = {"normal": np.empty(0, np.float32), "finite": FINITE, "everything": EVERYTHING}
+
+
+def random_array(generator: np.random.Generator, size: int, palette: str = "normal") -> NDArray[np.float32]:
+    """Return normal numbers; half of them replaced with numbers of the palette, if it has any."""
+    array = generator.standard_normal(size).astype(np.float32)
+    choices = PALETTES[palette]
+    return np.where(generator.random(size) < 0.5, generator.choice(choices, size), array) if choices.size else array
+
+
+def master_blocks(master: NDArray[np.float32], split_master: bool) -> dict[str, Tensor]:
+    """Return the block or the two blocks that hold a master."""
+    fp32 = torch.from_numpy(master.copy())
+    if not split_master:
+        return {"weight": fp32}
+    high, low = torch.empty(fp32.numel(), dtype=torch.bfloat16), torch.empty(fp32.numel(), dtype=torch.int16)
+    encode(fp32, high, low)
+    return {"weight": high, "low": low}
+
+
+def master_of(blocks: dict[str, Tensor]) -> NDArray[np.float32]:
+    """Return the fp32 master that blocks hold."""
+    if "low" not in blocks:
+        return np.asarray(blocks["weight"].numpy())
+    master = torch.empty(blocks["weight"].numel())
+    decode(blocks["weight"], blocks["low"], master)
+    return np.asarray(master.numpy())
+
+
+def gradient_block(grad: NDArray[np.float32], dtype: torch.dtype) -> tuple[Tensor, NDArray[np.float32]]:
+    """Return a gradient block of the dtype, and the fp32 numbers that it stands for."""
+    block = torch.from_numpy(grad.copy()).to(dtype)
+    return block, np.asarray(block.float().numpy())
+
+
+def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
+    """Compare bit by bit. A NaN equals every NaN: which operand's payload survives is up to the processor."""
+    both_nan = np.isnan(left) & np.isnan(right)
+    return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
+
+
+def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
+    """Return segments that meet at `cuts`, each with its own settings."""
+    bounds = sorted({0, size, *cuts})
+    return [
+        Segment(start, stop, weight_decay=0.1 * (index % 2), lr_scale=1.0 + index)
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def update_on(
+    optimizer: Optimizer,
+    num_threads: int,
+    blocks: dict[str, Tensor],
+    gradient: Tensor,
+    segments: Sequence[Segment],
+    update: Update,
+) -> None:
+    """Update with as many threads as asked for, and end them."""
+    threads = KernelThreads(num_threads)
+    optimizer.threads = threads  # type: ignore[attr-defined]
+    optimizer.update(blocks, gradient, segments, update)
+    threads.close()

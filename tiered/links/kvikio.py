@@ -1,0 +1,246 @@
+"""kvikio on a tier's files: NVIDIA's I/O library, tuned, and never chosen without knowing what it really does."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tiered.errors import TieredError, TransferError
+from tiered.tiers.files import ChunkFile
+from tiered.tiers.nvme import NvmeTier
+from tiered.units import PAGE_BYTES, MiB
+
+_TASK_BYTES = 16 * MiB
+_MIN_THREADS = 4
+_THREADS_PER_PATH = 2
+#: A handle is two file descriptors.
+_MAX_HANDLES = 128
+_ADVICE = "or choose the engine 'posix'"
+_tuning = threading.Lock()  # kvikio's settings are those of the process
+_Identity = tuple[int, int, bool]  # device, inode, for writing
+
+#: kvikio passes the system's errors on as text only.
+_ERRNO_OF = {os.strerror(number): number for number in errno.errorcode}
+
+
+@dataclass(slots=True)
+class _Handle:
+    """An open file of kvikio and how many threads use it now."""
+
+    file: Any
+    num_users: int
+
+
+class KvikioMover:
+    """``PartMover`` with kvikio. Thread-safe; of no use after a fork, where kvikio would wait for ever.
+
+    Files stay open between parts, known by their inode: what a snapshot has taken the name of is never mistaken for
+    the file that has the name now. At most 128 stay open, and none that was deleted for long.
+
+    kvikio's settings belong to the process, so two movers share them; its own defaults (one thread, the kernel's
+    cache) are a third of the speed.
+
+    Args:
+        tier: whose files.
+        has_gds: a probe has shown that GPUDirect Storage carries bytes here. Otherwise kvikio is kept from opening
+            libcufile's driver, which may never return.
+
+    Raises:
+        TieredError: kvikio or the NVIDIA driver is missing. There is no silent way round it.
+    """
+
+    def __init__(self, tier: NvmeTier, *, has_gds: bool = False) -> None:
+        self._tier = tier
+        self._process_id = os.getpid()
+        os.environ.setdefault("CUFILE_LOGFILE_PATH", os.path.join(tier.paths[0], "cufile.log"))  # else: here
+        self._kvikio = _load(tier.name)
+        num_threads = max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
+        _tune(self._kvikio, num_threads=num_threads, has_gds=has_gds, is_direct=tier.is_direct)
+        self._monitor = self._kvikio.SummaryMonitor()
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[_Identity, _Handle] = OrderedDict()  # least recently used first
+
+    @property
+    def path(self) -> str:
+        """Return ``kvikio-gds`` if GPUDirect Storage has carried bytes, by kvikio's counters, else ``kvikio-posix``."""
+        by_backend = self._monitor.get().by_backend
+        return "kvikio-gds" if by_backend["GDS"]["bytes_transferred"] else "kvikio-posix"
+
+    def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from the file; see ``PartMover``."""
+        self._with_fallback(file, offset, view, is_write=False)
+
+    def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Write ``view`` to the file; see ``PartMover``."""
+        self._with_fallback(file, offset, view, is_write=True)
+
+    def close(self) -> None:
+        """Close all files and stop counting. Idempotent."""
+        with self._lock:
+            handles = list(self._handles.values())
+            self._handles.clear()
+        for handle in handles:
+            handle.file.close()
+        self._monitor.stop()
+
+    # -- one part ----------------------------------------------------------------------------------------------
+
+    def _with_fallback(self, file: ChunkFile, offset: int, view: memoryview, *, is_write: bool) -> None:
+        was_direct = self._tier.is_direct
+        try:
+            self._move(file, offset, view, is_write)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._close_unused()  # a file that was deleted takes room until it is closed
+            elif error.errno == errno.EINVAL and was_direct:
+                self._stop_direct_io()  # some file systems accept O_DIRECT at the opening and refuse it when it is used
+            else:
+                raise
+            self._move(file, offset, view, is_write)
+
+    def _move(self, file: ChunkFile, offset: int, view: memoryview, is_write: bool) -> None:
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+        place = (address, offset, len(view))
+        assert not any(number % PAGE_BYTES for number in place), f"not aligned to {PAGE_BYTES}: {place}"
+        if os.getpid() != self._process_id:
+            raise self._error("kvikio cannot be used in a forked process: start it with 'spawn'", file, offset)
+        identity = self._identity_to_write(file) if is_write else self._identity_to_read(file, offset, len(view))
+        with self._handle(identity, file, offset) as handle:
+            try:
+                start = handle.pwrite if is_write else handle.pread
+                # kvikio's future does not hold the memory: it must be waited for while ``view`` lives.
+                count = start(view, len(view), offset, _TASK_BYTES).get()
+            except RuntimeError as cause:
+                raise self._translate(cause, file, offset) from cause
+            if count != len(view):
+                raise self._error(f"kvikio moved {count} bytes of {len(view)}", file, offset)
+            if not self._tier.is_direct:  # else the kernel would keep a copy of what the RAM tier accounts for
+                os.posix_fadvise(handle.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    def _identity_to_write(self, file: ChunkFile) -> _Identity:
+        fd = self._tier.open_for_write(file)  # gives the name to another file if a snapshot has this one
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        return status.st_dev, status.st_ino, True
+
+    def _identity_to_read(self, file: ChunkFile, offset: int, nbytes: int) -> _Identity:
+        status = os.stat(file.path)
+        missing_bytes = offset + nbytes - status.st_size
+        if missing_bytes > 0:
+            text = f"file ends {missing_bytes} bytes before the block does: it was cut off"
+            raise self._error(text, file, status.st_size)
+        return status.st_dev, status.st_ino, False
+
+    # -- open files --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _handle(self, identity: _Identity, file: ChunkFile, offset: int) -> Iterator[Any]:
+        """Yield kvikio's file; it stays open at least as long."""
+        with self._lock:
+            handle = self._handles.get(identity)
+            if handle is None:
+                handle = self._handles[identity] = _Handle(self._open(identity, file, offset), num_users=1)
+                self._close_surplus()
+            else:
+                self._handles.move_to_end(identity)
+                handle.num_users += 1
+        try:
+            yield handle.file
+        finally:
+            with self._lock:
+                handle.num_users -= 1
+
+    def _open(self, identity: _Identity, file: ChunkFile, offset: int) -> Any:
+        try:
+            opened = self._kvikio.CuFile(str(file.path), "r+" if identity[2] else "r")
+        except RuntimeError as cause:
+            raise self._translate(cause, file, offset) from cause
+        status = os.fstat(opened.fileno())
+        if (status.st_dev, status.st_ino) != identity[:2]:
+            opened.close()
+            raise self._error("somebody replaced the file while it was being opened", file, offset)
+        if self._tier.is_direct and not opened.is_direct_io_supported():
+            self._tier.stop_direct_io()
+        return opened
+
+    def _close_surplus(self) -> None:
+        """Close files that were deleted, and beyond the bound those unused for longest; call with the lock held."""
+        num_surplus = len(self._handles) - _MAX_HANDLES
+        for identity, handle in list(self._handles.items()):
+            if handle.num_users == 0 and (num_surplus > 0 or os.fstat(handle.file.fileno()).st_nlink == 0):
+                del self._handles[identity]
+                handle.file.close()
+                num_surplus -= 1
+
+    def _close_unused(self) -> None:
+        with self._lock:
+            for identity, handle in list(self._handles.items()):
+                if handle.num_users == 0:
+                    del self._handles[identity]
+                    handle.file.close()
+
+    def _stop_direct_io(self) -> None:
+        self._tier.stop_direct_io()
+        with _tuning:
+            self._kvikio.defaults.set({"auto_direct_io_read": False, "auto_direct_io_write": False})
+
+    # -- errors ------------------------------------------------------------------------------------------------
+
+    def _error(self, text: str, file: ChunkFile, offset: int) -> TransferError:
+        return TransferError(text, tier=self._tier.name, path=str(file.path), offset=offset)
+
+    def _translate(self, cause: RuntimeError, file: ChunkFile, offset: int) -> OSError:
+        """Return the system's error if kvikio's text ends with one, else its text with the place."""
+        last = str(cause).rsplit(": ", 1)[-1]
+        if last in _ERRNO_OF:
+            return OSError(_ERRNO_OF[last], last, str(file.path))
+        return self._error(f"kvikio failed: {cause}", file, offset)
+
+
+def _load(tier: str) -> Any:
+    """Import kvikio and make sure that it can move a byte: even for host memory it asks the NVIDIA driver."""
+    try:
+        import kvikio
+        import kvikio.defaults
+    except ModuleNotFoundError as error:
+        raise TieredError(
+            f"tier '{tier}' is to use kvikio, but the package {error.name} is not installed: "
+            f"pip install 'megatrain-tier[gds]', {_ADVICE}"
+        ) from error
+    except Exception as error:
+        raise TieredError(
+            f"tier '{tier}' is to use kvikio, which does not load: {error}. Repair it, {_ADVICE}"
+        ) from error
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TieredError(
+            f"tier '{tier}' is to use kvikio, which needs the NVIDIA driver even for files and host memory ({error}): "
+            f"install the driver, {_ADVICE}"
+        ) from error
+    return kvikio
+
+
+def _tune(kvikio: Any, *, num_threads: int, has_gds: bool, is_direct: bool) -> None:
+    with _tuning:
+        settings = {
+            "compat_mode": kvikio.CompatMode.AUTO if has_gds else kvikio.CompatMode.ON,
+            "task_size": _TASK_BYTES,
+            "bounce_buffer_size": _TASK_BYTES,
+            "auto_direct_io_read": is_direct,
+            "auto_direct_io_write": is_direct,
+        }
+        if num_threads > kvikio.defaults.get("num_threads"):  # a new pool: not under the feet of another mover
+            settings["num_threads"] = num_threads
+        kvikio.defaults.set(settings)

@@ -1,0 +1,194 @@
+"""What kvikio can do on this machine, found out in a process of its own: its driver may spin for ever.
+
+Run as a script, this file is that process; it imports nothing of this package, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_PROBE_BYTES = 1 << 20
+#: What libcufile reads when its driver is opened; without the first it never returns.
+_DRIVER_NEEDS = ("/proc/modules", "/run/udev")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvikioProbe:
+    """What a probe found; each fact needs those before it.
+
+    Attributes:
+        installed: kvikio can be imported. version: of kvikio. libcuda: the NVIDIA driver's library can be loaded.
+        driver_opened: libcufile opened its driver. host_bytes: moved between the file and host memory, and right.
+        gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters.
+        reason: why it is not more, as half a sentence; empty when ``gds_bytes`` > 0.
+    """
+
+    installed: bool = False
+    version: str = ""
+    libcuda: bool = False
+    driver_opened: bool = False
+    host_bytes: int = 0
+    gds_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def carries_gds(self) -> bool:
+        """Return whether GPUDirect Storage carried bytes."""
+        return self.gds_bytes > 0
+
+
+def may_open_driver() -> bool:
+    """Return whether libcufile's driver can be opened at all; where it cannot, kvikio's compat mode must be on."""
+    return all(os.path.exists(path) for path in _DRIVER_NEEDS)
+
+
+def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> KvikioProbe:
+    """Try kvikio on a file of 1 MiB in ``folder``, in another process. Leaves no file behind and raises nothing.
+
+    Args:
+        folder: a directory on the drive in question.
+        timeout_s: the other process is killed after that many seconds, and the answer is what it found till then.
+    """
+    try:
+        fd, name = tempfile.mkstemp(prefix=".kvikio-probe-", dir=folder)
+    except OSError as error:
+        return KvikioProbe(reason=f"no file can be made in '{os.fspath(folder)}': {error.strerror}")
+    os.close(fd)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvikio-probe-") as logs:
+            return _run_probe(name, timeout_s, os.path.join(logs, "cufile.log"))
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
+    # -P: the folder of this script must not be searched, a module in it is named kvikio.
+    command = [sys.executable, "-P", __file__, file, str(timeout_s)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"CUFILE_LOGFILE_PATH": log, **os.environ},
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+            end = f"it ended with code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            end = f"it did not answer within {timeout_s:g} s"
+    facts: dict[str, Any] = {}
+    for line in output.splitlines():  # one per step, each with all that is known
+        if line.startswith("{") and line.endswith("}"):
+            facts = json.loads(line)
+    step = facts.pop("step", "start")
+    if step != "end":
+        last_words = errors.strip().splitlines()[-1:]
+        facts["reason"] = ": ".join([f"{end} (step: {step})", *last_words])
+    return KvikioProbe(**facts)
+
+
+# -- the other process -----------------------------------------------------------------------------------------------
+
+
+class _Findings:
+    """What is known so far; every new fact is printed at once, since the next step may never return."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+
+    def say(self, step: str, **facts: Any) -> None:
+        self._facts.update(facts)
+        print(json.dumps({**self._facts, "step": step}), flush=True)
+
+
+class _DeviceMemory:
+    """Bytes of the first GPU, as kvikio takes them; given back when the process ends."""
+
+    def __init__(self, cuda: ctypes.CDLL, nbytes: int) -> None:
+        device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
+        calls = (
+            ("cuInit", (0,)),
+            ("cuDeviceGet", (ctypes.byref(device), 0)),
+            ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
+            ("cuCtxPushCurrent_v2", (context,)),
+            ("cuMemAlloc_v2", (ctypes.byref(address), ctypes.c_size_t(nbytes))),
+        )
+        for name, arguments in calls:
+            error = getattr(cuda, name)(*arguments)
+            if error:
+                raise OSError(f"no GPU memory: {name} returned CUDA error {error}")
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address.value, False),
+            "version": 3,
+        }
+
+
+def _probe(file: str, findings: _Findings) -> None:
+    findings.say("import kvikio")
+    try:
+        import kvikio
+        import kvikio.cufile_driver
+        import kvikio.defaults
+        import kvikio.statistics
+    except ModuleNotFoundError as error:
+        return findings.say("end", reason=f"the package {error.name} is not installed")
+    except Exception as error:
+        return findings.say("end", reason=f"kvikio does not load: {error}")
+    findings.say("load libcuda.so.1", installed=True, version=str(kvikio.__version__))
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return findings.say("end", reason=f"the NVIDIA driver is missing ({error})")
+    reason = ""
+    findings.say("open the driver of cuFile", libcuda=True)
+    is_open = False
+    if not may_open_driver():
+        reason = f"cuFile needs {' and '.join(_DRIVER_NEEDS)}, which are not all there"
+    else:
+        try:
+            kvikio.cufile_driver.driver_open()
+            is_open = True
+        except Exception as error:
+            reason = f"the driver of cuFile does not open: {error}"
+    kvikio.defaults.set({"compat_mode": kvikio.CompatMode.AUTO if is_open else kvikio.CompatMode.ON})
+    findings.say("host memory", driver_opened=is_open)
+    pattern = bytes(range(256)) * (_PROBE_BYTES // 256)
+    back = bytearray(_PROBE_BYTES)
+    with kvikio.statistics.SummaryMonitor() as monitor, kvikio.CuFile(file, "r+") as handle:
+        os.unlink(file)
+        handle.pwrite(pattern).get()
+        handle.pread(back).get()
+        if bytes(back) != pattern:
+            return findings.say("end", reason="kvikio read back other bytes than it wrote")
+        findings.say("GPU memory", host_bytes=_PROBE_BYTES)
+        try:
+            memory = _DeviceMemory(cuda, _PROBE_BYTES)
+            handle.pread(memory).get()
+        except (OSError, RuntimeError) as error:
+            return findings.say("end", reason=str(error))
+        gds_bytes = int(monitor.get().by_backend["GDS"]["bytes_transferred"])
+    if not gds_bytes:
+        reason = reason or "kvikio moved the bytes through host memory"
+    findings.say("end", gds_bytes=gds_bytes, reason=reason if not gds_bytes else "")
+
+
+if __name__ == "__main__":
+    # Should nobody be left to kill this process: the default action of SIGALRM ends it, in the middle of a C loop too.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]) + 1.0)
+    _probe(sys.argv[1], _Findings())

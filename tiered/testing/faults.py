@@ -1,0 +1,126 @@
+"""Drives that misbehave: a ``PartMover`` around a real one that fails, lies or dawdles when told to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tiered.links.base import Link
+from tiered.links.files import FileEngine, PartMover
+from tiered.tiers.files import ChunkFile
+from tiered.units import PAGE_BYTES
+
+
+@dataclass(eq=False)
+class Fault:
+    """What goes wrong with some of the parts that are moved.
+
+    Attributes:
+        kind: ``error``: the call fails with ``errno`` and moves nothing. ``short``: a read fills, or a write writes,
+            only the first half and says that all went well. ``flip``: one bit differs. ``late``: it takes
+            ``latency_s`` longer.
+        on: which calls. errno: of ``error``. path: only files whose path contains this text.
+        skip: matching calls that go well first. times: how many go wrong then, None: all from then on.
+        bit: which bit of the part's bytes ``flip`` changes.
+    """
+
+    kind: Literal["error", "short", "flip", "late"]
+    on: Literal["read", "write"]
+    errno: int = 0
+    path: str = ""
+    skip: int = 0
+    times: int | None = None
+    bit: int = 0
+    latency_s: float = 0.0
+    num_calls: int = 0
+
+    def strikes(self, on: str, file: ChunkFile) -> bool:
+        """Count a call; return whether it goes wrong."""
+        if on != self.on or self.path not in str(file.path):
+            return False
+        self.num_calls += 1
+        number = self.num_calls - self.skip
+        return number > 0 and (self.times is None or number <= self.times)
+
+
+class FaultyMover:
+    """A ``PartMover`` with faults; without one that strikes it does what the inner one does. Thread-safe."""
+
+    def __init__(
+        self, inner: PartMover, faults: Iterable[Fault] = (), *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.inner = inner
+        self.faults = list(faults)  # may be changed at any time
+        self._sleep = sleep
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        """Return the way of the inner one."""
+        return self.inner.path
+
+    def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Read, unless a fault strikes."""
+        faults = self._begin("read", file)
+        if any(fault.kind == "short" for fault in faults):
+            with view[: _half(len(view))] as first:
+                self.inner.read(file, offset, first)
+        else:
+            self.inner.read(file, offset, view)
+        for fault in faults:
+            if fault.kind == "flip":
+                view[fault.bit // 8 % len(view)] ^= 1 << fault.bit % 8
+
+    def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Write, unless a fault strikes."""
+        faults = self._begin("write", file)
+        if any(fault.kind == "short" for fault in faults):
+            with view[: _half(len(view))] as first:
+                self.inner.write(file, offset, first)
+        else:
+            self.inner.write(file, offset, view)
+        for fault in faults:
+            if fault.kind == "flip":
+                flip_bit(file, 8 * offset + fault.bit % (8 * len(view)))
+
+    def close(self) -> None:
+        """Close the inner one."""
+        self.inner.close()
+
+    def _begin(self, on: str, file: ChunkFile) -> Sequence[Fault]:
+        with self._lock:
+            faults = [fault for fault in self.faults if fault.strikes(on, file)]
+        for fault in faults:
+            if fault.kind == "late":
+                self._sleep(fault.latency_s)
+        for fault in faults:
+            if fault.kind == "error":
+                raise OSError(fault.errno, os.strerror(fault.errno))
+        return faults
+
+
+def flip_bit(file: ChunkFile, bit: int) -> None:
+    """Change one bit of a file on disk; ``bit`` counts from the start of the file."""
+    fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        (byte,) = os.pread(fd, 1, bit // 8)
+        os.pwrite(fd, bytes([byte ^ 1 << bit % 8]), bit // 8)
+    finally:
+        os.close(fd)
+
+
+def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
+    """Put faults into the engine behind the file links among ``links``; return its mover, whose faults may change."""
+    engines = {engine for link in links if isinstance(engine := getattr(link, "engine", None), FileEngine)}
+    (engine,) = engines
+    engine.mover = FaultyMover(engine.mover, faults)
+    return engine.mover
+
+
+def _half(nbytes: int) -> int:
+    """Return about half, in whole pages: what O_DIRECT can move."""
+    return nbytes // 2 // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,124 @@
+"""What runs that ended left in the directories of file tiers: find it, measure it, remove it. Stores stay usable.
+
+Scratch is what ``live/`` and ``.pool/`` hold. Generations under ``snap/`` and their manifests are never touched, nor
+is any file that a tier does not make, nor a directory that a living process has locked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiered.tiers.directory import LOCK_NAME, lock_directory, read_document, unlock_directory
+from tiered.zarr_layout import DOCUMENT_NAME, own_attributes
+
+_DOCUMENT_NAMES = (DOCUMENT_NAME, Path(DOCUMENT_NAME).with_suffix(".tmp").name)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """The scratch in one directory.
+
+    Attributes:
+        path: the directory. num_files, nbytes: chunk files that can go, and the space that frees.
+        num_foreign: files in their folders that no tier made, and that stay.
+        owner: the living process that uses the directory, or None; then nothing can go.
+    """
+
+    path: Path
+    num_files: int
+    nbytes: int
+    num_foreign: int
+    owner: str | None = None
+
+
+def find_directories(root: Path) -> Iterator[Path]:
+    """Yield ``root`` and the folders below it that are directories of a file tier. Follows no symbolic links."""
+    for folder, names, files in os.walk(root):
+        names.sort()
+        if LOCK_NAME in files and _is_ours(Path(folder)):
+            names.clear()
+            yield Path(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    own = own_attributes(read_document(folder))
+    return own is not None and "page_bytes" in own  # which only the document of a whole directory has
+
+
+def measure(path: Path) -> Leftovers:
+    """Return what could be removed from a directory of a file tier. Changes nothing."""
+    return replace(_measure(path), owner=_living_owner(path))
+
+
+def _measure(path: Path) -> Leftovers:
+    num_files = nbytes = num_foreign = 0
+    for file, is_ours in _files(path):
+        status = file.lstat()
+        num_foreign += not is_ours
+        if is_ours and stat.S_ISREG(status.st_mode) and file.name not in _DOCUMENT_NAMES:
+            num_files += 1
+            if status.st_nlink == 1:  # else a generation has it too, and it frees nothing
+                nbytes += status.st_blocks * 512
+    return Leftovers(path, num_files, nbytes, num_foreign)
+
+
+def remove(path: Path) -> Leftovers:
+    """Remove the scratch of a directory and return what went; holds the directory's lock meanwhile.
+
+    Raises:
+        LockedError: a living process uses it; nothing was removed. OSError: a file cannot be removed.
+    """
+    fd, _ = lock_directory(path)
+    try:
+        found = _measure(path)
+        for file, is_ours in list(_files(path)):
+            if is_ours and not (file.name in _DOCUMENT_NAMES and _has_foreign_below(file.parent)):
+                file.unlink()
+        for root in (path / "live", path / ".pool"):
+            for folder, _, _ in os.walk(root, topdown=False):
+                if not os.path.islink(folder) and not os.listdir(folder):
+                    os.rmdir(folder)
+    finally:
+        unlock_directory(fd)
+    return found
+
+
+def _has_foreign_below(folder: Path) -> bool:
+    return any(not _is_live_file(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+
+
+def _files(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield (file, whether a tier made it) of all there is in the scratch folders; symbolic links are files."""
+    for root, is_ours in ((path / "live", _is_live_file), (path / ".pool", _is_pool_file)):
+        if root.is_symlink():
+            continue
+        for folder, names, files in os.walk(root):
+            for name in [*files, *(name for name in names if os.path.islink(os.path.join(folder, name)))]:
+                file = Path(folder, name)
+                yield file, is_ours(file)
+
+
+def _is_live_file(file: Path) -> bool:
+    if file.parent.name == "c" and file.name.isdigit():
+        return True  # a chunk file, or a symbolic link to one on another path
+    return file.name in _DOCUMENT_NAMES and not file.is_symlink()
+
+
+def _is_pool_file(file: Path) -> bool:
+    return file.name.isdigit() and file.parent.name.isdigit() and file.parent.parent.name == ".pool"
+
+
+def _living_owner(path: Path) -> str | None:
+    fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(fd, 4096, 0).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(fd)
+    return None
