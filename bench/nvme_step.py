@@ -129,9 +129,8 @@ class Regime:
         tiers: dict[str, Any] = {
             "ram": {"size": ram},
             "nvme": [{"path": str(self._folder / "nvme")}],
+            "verify": self._arguments.verify,
         }
-        if self._arguments.verify != "resume":
-            tiers["verify"] = self._arguments.verify
         text = QUICKSTART / "loomings.txt"
         return run_config(self._model, text, self._shape, self._folder, tiers=tiers, placement=ON_NVME)
 

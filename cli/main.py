@@ -33,6 +33,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
     ("megatrain.models.initialize", "InitializationError", EXIT_CONFIG),
+    ("megatrain.optim.factory", "ParameterGroupError", EXIT_CONFIG),
     ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
     ("megatrain.doctor.scratch", "UnusablePathError", EXIT_CONFIG),
     ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from megatrain.plan.cost import Estimate
+    from megatrain.plan.simulate import SimulatedStep
 
 PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
 
@@ -68,13 +70,22 @@ class TimedPlan(Protocol):
     def estimate(self) -> Estimate | None: ...
 
 
-def print_plan(plan: PlanView, *, as_json: bool = False, console: Console | None = None) -> None:
+def print_plan(
+    plan: PlanView,
+    *,
+    as_json: bool = False,
+    simulated: SimulatedStep | None = None,
+    console: Console | None = None,
+) -> None:
     """Print a plan on stdout, as a table or as one JSON object."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
     if as_json:
-        console.out(json.dumps(plan_to_json(plan)), highlight=False)
+        values = plan_to_json(plan)
+        if simulated is not None:
+            values["simulated"] = dataclasses.asdict(simulated)
+        console.out(json.dumps(values), highlight=False)
         return
     console.print(Text(plan.headline, style="bold"))
     console.print(plan_table(plan))
@@ -84,6 +95,8 @@ def print_plan(plan: PlanView, *, as_json: bool = False, console: Console | None
     estimate = plan.estimate if isinstance(plan, TimedPlan) else None
     for line in estimate.lines if estimate is not None else ():
         console.print(Text(line), soft_wrap=True)
+    if simulated is not None:
+        console.print(Text(simulated.line), soft_wrap=True)
     for message in plan.messages:
         console.print(Text(message), soft_wrap=True)
     console.print(Text("fits.", style="green") if plan.fits else Text("does not fit.", style="red"))

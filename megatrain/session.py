@@ -17,7 +17,7 @@ from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
-from megatrain.optim.base import build_segments
+from megatrain.optim.factory import segment_builder
 from megatrain.plan.machine import existing_parent
 from megatrain.plan.planner import Plan
 from megatrain.plan.solve import DoesNotFitError
@@ -180,7 +180,7 @@ class Session:
             plan.optimizer,
             device=plan.device,
             order=self.config.advanced.micro_batch_order,
-            segments=lambda layout: build_segments(layout, table.weight_decay, table.weight_decay_exclude),
+            segments=segment_builder(table, plan.optimizer, split_master=weight_is_split(plan.graph)),
             max_grad_norm=table.max_grad_norm,
             nonfinite=table.nonfinite,
             seed=self.config.seed,

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
     "freezing": ["--quick"],
+    "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
@@ -60,7 +61,7 @@ def test_rows(name: str) -> None:
     assert all(set(row) == FIELDS and row["bench"] == name for row in rows)
     assert all((row["ok"] is None) == (row["target"] is None) for row in rows)
     assert [row for row in rows if row["ok"] is False and not row["timing"]] == []
-    assert len({row["name"] for row in rows}) == len(rows)
+    assert len({(row["name"], row["T"]) for row in rows}) == len(rows)
 
 
 def test_step_compares_the_three_sides() -> None:
@@ -68,8 +69,17 @@ def test_step_compares_the_three_sides() -> None:
     assert {row["T"] for row in rows.values()} == {64}
     assert all(rows[f"{side}.step"]["value"] > 0 for side in ("ours_ram", "ours_nvme", "plain"))
     assert rows["ratio.ours_ram/plain"]["target"] == 1.10
-    assert rows["ours_nvme.nvme->ram.moved_per_step"]["value"] > 0  # the drive takes part
+    assert rows["ours_nvme.nvme->ram.moved"]["value"] > 0  # the drive takes part
     assert rows["loss.steps_that_differ_by_placement"]["value"] == 0
+
+
+def test_nvme_steps_are_compared_with_both_bounds() -> None:
+    rows = {(row["name"], row["T"]): row["value"] for row in run("nvme_step")}
+    for tokens in (32, 64):
+        for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
+            assert rows[name, tokens] > 0, name
+        assert rows["loss.turns_that_differ_by_placement", tokens] == 0
+    assert ("crossing.measured", None) in rows and ("crossing.formula", None) in rows
 
 
 def test_links_moves_the_same_bytes_through_every_tier_and_peer() -> None:

@@ -32,7 +32,12 @@ from tiered.units import PAGE_BYTES, MiB
 COMPILE_TIMEOUT_S = 1200.0
 #: One that hangs (cuFile's driver can) is found out by this time.
 START_TIMEOUT_S = 60.0
-_KVIKIO_READS = "import kvikio, numpy; kvikio.CuFile(kvikio.__file__).pread(numpy.empty(16, 'u1')).get()"
+#: A future of kvikio keeps neither its file nor its memory alive: both need names.
+_KVIKIO_READS = """
+import kvikio, mmap, sys
+file, memory = kvikio.CuFile(sys.executable), mmap.mmap(-1, 4096)
+assert file.pread(memory).get() == 4096
+"""
 _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 
 

@@ -159,7 +159,7 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
     return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
 
 
-def measured_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
+def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
     """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
     drives = [machine.drive_of(path) for path in paths] if machine is not None else []
     rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,16 +12,17 @@ from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, l
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.optim.base import Optimizer
-from megatrain.optim.factory import make_optimizer
+from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.plan import machine
-from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_rates
+from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_drive_rates
 from megatrain.plan.profile import load_profile
+from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import Placement, PlacementSolver, TierBudget
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from megatrain.config.schema import RunConfig
 
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 MICRO_BATCH_TOKENS = 2048
 
 GPU_ALIGNMENT_BYTES = 512
+
+#: Shares of RAM that may be kept open to copies where not everything is at home, the usual one first
+#: (docs/decisions/0008-open-room.md).
+OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
+#: A plan must be this much faster than the one before it in the list to be preferred.
+WORTHWHILE = 0.99
 
 _TITLES: Mapping[Kind, str] = {
     "weights": "weights",
@@ -122,6 +130,7 @@ def plan_run(config: RunConfig) -> Plan:
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
         ModelFolderError, UnsupportedModelError, FreezeError: the model cannot be trained.
+        ParameterGroupError: a group of the optimizer names no parameter.
     """
     device = machine.resolve_device(config)
     dtype = machine.resolve_compute_dtype(config, device)
@@ -131,6 +140,8 @@ def plan_run(config: RunConfig) -> Plan:
         freeze=config.model.freeze,
         dtype=dtype,
     )
+    trainable = [layout for layout in graph.layouts.values() if layout.trainable]
+    check_groups(config.optimizer, (entry for layout in trainable for entry in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
     trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device)
@@ -151,12 +162,12 @@ def plan_run(config: RunConfig) -> Plan:
     workspace = workspace_bytes(trace, together) + gradient_staging_bytes(graph, trace, config)
     rates = nvme_rates(config)
     budgets = tier_budgets(config, device, workspace, rates)
-    placement = PlacementSolver(program, list(budgets.values()), allowed_tiers(config, list(budgets))).solve()
+    allowed = allowed_tiers(config, list(budgets))
     plan = Plan(
         graph=graph,
         trace=trace,
         program=program,
-        placement=placement,
+        placement=PlacementSolver(program, list(budgets.values()), allowed).solve(),
         optimizer=optimizer,
         device=device,
         budgets_by_tier=budgets,
@@ -165,7 +176,42 @@ def plan_run(config: RunConfig) -> Plan:
         nvme_rates=tuple(rates),
         headline=_headline(config, graph),
     )
-    return replace(plan, estimate=estimate_step(plan, step_shape(config, rates), load_profile()))
+    shape, profile = step_shape(config, rates), load_profile()
+    plan = replace(plan, estimate=estimate_step(plan, shape, profile))
+    if not any(plan.traffic.values()):
+        return plan
+    return fastest(
+        replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
+    )
+
+
+def with_open_room(plan: Plan, allowed: Mapping[Kind, Sequence[str]]) -> Iterator[Plan]:
+    """Yield the plan with more and more of RAM kept open to copies, the usual share first.
+
+    Homes save traffic; open room lets copies be fetched further ahead. Neither changes a number of the run.
+    """
+    budgets = list(plan.budgets_by_tier.values())
+    for share in OPEN_SHARES:
+        room = {"ram": int(share * plan.budgets["ram"])}
+        yield replace(plan, placement=PlacementSolver(plan.program, budgets, allowed, room).solve())
+
+
+def fastest(plans: Iterable[Plan]) -> Plan:
+    """Return the plan whose replayed step is the shortest; the first where this machine was not measured."""
+    best, best_s = None, math.inf
+    seen: list[Mapping[str, str]] = []
+    for plan in plans:
+        rates = measured_rates(plan)
+        if rates is None or plan.estimate is None:
+            return plan
+        if plan.placement.homes in seen:
+            continue
+        seen.append(plan.placement.homes)
+        step_s = simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
+        if step_s < WORTHWHILE * best_s:
+            best, best_s = plan, step_s
+    assert best is not None
+    return best
 
 
 def defers_updates(config: RunConfig) -> bool:
@@ -232,7 +278,7 @@ def nvme_rates(config: RunConfig) -> list[float]:
     given = [table.rate for table in config.tiers.nvme if table.rate is not None]
     if len(paths) <= 1 or len(given) == len(paths):
         return given or [1.0] * len(paths)
-    return measured_rates(paths, load_profile().machine) or [1.0] * len(paths)
+    return measured_drive_rates(paths, load_profile().machine) or [1.0] * len(paths)
 
 
 def step_shape(config: RunConfig, rates: Sequence[float]) -> StepShape:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.engine.residency import leave
+from megatrain.plan.cost import FLOPS_PER_PARAM_TOKEN
 from tiered.policies import Belady
 from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.store import TieredStore
+from tiered.units import format_duration
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Tick, Turn
@@ -40,6 +42,25 @@ class SimulatedRates:
     bus_bytes_per_s: float = 25e9
 
 
+def measured_rates(plan: Plan) -> SimulatedRates | None:
+    """Return the rates behind the plan's estimate, or None where something was not measured on this machine."""
+    estimate = plan.estimate
+    if estimate is None or estimate.step_s is None:
+        return None
+    seconds, traffic = estimate.seconds, plan.traffic
+    blocks = plan.program.blocks.values()
+    num_updated = sum(block.num_elements for block in blocks if block.key.endswith("/m"))
+    flops = FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters * estimate.tokens_per_step
+    on_nvme = sum(nbytes for link, nbytes in traffic.items() if "nvme" in link)
+    on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
+    return SimulatedRates(
+        nvme_bytes_per_s=on_nvme / seconds["nvme"] if "nvme" in seconds else 1e12,
+        flops_per_s=flops / seconds["compute"],
+        update_params_per_s=num_updated / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
+        bus_bytes_per_s=on_bus,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """Means of one step after the first ones.
@@ -56,6 +77,16 @@ class SimulatedStep:
     prefetch_late: float
     prefetch_wasted: float
     moved_bytes: Mapping[str, float]
+
+    @property
+    def line(self) -> str:
+        """A line for people."""
+        waits = "  ".join(f"{cause} {format_duration(seconds)}" for cause, seconds in self.stall_s.items())
+        copies = f"{self.prefetch_on_time:.0f} copies in time, {self.prefetch_late:.0f} late"
+        return (
+            f"replayed step   {format_duration(self.step_s)}: computing {format_duration(self.compute_s)}, "
+            f"waiting: {waits or 'nothing'}; fetched ahead: {copies}, {self.prefetch_wasted:.0f} for nothing"
+        )
 
 
 def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> SimulatedStep:

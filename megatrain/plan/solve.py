@@ -88,6 +88,7 @@ class PlacementSolver:
     Args:
         program: blocks and ticks of a step. tiers: fast to slow.
         allowed: for each kind the tiers that may be its home, preferred first.
+        open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class PlacementSolver:
         program: StepProgram,
         tiers: Sequence[TierBudget],
         allowed: Mapping[Kind, Sequence[str]],
+        open_bytes: Mapping[str, int] | None = None,
     ) -> None:
         self._program = program
         self._tiers = {tier.name: tier for tier in tiers}
         self._order = [tier.name for tier in tiers]
         self._allowed = allowed
+        self._open_bytes = dict(open_bytes or {})
         self._uses: dict[str, list[int]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
             for key, _ in (*tick.held, *tick.passing):
@@ -124,6 +127,10 @@ class PlacementSolver:
         if full is not None:
             raise self._does_not_fit(full, state)
         return self._describe(state, ahead=ahead)
+
+    def open_bytes(self, tier: str) -> int:
+        """Return the bytes of a tier that no home may take besides what the ticks need."""
+        return self._open_bytes.get(tier, 0)
 
     def _slowest(self, kind: Kind) -> str:
         return max(self._allowed[kind], key=self._order.index)
@@ -241,7 +248,7 @@ class _Fill:
         """Make ``tier`` the block's home if everything still fits there; say whether it was done."""
         before = self.homes[block.key]
         self._move(block, tier)
-        if self.peak(tier, ahead=ahead) <= self._tiers[tier].capacity_bytes:
+        if self.peak(tier, ahead=ahead) + self.solver.open_bytes(tier) <= self._tiers[tier].capacity_bytes:
             return True
         self._move(block, before)
         return False

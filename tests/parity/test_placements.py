@@ -91,6 +91,22 @@ def test_bf16_gradients_are_rounded_sums(
     assert {block.dtype for block in blocks if block.kind == "gradients"} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])
+def test_every_optimizer_gives_the_same_bits_everywhere(
+    optim: str, dtype: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    tables = {"precision": f'compute_dtype = "{dtype}"', "optimizer": f'optim = "{optim}"'}
+    in_ram = run_config(config_text(tmp_path, tiny_model, nvme=0, **tables), tmp_path / "ram", num_steps=3)
+    text = config_text(tmp_path, tiny_model, placement=ALL_NVME, **tables)
+    on_nvme = run_config(text, tmp_path / "nvme", num_steps=3)
+    assert on_nvme.losses == in_ram.losses and on_nvme.grad_norms == in_ram.grad_norms
+    assert on_nvme.digests == in_ram.digests
+    assert on_nvme.moved is not None
+    moved = {link: stats.num_bytes for link, stats in on_nvme.moved.links.items()}
+    assert moved == on_nvme.plan.placement.run_traffic_bytes(3)
+
+
 def test_the_runs_learn(baselines: dict[str, TieredRun]) -> None:
     for baseline in baselines.values():
         assert baseline.losses[-1] < baseline.losses[0] - 0.3

@@ -15,7 +15,7 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.plan import profile
-from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_rates, nvme_seconds, split
+from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_drive_rates, nvme_seconds, split
 from megatrain.plan.planner import Plan, nvme_rates, plan_run, step_shape
 from megatrain.plan.profile import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, store_profile
 from reference.tiered_run import EXAMPLES, config_text
@@ -287,7 +287,7 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert step_shape(config, nvme_rates(config)).weights == [3e9, 1e9]
     given = load_config(tmp_path / "run.toml", (), ["tiers.nvme.0.rate=1GB/s", "tiers.nvme.1.rate=2GB/s"]).config
     assert nvme_rates(given) == [1e9, 2e9]
-    assert measured_rates([], machine(tmp_path)) is None
+    assert measured_drive_rates([], machine(tmp_path)) is None
 
 
 def test_a_plan_says_it(tmp_path: Path) -> None:

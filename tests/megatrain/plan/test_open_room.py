@@ -1,0 +1,84 @@
+"""How much RAM stays open to copies: nothing where all fits, a tenth by default, the fastest where rates are known."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatrain.config import load_config
+from megatrain.plan import planner
+from megatrain.plan.planner import Plan, plan_run, with_open_room
+from megatrain.plan.profile import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
+from megatrain.plan.simulate import measured_rates, simulate_step
+from reference.tiered_run import EXAMPLES, config_text
+from tiered.units import MiB
+
+
+def make_plan(folder: Path, ram: str) -> Plan:
+    (folder / "run.toml").write_text(config_text(folder, EXAMPLES / "quickstart" / "model", ram=ram))
+    return plan_run(load_config(folder / "run.toml").config)
+
+
+def profile(folder: Path, *, drive: float) -> LoadedProfile:
+    now = datetime.now(UTC)
+    rates = dict.fromkeys(
+        ("read", "write", "mixed", "bare_read", "bare_write", "bare_mixed"),
+        drive,
+    )
+    measured = DriveProfile(
+        path=str(folder),
+        filesystem="ext4",
+        measured_at=now,
+        is_quick=True,
+        is_direct=True,
+        **{f"{name}_bytes_per_s": rate for name, rate in rates.items()},  # type: ignore[arg-type]
+    )
+    machine = MachineProfile(
+        host="here",
+        cpu=cpu_name(),
+        ram_bytes=psutil.virtual_memory().total,
+        measured_at=now,
+        is_quick=True,
+        num_threads=2,
+        ram_read_bytes_per_s=2e10,
+        ram_copy_bytes_per_s=2e10,
+        ram_update_bytes_per_s=2e10,
+        adamw_params_per_s={"float32": 1e9, "bfloat16": 1e9},
+        matmul_flops_per_s={"cpu/float32": 1e11},
+        drives={file_system_of(folder).key: measured},
+    )
+    return LoadedProfile(machine)
+
+
+def test_where_everything_fits_nothing_is_kept_open(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, "64MiB")
+    assert not any(plan.traffic.values())
+
+
+def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, "10MiB")
+    assert plan.totals["ram"] <= 0.9 * 10 * MiB
+    allowed = planner.allowed_tiers(load_config(tmp_path / "run.toml").config, list(plan.tiers))
+    assert plan.placement.homes == next(with_open_room(plan, allowed)).placement.homes
+
+
+@pytest.mark.parametrize("drive", [2e7, 5e8, 1e10])
+def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "load_profile", lambda: profile(tmp_path, drive=drive))
+    plan = make_plan(tmp_path, "10MiB")
+    config = load_config(tmp_path / "run.toml").config
+    rates = measured_rates(plan)
+    assert rates is not None
+    steps_s = [
+        simulate_step(other, 2 * 3 * 64, rates).step_s
+        for other in with_open_room(plan, planner.allowed_tiers(config, list(plan.tiers)))
+    ]
+    assert simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / planner.WORTHWHILE
+
+
+def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
+    need = 5500 * 1024
+    assert make_plan(tmp_path, f"{need}B").totals["ram"] <= need
