@@ -177,6 +177,7 @@ class Session:
             plan.trace,
             plan.program,
             plan.placement.homes,
+            plan.placement.stays,
             plan.optimizer,
             device=plan.device,
             order=self.config.advanced.micro_batch_order,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 
 Phase = Literal["forward", "head", "backward", "update"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
+
+#: (tick, key) -> the tick of its next use, until which the copy stays; in the next step if it is not later.
+Stays = Mapping[tuple[int, str], int]
 
 #: Order in which kinds are shown, and preferred for the faster tier when they save equally much.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
@@ -66,7 +68,7 @@ class Turn(NamedTuple):
 
     Attributes:
         number: position of the tick in the step. tick: what is held.
-        kept: held keys that the next turn holds too: their copies stay for it.
+        kept: keys whose copies stay where they are for their next use.
     """
 
     number: int
@@ -89,26 +91,22 @@ class StepProgram:
     compute_tier: str
     defers_updates: bool = True
 
-    def turns(self, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
+    def turns(self, stays: Stays, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
         """Return the ticks of a step in order.
 
         Args:
-            updates: those that finish the step before. passes: its own, forward and backward.
+            stays: of the placement. updates: ticks that finish the step before. passes: its own, forward and backward.
         """
-        chosen = [(n, tick) for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)]
-        following = [tick for _, tick in chosen[1:]]
-        pairs = zip_longest(chosen, following)
-        return tuple(Turn(number, tick, self._kept(tick, after)) for (number, tick), after in pairs)
+        chosen = {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
+        kept: dict[int, set[str]] = {number: set() for number in chosen}
+        for (start, key), stop in stays.items():
+            # A stay into the next step: only updates can be left of that, and they come right after the passes.
+            if start in chosen and (stop in chosen if stop > start else passes):
+                kept[start].add(key)
+        return tuple(Turn(number, tick, frozenset(kept[number])) for number, tick in chosen.items())
 
     def _is_deferred(self, tick: Tick) -> bool:
         return self.defers_updates and tick.phase == "update"
-
-    def _kept(self, tick: Tick, following: Tick | None) -> frozenset[str]:
-        """Return what two consecutive ticks of one tier both hold. Costs no room: the second needs it there anyway."""
-        if following is None or self.tier_of(tick) != self.tier_of(following):
-            return frozenset()
-        both = {key for key, _ in tick.held} & {key for key, _ in following.held}
-        return frozenset(both - tick.spent)
 
     def tier_of(self, tick: Tick) -> str:
         return "ram" if tick.phase == "update" else self.compute_tier

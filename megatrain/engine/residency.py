@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.engine.copies import Copies
 from megatrain.engine.program import (
+    Stays,
     StepProgram,
     Tick,
     Turn,
@@ -55,7 +57,7 @@ class StoreAccess:
     """``BlockAccess`` over a ``TieredStore``. Used by one thread, the one that runs the step.
 
     Args:
-        homes: block key -> tier, as planned and registered.
+        homes: block key -> tier, as planned and registered. stays: copies that wait for their next use, as planned.
         update: called with the index of a layout at the tick of its update.
         timeline: told of every tick.
     """
@@ -67,11 +69,13 @@ class StoreAccess:
         trace: VisitTrace,
         program: StepProgram,
         homes: Mapping[str, str],
+        stays: Stays,
         threads: KernelThreads,
         update: Callable[[int], None],
         timeline: Timeline | None = None,
     ) -> None:
-        self._store, self._graph, self._program, self._homes = store, graph, program, homes
+        self._store, self._graph, self._program, self._stays = store, graph, program, stays
+        self._copies = Copies(store, homes)
         self._uses = uses_of_layouts(graph, trace)
         self._tier = program.compute_tier
         self._threads = threads
@@ -92,6 +96,10 @@ class StoreAccess:
         Args:
             updates: whether the step before left updates to be made on the way.
         """
+        if (
+            self._program.defers_updates and not updates
+        ):  # what waits for them would take room that the plan of this step does not count
+            self._copies.send_home()
         self._start(step, updates=updates, passes=True)
         self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses.items()}
         self.squared_norms, self.with_gradient = {}, {}
@@ -102,6 +110,10 @@ class StoreAccess:
         while self._move_on():
             self._update(self._tick.visit)
 
+    def finish(self) -> None:
+        """Let go of everything that waits for another step."""
+        self._copies.send_home()
+
     def end_step(self) -> None:
         """Make the updates that come last, and note that the step is over: all its ticks must have come."""
         while self._move_on():
@@ -110,7 +122,7 @@ class StoreAccess:
 
     def _start(self, step: int, *, updates: bool, passes: bool) -> None:
         self._first_tick = step * len(self._program.ticks)
-        self._turns = iter(self._program.turns(updates=updates, passes=passes))
+        self._turns = iter(self._program.turns(self._stays, updates=updates, passes=passes))
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         """Move to the next pass tick of the program, making the updates that come before it."""
@@ -144,6 +156,7 @@ class StoreAccess:
     def leases(self, requests: list[tuple[str, Mode]], tier: str) -> Iterator[list[Lease]]:
         """Lease blocks together; afterwards drop the copies that are away from home (changed ones are written back)."""
         with self._store.acquire_many([(key, tier, mode) for key, mode in requests]) as group:
+            self._copies.arrived(key for key, _ in requests)
             yield list(group)
         for key, _ in requests:
             self._leave(key, tier)
@@ -155,7 +168,7 @@ class StoreAccess:
 
     def _leave(self, key: str, tier: str) -> None:
         assert self._turn is not None
-        leave(self._store, self._homes, self._turn, key, tier)
+        self._copies.leave(self._turn, key, tier)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -176,6 +189,7 @@ class StoreAccess:
         requests: list[tuple[str, Mode]] = [(key, modes[key]) for key in own.values()]
         requests += [(key, modes[key]) for keys in others.values() for key in keys]
         with self._store.acquire_many([(key, self._tier, mode) for key, mode in requests]) as group:
+            self._copies.arrived(key for key, _ in requests)
             tensors = {lease.key: lease.tensor for lease in group}
             sums = {name: _fp32_sum(tensors[own[name]], modes[own[name]]) for name in names}
             targets: dict[str, torch.Tensor] = {}
@@ -240,6 +254,7 @@ class StoreAccess:
         """Copy a unit's input into its block; the block may go to a slower tier until the backward."""
         key = self._activation(visit, micro_batch, index, tensor.numel())
         with self._store.acquire(key, self._tier, "w") as lease:
+            self._copies.arrived([key])
             flat = lease.tensor[: tensor.numel()]
             flat.copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
@@ -251,6 +266,7 @@ class StoreAccess:
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._store.acquire(key, self._tier, "r") as lease:
+            self._copies.arrived([key])
             yield lease.tensor[: shape.numel()].view(shape)
         self._store.discard(key)
 
@@ -267,19 +283,6 @@ def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
         return gradient
     assert mode == "w", "a sum that was rounded cannot go on"
     return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
-
-
-def leave(store: TieredStore, homes: Mapping[str, str], turn: Turn, key: str, tier: str) -> None:
-    """Let go of a block after its turn: spent contents are dropped, copies away from home go back there."""
-    if key in turn.tick.spent:
-        store.discard(key)
-        return
-    if homes[key] == tier or key in turn.kept:
-        return
-    if tier == "gpu" and homes[key] == "nvme":
-        # The middle copy first: with it still there, the prefetcher could bring the next use from it.
-        store.evict(key, "ram")
-    store.evict(key, tier)
 
 
 def zero_gaps(flat: torch.Tensor, layout: UnitLayout, filled: set[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.engine.program import StepProgram, gradient_key, state_key, uses_of_layouts
+from megatrain.engine.program import Stays, StepProgram, gradient_key, state_key, uses_of_layouts
 from megatrain.engine.residency import StoreAccess
 from megatrain.engine.runner import LayerRunner
 from megatrain.optim.base import Optimizer, Segment, Update
@@ -63,7 +63,7 @@ class StepEngine:
 
     Args:
         store: holds every block of ``program``, with contents for weights and state.
-        homes: block key -> tier. segments: what of a layout is updated with which decay.
+        homes, stays: of the placement. segments: what of a layout is updated with which decay.
         max_grad_norm: largest global norm that is let through; 0: no clipping.
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
@@ -80,6 +80,7 @@ class StepEngine:
         trace: VisitTrace,
         program: StepProgram,
         homes: Mapping[str, str],
+        stays: Stays,
         optimizer: Optimizer,
         *,
         device: torch.device | str,
@@ -94,7 +95,7 @@ class StepEngine:
         self._graph, self._optimizer = graph, optimizer
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         self._access = StoreAccess(
-            store, graph, trace, program, homes, threads or KernelThreads(), self._update, timeline
+            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._update, timeline
         )
         self._runner = LayerRunner(
             graph,
@@ -159,6 +160,7 @@ class StepEngine:
         if self._pending is not None:
             self._access.run_updates(self._pending.step + 1)
             self._pending = None
+        self._access.finish()
 
     def _update(self, index: int) -> None:
         """Update one block group: called when its tick comes."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.base import bytes_per_parameter
 from megatrain.plan.profile import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
-from megatrain.plan.solve import PlacementSolver
+from megatrain.plan.traffic import Traffic
 from tiered.units import GB, TB, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -280,8 +280,11 @@ class _Costs:
             return replace(tick, held=held, passing=passing)
 
         fixed: StepProgram = replace(program, ticks=tuple(without(tick) for tick in program.ticks))
-        solver = PlacementSolver(fixed, list(self._plan.budgets_by_tier.values()), {})
-        return solver.traffic(self._plan.placement.homes)
+        placement = self._plan.placement
+        stays = {
+            (n, key): stop for (n, key), stop in placement.stays.items() if program.blocks[key].kind != "activations"
+        }
+        return Traffic(fixed, list(self._plan.budgets_by_tier), placement.homes, stays).of_step()
 
     @property
     def drives(self) -> Sequence[DriveProfile]:

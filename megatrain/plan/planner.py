@@ -35,6 +35,8 @@ GPU_ALIGNMENT_BYTES = 512
 #: Shares of RAM that may be kept open to copies where not everything is at home, the usual one first
 #: (docs/decisions/0008-open-room.md).
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
+#: Share of the open room that copies may take which wait for their next use (docs/decisions/0009-stays.md).
+STAY_SHARE = 0.5
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
 
@@ -193,7 +195,7 @@ def with_open_room(plan: Plan, allowed: Mapping[Kind, Sequence[str]]) -> Iterato
     budgets = list(plan.budgets_by_tier.values())
     for share in OPEN_SHARES:
         room = {"ram": int(share * plan.budgets["ram"])}
-        yield replace(plan, placement=PlacementSolver(plan.program, budgets, allowed, room).solve())
+        yield replace(plan, placement=PlacementSolver(plan.program, budgets, allowed, room, STAY_SHARE).solve())
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:

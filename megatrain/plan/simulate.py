@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.engine.residency import leave
+from megatrain.engine.copies import Copies
 from megatrain.plan.cost import FLOPS_PER_PARAM_TOKEN
 from tiered.policies import Belady
 from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
@@ -133,6 +133,7 @@ class _Replay:
             if homes[key] != "ram":
                 self.store.evict(key, "ram")
         self.store.wait_idle()
+        self._copies = Copies(self.store, homes)
         for tier, nbytes in plan.placement.workspace_bytes.items():
             self.store.reserve(tier, nbytes)
         self.store.set_schedule(plan.program.schedule(homes, _NUM_WARM_STEPS + _NUM_STEPS + 1))
@@ -151,22 +152,24 @@ class _Replay:
     def step(self, number: int) -> None:
         """Replay one step: the same leases in the same order as ``StoreAccess`` takes them."""
         program = self._plan.program
-        for turn in program.turns(updates=number > 0):
+        for turn in program.turns(self._plan.placement.stays, updates=number > 0):
             self.store.advance(number * len(program.ticks) + turn.number)
             self._turn(turn)
 
     def _turn(self, turn: Turn) -> None:
-        tick, homes = turn.tick, self._plan.placement.homes
+        tick = turn.tick
         tier = self._plan.program.tier_of(tick)
         seconds = self._seconds(tick) / (1 + len(tick.passing))
         with self.store.acquire_many([(key, tier, mode) for key, mode in tick.held]):
+            self._copies.arrived(key for key, _ in tick.held)
             self._compute(seconds)
             for key, mode in tick.passing:
                 with self.store.acquire(key, tier, mode):
+                    self._copies.arrived([key])
                     self._compute(seconds)
-                leave(self.store, homes, turn, key, tier)
+                self._copies.leave(turn, key, tier)
         for key, _ in tick.held:
-            leave(self.store, homes, turn, key, tier)
+            self._copies.leave(turn, key, tier)
 
     def _compute(self, seconds: float) -> None:
         self.compute_s += seconds

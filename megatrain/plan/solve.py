@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from megatrain.engine.program import KINDS, BlockPlan, Kind, StepProgram, Tick
+from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
+from megatrain.plan.stays import choose_stays
+from megatrain.plan.traffic import Traffic, route
 from tiered.schedule import Mode
 from tiered.units import format_size
 
@@ -56,7 +58,7 @@ class Placement:
         first_traffic_bytes: the same for a first step, which finds nothing to update.
         last_traffic_bytes: the same for the updates after the last step.
         lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
-        workspace_bytes: tier -> bytes outside blocks.
+        workspace_bytes: tier -> bytes outside blocks. stays: copies that wait for their next use.
     """
 
     homes: Mapping[str, str]
@@ -68,6 +70,7 @@ class Placement:
     last_traffic_bytes: Mapping[str, int]
     lookahead: bool
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    stays: Stays = field(default_factory=dict)
 
     def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
         """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
@@ -89,6 +92,7 @@ class PlacementSolver:
         program: blocks and ticks of a step. tiers: fast to slow.
         allowed: for each kind the tiers that may be its home, preferred first.
         open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
+        stay_share: how much of the room that homes leave beside the ticks may be taken by copies that stay.
     """
 
     def __init__(
@@ -97,12 +101,14 @@ class PlacementSolver:
         tiers: Sequence[TierBudget],
         allowed: Mapping[Kind, Sequence[str]],
         open_bytes: Mapping[str, int] | None = None,
+        stay_share: float = 0.0,
     ) -> None:
         self._program = program
         self._tiers = {tier.name: tier for tier in tiers}
         self._order = [tier.name for tier in tiers]
         self._allowed = allowed
         self._open_bytes = dict(open_bytes or {})
+        self._stay_share = stay_share
         self._uses: dict[str, list[int]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
             for key, _ in (*tick.held, *tick.passing):
@@ -143,9 +149,7 @@ class PlacementSolver:
 
     def route(self, src: str, dst: str) -> list[tuple[str, str]]:
         """Return the links that a copy takes from one tier to another, neighbour by neighbour."""
-        a, b = self._order.index(src), self._order.index(dst)
-        step = 1 if b > a else -1
-        return [(self._order[i], self._order[i + step]) for i in range(a, b, step)]
+        return route(self._order, src, dst)
 
     def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
         have = self._tiers[tier].capacity_bytes
@@ -165,39 +169,22 @@ class PlacementSolver:
         for key, block in self._program.blocks.items():
             home = state.homes[key]
             home_bytes[home][block.kind] += self._tiers[home].slot_bytes(block.nbytes)
+        slot_bytes = {name: tier.slot_bytes for name, tier in self._tiers.items()}
+        room = {name: state.room_for_stays(name, self._stay_share) for name in self._order}
+        stays = choose_stays(self._program, state.homes, slot_bytes, room)
+        traffic = Traffic(self._program, self._order, state.homes, stays)
         return Placement(
             homes=state.homes,
             home_bytes=home_bytes,
             working_bytes={name: state.largest_working_set(name, ahead=False) for name in self._order},
             median_working_bytes={name: int(median_low(state.working_sets(name))) for name in self._order},
-            traffic_bytes=self.traffic(state.homes),
-            first_traffic_bytes=self.traffic(state.homes, updates=False),
-            last_traffic_bytes=self.traffic(state.homes, passes=False),
+            traffic_bytes=traffic.of_step(),
+            first_traffic_bytes=traffic.of_first_step(),
+            last_traffic_bytes=traffic.of_last_updates(),
             lookahead=ahead,
+            stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
         )
-
-    def traffic(self, homes: Mapping[str, str], *, updates: bool = True, passes: bool = True) -> dict[str, int]:
-        """Return the contents that each link moves in one step, by ``"src->dst"``; arguments: ``StepProgram.turns``."""
-        moved = {f"{a}->{b}": 0 for s in self._order for d in self._order if s != d for a, b in self.route(s, d)}
-        here: dict[str, bool] = {}  # copies that the tick before left in place -> whether they are newer than home
-        for _, tick, kept in self._program.turns(updates=updates, passes=passes):
-            tier, left = self._program.tier_of(tick), here
-            here = {}
-            for key, mode in (*tick.held, *tick.passing):
-                if homes[key] == tier:
-                    continue
-                nbytes = self._program.blocks[key].nbytes
-                if mode != "w" and key not in left:
-                    for a, b in self.route(homes[key], tier):
-                        moved[f"{a}->{b}"] += nbytes
-                is_newer = mode != "r" or left.get(key, False)
-                if key in kept:
-                    here[key] = is_newer
-                elif is_newer and key not in tick.spent:
-                    for a, b in self.route(tier, homes[key]):
-                        moved[f"{a}->{b}"] += nbytes
-        return moved
 
 
 class _Fill:
@@ -236,6 +223,18 @@ class _Fill:
 
     def peak(self, tier: str, *, ahead: bool) -> int:
         return self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.largest_working_set(tier, ahead=ahead)
+
+    def room_for_stays(self, tier: str, share: float) -> list[int]:
+        """Return for every tick the bytes that copies which stay may take beside it and the next one's."""
+        sets = self._working[tier]
+        pairs = [
+            a + max(before, after)
+            for before, a, after in zip(sets[-1:] + sets, sets, sets[1:] + sets[:1], strict=False)
+        ]
+        free = self._tiers[tier].capacity_bytes - self.peak(tier, ahead=False)
+        spare = max(0, int(share * (self._tiers[tier].capacity_bytes - self.peak(tier, ahead=True))))
+        most = max(pairs, default=0)
+        return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
 
     def overfull(self, *, ahead: bool) -> str | None:
         """Return the first tier, fast to slow, that cannot hold its share."""

@@ -20,6 +20,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "weights in RAM, state on NVMe": {"placement": 'optimizer = ["nvme"]'},
     "activations and gradients on NVMe": {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]'},
     "RAM tier of two layers": {"ram": "tight"},
+    "all on NVMe, much room for copies that stay": {"placement": ALL_NVME, "ram": "64MiB"},
     "two NVMe paths striped": {"placement": ALL_NVME, "nvme": 2},
     "two NVMe paths, one three times as fast": {"placement": ALL_NVME, "nvme": 2, "rates": (1, 3)},
     "files of 8 KiB": {"placement": ALL_NVME, "advanced": 'file_size = "8KiB"'},
@@ -41,6 +42,8 @@ def run(folder: Path, model: Path, placement: dict[str, Any], precision: str) ->
     options = {"nvme": 1, **placement}
     if options.get("ram") == "tight":
         options["ram"] = "5500KiB"
+    elif options.get("placement") == ALL_NVME:
+        options.setdefault("ram", "7MiB")  # with more, copies stay in RAM between uses and less moves
     return run_config(config_text(folder, model, precision=precision, **options), folder, num_steps=NUM_STEPS)
 
 
