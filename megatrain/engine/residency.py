@@ -96,10 +96,8 @@ class StoreAccess:
         Args:
             updates: whether the step before left updates to be made on the way.
         """
-        if (
-            self._program.defers_updates and not updates
-        ):  # what waits for them would take room that the plan of this step does not count
-            self._copies.send_home()
+        if self._program.defers_updates and not updates:
+            self._copies.send_home()  # what waits for them: the plan of this step does not count its room
         self._start(step, updates=updates, passes=True)
         self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses.items()}
         self.squared_norms, self.with_gradient = {}, {}
