@@ -36,7 +36,7 @@ GPU_ALIGNMENT_BYTES = 512
 #: (docs/decisions/0008-open-room.md).
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
 #: Share of the open room that copies may take which wait for their next use (docs/decisions/0009-stays.md).
-STAY_SHARE = 0.5
+STAY_SHARE = 0.9
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
 
