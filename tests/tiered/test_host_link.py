@@ -55,7 +55,7 @@ def test_failure_ends_the_transfer_with_the_error() -> None:
     link.close()
 
 
-def test_workers_run_by_priority_then_order_and_drain_on_close() -> None:
+def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:
     workers = Workers(1, "test")
     gate = threading.Event()
     ran: list[tuple[str, int]] = []
@@ -65,11 +65,24 @@ def test_workers_run_by_priority_then_order_and_drain_on_close() -> None:
 
     workers.submit(block)
     for number in range(3):
-        workers.submit(functools.partial(ran.append, ("write", number)), priority=1)
-        workers.submit(functools.partial(ran.append, ("read", number)), priority=0)
+        workers.submit(functools.partial(ran.append, ("write", number)), urgent=False)
+        workers.submit(functools.partial(ran.append, ("read", number)))
     gate.set()
     workers.close()
     assert ran == [("read", 0), ("read", 1), ("read", 2), ("write", 0), ("write", 1), ("write", 2)]
+
+
+def test_urgent_jobs_leave_a_thread_to_those_that_wait() -> None:
+    workers = Workers(3, "test", num_patient=1)
+    gate, patient_ran = threading.Event(), threading.Event()
+    for _ in range(6):
+        workers.submit(lambda: gate.wait(60) and None)
+    workers.submit(patient_ran.set, urgent=False)
+    # Two urgent jobs hold two threads and four more are queued: the third thread runs the patient one nevertheless.
+    workers.submit(lambda: gate.wait(60) and None)
+    assert patient_ran.wait(60) or gate.is_set()
+    gate.set()
+    workers.close()
 
 
 def test_a_raising_job_is_reported_and_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

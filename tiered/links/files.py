@@ -27,9 +27,9 @@ from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, MiB, round_up
 
 PART_BYTES = 16 * MiB
-_MIN_THREADS = 4
-_THREADS_PER_PATH = 2
-_READ_PRIORITY, _WRITE_PRIORITY = 0, 1  # somebody waits for a read; writes have time
+_MIN_THREADS = 6
+_THREADS_PER_PATH = 3
+_PATIENT_SHARE = 3  # a third of the threads is left to writes that wait
 
 
 class PartMover(Protocol):
@@ -123,7 +123,8 @@ class _Job:
 class FileEngine:
     """The threads that read and write one NvmeTier's files; shared by its read and its write link.
 
-    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together; queued reads go first.
+    At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together; queued reads go first, but leave
+    a third of the threads to writes: a drive does both at once, and writes that wait hold room that reads need.
     A transfer ends when all its parts did, so that its slots are untouched from then on even after an error.
 
     Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared with
@@ -137,7 +138,7 @@ class FileEngine:
         self.tier, self.mover = tier, mover
         self._part_bytes = part_bytes
         num_threads = num_threads or max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
-        self._workers = Workers(num_threads, f"tiered-{tier.name}")
+        self._workers = Workers(num_threads, f"tiered-{tier.name}", num_patient=num_threads // _PATIENT_SHARE)
         self._counting = threading.Lock()
         self._num_links = 0
 
@@ -160,7 +161,7 @@ class FileEngine:
         for part, piece in tasks:
             self._workers.submit(
                 lambda part=part, piece=piece: self._run(job, part, piece, is_write),  # type: ignore[misc]
-                priority=_WRITE_PRIORITY if is_write else _READ_PRIORITY,
+                urgent=not is_write,  # somebody waits for a read; writes have time
             )
 
     def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[Part]:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import heapq
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 
 
 class Workers:
-    """Runs jobs on ``num_threads`` daemon threads, smallest priority first, then in order of submission.
+    """Runs jobs on ``num_threads`` daemon threads: urgent ones first, else in order of submission.
 
     A job that raises is reported through ``threading.excepthook`` and costs neither the thread nor other jobs.
+
+    Args:
+        num_patient: threads that urgent jobs leave to others that wait. A drive reads and writes at the same time:
+            with all threads on one of the two, half of it idles.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:
+        assert 0 <= num_patient < num_threads, (num_patient, num_threads)
         self._num_threads = num_threads
+        self._max_urgent = num_threads - num_patient
+        self._num_urgent_running = 0
         self._name = name
         self._changed = threading.Condition()
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
-        self._num_submitted = 0
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._patient: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def submit(self, job: Callable[[], None], *, priority: int = 0) -> None:
+    def submit(self, job: Callable[[], None], *, urgent: bool = True) -> None:
         """Queue a job; never blocks."""
         with self._changed:
             assert not self._is_closed, f"{self._name}: job submitted after close"
-            heapq.heappush(self._jobs, (priority, self._num_submitted, job))
-            self._num_submitted += 1
+            (self._urgent if urgent else self._patient).append(job)
             if len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
@@ -38,16 +44,20 @@ class Workers:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._jobs and not self._is_closed:
+                while not self._urgent and not self._patient and not self._is_closed:
                     self._changed.wait()
-                if not self._jobs:
+                if not self._urgent and not self._patient:
                     return
-                job = heapq.heappop(self._jobs)[2]
+                is_urgent = bool(self._urgent) and (self._num_urgent_running < self._max_urgent or not self._patient)
+                job = (self._urgent if is_urgent else self._patient).popleft()
+                self._num_urgent_running += is_urgent
             try:
                 job()
             except BaseException:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             del job  # it may hold the memory of a slot
+            with self._changed:
+                self._num_urgent_running -= is_urgent
 
     def close(self) -> None:
         """Run what is queued, then stop the threads. Idempotent; not to be called from a job."""
