@@ -6,31 +6,54 @@ by one as it writes them; so the work goes on, and waits at most where it would 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tiered.block import BlockSpec, CopyState
 from tiered.contents import array_bytes, flush_contents, read_contents, write_contents
 from tiered.copies import Block
-from tiered.errors import GenerationError, TransferError
+from tiered.errors import GenerationError
 from tiered.events import Event
 from tiered.grants import Grants
 from tiered.lease import NO_THREAD, Lease
+from tiered.loading import nearest_addressable
 from tiered.manifest import JSON, SNAPSHOT_FOLDER, BlockRecord, generation_folder, generation_name
 from tiered.movement import Movement, Waiting
 from tiered.tiers.directory import write_document
 from tiered.tiers.files import files_of
+from tiered.tiers.full import FullDrives
+from tiered.tiers.ownership import StoreIdentity
+from tiered.tiers.snapshots import drop_kept_files
+from tiered.units import PAGE_BYTES
 from tiered.zarr_layout import dtype_name, group_document
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFigures:
+    """What a commit took.
+
+    Attributes:
+        nbytes: contents of all its blocks. written_bytes: size of the files it wrote. linked_bytes: size of the files
+            that it only linked. freeze_s: seconds in ``TieredStore.commit``. seconds: from its call to the end.
+    """
+
+    nbytes: int
+    written_bytes: int
+    linked_bytes: int
+    freeze_s: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +66,7 @@ class _Frozen:
     checksums: tuple[str, ...] | None
     is_flushed: bool
     lease: Lease | None
+    linked_bytes: int = 0
 
 
 class Commit:
@@ -52,17 +76,35 @@ class Commit:
         generation: its number, one more than the last committed one.
     """
 
-    def __init__(self, movement: Movement, path: Path, generation: int, meta: Mapping[str, JSON]) -> None:
+    def __init__(
+        self, movement: Movement, owner: StoreIdentity, full: FullDrives, generation: int, meta: Mapping[str, JSON]
+    ) -> None:
         self.generation = generation
         self.meta = meta
-        self.path = path
-        self.folder = generation_folder(path, generation)
+        self.owner = owner
+        self.full = full  # of the drive of ``path``
+        self.path = owner.path
+        self.folder = generation_folder(owner.path, generation)
         self.frozen: list[_Frozen] = []
+        self.start_s = time.perf_counter()
+        self.frozen_s = self.start_s  # when everything was frozen
         self.error: BaseException | None = None
         self.error_was_raised = False
         self._movement = movement
+        self._figures: CommitFigures | None = None
         self._staged = threading.Event()
         self._ended = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether it ended, well or badly: ``wait`` would not wait."""
+        return self._ended.is_set()
+
+    @property
+    def figures(self) -> CommitFigures:
+        """Return what it took; only of a commit that ``wait`` returned from."""
+        assert self._figures is not None, f"generation {self.generation} is not committed"
+        return self._figures
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Wait until no block is held any more, so that every block can be changed without waiting.
@@ -97,12 +139,31 @@ class Commit:
             self.error_was_raised = True
             warnings.warn(f"generation {self.generation} was not committed: {self.error}", RuntimeWarning, stacklevel=3)
 
+    def tensor_of(self, frozen: _Frozen) -> torch.Tensor:
+        """Return the contents of a leased block for the calling thread: its stream waits for those that wrote them."""
+        spec, lease = frozen.block.spec, frozen.lease
+        assert lease is not None, spec
+        slot = frozen.block.copies[lease.tier].slot
+        assert slot is not None, spec
+        return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
+
     def end_staging(self) -> None:
         """Give back all leases that are still held."""
         for frozen in self.frozen:
             if frozen.lease is not None and not frozen.lease.is_released:
                 frozen.lease.release()
         self._staged.set()
+
+    def count(self, blocks: Sequence[BlockRecord]) -> None:
+        """Take down the figures, now that the generation is the current one."""
+        linked = [frozen for frozen in self.frozen if frozen.lease is None]
+        self._figures = CommitFigures(
+            nbytes=sum(record.nbytes for record in blocks),
+            written_bytes=sum(array_bytes(frozen.block.spec) for frozen in self.frozen if frozen.lease is not None),
+            linked_bytes=sum(frozen.linked_bytes for frozen in linked),
+            freeze_s=self.frozen_s - self.start_s,
+            seconds=time.perf_counter() - self.start_s,
+        )
 
     def end(self, error: BaseException | None) -> None:
         """Mark the end, well or badly."""
@@ -135,13 +196,26 @@ def freeze(movement: Movement, grants: Grants, commit: Commit) -> None:
         _check_keys(blocks)
         for block in blocks:
             _settle_home(movement, block)  # all write-backs at once: the drive sees a queue
-    commit.folder.mkdir(parents=True)
-    write_document(commit.folder.parent, group_document())
-    write_document(commit.folder, group_document())
+    name = generation_name(commit.generation)
+    for tier in _file_tiers(movement):
+        tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.mark_snapshot, name, commit.owner))
+    commit.full.retry(str(commit.path), PAGE_BYTES, partial(_make_folder, commit))
     for block in blocks:
         frozen = _freeze_block(movement, grants, block, commit)
         if frozen is not None:
             commit.frozen.append(frozen)
+    commit.frozen_s = time.perf_counter()
+
+
+def _file_tiers(movement: Movement) -> list[Any]:
+    """Return the tiers that freeze blocks by links; their methods are those of NvmeTier."""
+    return [tier for tier in movement.tiers.values() if hasattr(tier, "snapshot")]
+
+
+def _make_folder(commit: Commit) -> None:
+    commit.owner.mark(commit.folder)
+    write_document(commit.folder.parent, group_document())
+    write_document(commit.folder, group_document())
 
 
 def _check_keys(blocks: list[Block]) -> None:
@@ -159,34 +233,44 @@ def _settle_home(movement: Movement, block: Block) -> Waiting | None:
         return Waiting("lease")
     newest = block.newest()
     if newest is not None:
-        return movement.write_back(block, newest) or Waiting("drain", newest.transfer)
+        return movement.write_back(block, newest) or movement.rest_of(newest, "drain")
     return Waiting("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
 
 
 def _freeze_block(movement: Movement, grants: Grants, block: Block, commit: Commit) -> _Frozen | None:
+    tier: Any = movement.tiers[block.spec.home]
+    if hasattr(tier, "snapshot"):
+        return cast(
+            "_Frozen | None",
+            tier.full.retry(tier.paths[0], PAGE_BYTES, partial(_link_block, movement, grants, block, commit)),
+        )
     spec = block.spec
     with movement.changed:
-        while (waiting := _settle_home(movement, block)) is not None:
-            grants.wait_for_locked(waiting, block)
-        if movement.blocks.get(spec.key) is not block or block.home.state is not CopyState.CLEAN:
-            return None  # unregistered meanwhile; or never written, or discarded
-        tier: Any = movement.tiers[spec.home]
-        if hasattr(tier, "snapshot"):
-            assert block.home.slot is not None
-            name = generation_name(commit.generation)
-            tier.snapshot(block.home.slot, name)
-            folder = Path(tier.paths[0], SNAPSHOT_FOLDER, name, spec.key)
-            home = files_of(block.home.slot)
-            return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None)
+        if not _is_at_home_locked(movement, grants, block):
+            return None
         lease = grants.acquire([(spec.key, nearest_addressable(movement, spec.home), "r")], None, None)[0]
         lease.thread_id = NO_THREAD
         return _Frozen(block, commit.folder / spec.key, block.version, None, False, lease)
 
 
-def nearest_addressable(movement: Movement, home: str) -> str:
-    """Return the tier nearest to ``home``, on the fast side, that a lease can be in."""
-    names = movement.order[: movement.order.index(home) + 1]
-    return next(name for name in reversed(names) if movement.tiers[name].device is not None)
+def _link_block(movement: Movement, grants: Grants, block: Block, commit: Commit) -> _Frozen | None:
+    tier: Any = movement.tiers[block.spec.home]
+    with movement.changed:
+        if not _is_at_home_locked(movement, grants, block):
+            return None
+        assert block.home.slot is not None
+        name = generation_name(commit.generation)
+        tier.snapshot(block.home.slot, name)
+        folder = Path(tier.paths[0], SNAPSHOT_FOLDER, name, block.spec.key)
+        home = files_of(block.home.slot)
+        return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
+
+
+def _is_at_home_locked(movement: Movement, grants: Grants, block: Block) -> bool:
+    """Wait until the newest bytes of a block are at home; False if it has none, or is gone."""
+    while (waiting := _settle_home(movement, block)) is not None:
+        grants.wait_for_locked(waiting, block)
+    return movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
 
 
 def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
@@ -198,27 +282,27 @@ def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
         spec = frozen.block.spec
         if counted is not None:
             counted.count_wear({counted.paths.index(str(commit.path)): array_bytes(spec)})
-        checksums = _write_when_there_is_room(commit, spec, frozen.lease.tensor, counted)
-        if counted is not None:
-            counted.count_snapshot(array_bytes(spec))
+        tensor = commit.tensor_of(frozen)
+        checksums = commit.full.retry(
+            str(commit.path), array_bytes(spec), partial(_write, commit, spec, tensor, counted)
+        )
         frozen.lease.release()
         records[frozen.block.spec.key] = _record(commit, frozen, checksums)
     return records
 
 
-def _write_when_there_is_room(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: Any) -> tuple[str, ...]:
-    while True:
-        try:
-            checksums = write_contents(commit.folder, spec, tensor)
-        except TransferError as error:
-            if counted is None:
-                raise
-            counted.full.wait(str(commit.path), array_bytes(spec), error)
-            shutil.rmtree(commit.folder / spec.key)
-        else:
-            if counted is not None:
-                counted.full.wrote(str(commit.path))
-            return checksums
+def _write(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: Any) -> tuple[str, ...]:
+    if counted is not None:
+        counted.count_snapshot(array_bytes(spec))  # files kept for reuse make way
+    try:
+        return write_contents(commit.folder, spec, tensor)
+    except BaseException as error:
+        shutil.rmtree(commit.folder / spec.key, ignore_errors=True)
+        if counted is not None:
+            counted.count_snapshot(-array_bytes(spec))
+            if getattr(error, "errno", None) == errno.ENOSPC and drop_kept_files(counted):
+                return _write(commit, spec, tensor, counted)
+        raise
 
 
 def record_linked(movement: Movement, commit: Commit) -> dict[str, BlockRecord]:
@@ -250,9 +334,9 @@ def _record(commit: Commit, frozen: _Frozen, checksums: tuple[str, ...]) -> Bloc
     return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, checksums, location)
 
 
-def tell(movement: Movement, commit: Commit, nbytes: int, start_s: float) -> None:
+def tell(movement: Movement, commit: Commit) -> None:
     """Emit the event of a commit that succeeded."""
     if movement.on_event is not None:
         with movement.changed:
-            detail = generation_name(commit.generation)
-            movement.on_event(Event("commit", "", "", nbytes, start_s, time.perf_counter(), detail))
+            detail, nbytes = generation_name(commit.generation), commit.figures.nbytes
+            movement.on_event(Event("commit", "", "", nbytes, commit.frozen_s, time.perf_counter(), detail))

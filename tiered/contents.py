@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from tiered.block import BlockSpec
-from tiered.checksums import PieceDigest
+from tiered.checksums import PIECE_BYTES, PieceDigest, pieces
+from tiered.direct import forget_cached, opened, read_range, write_range
 from tiered.errors import GenerationError, TransferError
-from tiered.tiers.directory import make_groups, read_document, sync_path, write_document
+from tiered.tiers.directory import documents_and_folders, make_groups, read_document, sync_paths, write_document
 from tiered.units import PAGE_BYTES, MiB, round_up
-from tiered.zarr_layout import array_document, document_chunk_bytes, own_attributes
+from tiered.zarr_layout import DOCUMENT_NAME, array_document, document_chunk_bytes
 
-#: Most bytes of a block that are in working memory at once.
-PIECE_BYTES = 8 * MiB
 #: Largest chunk file of a block whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
+#: Pieces under way at once, each 16 MiB at most: what a fast drive needs.
+_NUM_THREADS = 4
 _NUM_FLUSH_THREADS = 4  # a drive flushes several files at once for the price of one
 
 
@@ -30,7 +33,11 @@ def array_bytes(spec: BlockSpec) -> int:
 
 
 def _chunk_bytes(spec: BlockSpec) -> int:
-    return min(round_up(max(spec.nbytes, 1), PAGE_BYTES), _CHUNK_BYTES)
+    """Return the size of all files of a block: equal, and no piece of 16 MiB lies in two of them."""
+    num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
+    if num_files < 2:
+        return round_up(max(spec.nbytes, 1), PAGE_BYTES)
+    return round_up(math.ceil(spec.nbytes / num_files), PIECE_BYTES)
 
 
 def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
@@ -44,69 +51,101 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[s
     """
     chunk_bytes = _chunk_bytes(spec)
     folder = root / spec.key
-    digest = PieceDigest()
+    found: list[str] = []
     try:
         make_groups(root, spec.key)
         write_document(folder, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
         (folder / "c").mkdir()
         data = byte_view(tensor)
-        starts = range(0, spec.nbytes, chunk_bytes)
-        for number, start in enumerate(starts):
-            _write_file(folder / "c" / str(number), data[start : start + chunk_bytes], chunk_bytes, digest)
+        for number, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
+            found += _write_file(folder / "c" / str(number), data[start : start + chunk_bytes], chunk_bytes)
     except OSError as error:
         path = str(error.filename or folder)
         text = f"block '{spec.key}' cannot be written: {error.strerror}"
         raise TransferError(text, tier=spec.home, path=path, errno=error.errno) from error
-    return digest.checksums()
+    return tuple(found)
 
 
-def _write_file(path: Path, data: torch.Tensor, nbytes: int, digest: PieceDigest) -> None:
-    """Write one chunk file, padded with zeros to ``nbytes``; a full drive shows before the first byte."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+def _write_file(path: Path, data: torch.Tensor, nbytes: int) -> list[str]:
+    """Write one chunk file of ``nbytes`` and return the checksums; a full drive shows before the first byte."""
+
+    def write(piece: tuple[int, int]) -> str:
+        digest = PieceDigest()
+        write_range(fd, piece[0], data[slice(*piece)], digest)
+        return digest.checksums()[0]
+
     try:
-        os.posix_fallocate(fd, 0, nbytes)
-        for start in range(0, data.numel(), PIECE_BYTES):
-            piece = memoryview(data[start : start + PIECE_BYTES].cpu().numpy().data)
-            digest.update(piece)
-            written = 0
-            while written < len(piece):
-                written += os.pwrite(fd, piece[written:], start + written)
-        os.fsync(fd)
+        with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+            os.posix_fallocate(fd, 0, nbytes)
+            found = _in_parallel(write, list(pieces(data.numel())))
+            os.fsync(fd)
+            forget_cached(fd)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None  # it does not know the file by itself
-    finally:
-        os.close(fd)
+    return found
 
 
-def read_contents(
-    folder: Path, spec: BlockSpec, use: Callable[[int, bytearray], None] | None = None
-) -> tuple[str, ...]:
-    """Read a block's array piece by piece and return its checksums.
+def _in_parallel(act: Callable[[tuple[int, int]], str], todo: Sequence[tuple[int, int]]) -> list[str]:
+    if len(todo) < 2:
+        return list(map(act, todo))
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(todo)), thread_name_prefix="tiered-pieces") as threads:
+        return list(threads.map(act, todo))
+
+
+#: For messages about a part of a generation that is not where it should be.
+ADVICE = "Name the paths of the run that wrote it, or open another generation"
+#: A chunk file, the offset of its contents in the block, and how many bytes of contents it has.
+ChunkPlace = tuple[Path, int, int]
+
+
+def read_contents(folder: Path, spec: BlockSpec) -> tuple[str, ...]:
+    """Read a block's array and return its checksums; see ``read_files``."""
+    return read_files(chunk_files(folder, spec), spec)
+
+
+def read_files(files: Sequence[ChunkPlace], spec: BlockSpec, into: torch.Tensor | None = None) -> tuple[str, ...]:
+    """Read the chunk files of a block and return the checksums of its pieces, by a few threads.
 
     Args:
-        folder: of the array. use: called with the byte offset and every piece in turn; it must not keep the piece.
+        files: all of the block, in order. into: takes the contents: contiguous, 1-D uint8, on any device.
+
+    Returns:
+        One checksum per piece; what is missing at the end of a file that was cut off is left out of it.
 
     Raises:
-        GenerationError: a part is missing. TransferError: the drive refused.
+        GenerationError: a file is missing. TransferError: the drive refused.
     """
+    return tuple(_in_parallel(partial(read_piece, files, spec, into), list(pieces(spec.nbytes))))
+
+
+def read_piece(files: Sequence[ChunkPlace], spec: BlockSpec, into: torch.Tensor | None, piece: tuple[int, int]) -> str:
+    """Read one piece of a block and return its checksum; see ``read_files``."""
     digest = PieceDigest()
-    path = folder
-    try:
-        for path, start, nbytes in _files(folder, spec):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for offset, piece in _pieces(fd, nbytes):
-                    digest.update(piece)
-                    if use is not None:
-                        use(start + offset, piece)
-            finally:
-                os.close(fd)
-    except FileNotFoundError as error:
-        raise GenerationError(f"a part of block '{spec.key}' is missing: '{path}'. Open another generation") from error
-    except OSError as error:
-        text = f"block '{spec.key}' cannot be read: {error.strerror}"
-        raise TransferError(text, tier=spec.home, path=str(path), errno=error.errno) from error
-    return digest.checksums()
+    for path, first, last, start in parts_of(files, *piece):
+        target = None if into is None else into[start : start + last - first]
+        try:
+            with opened(path, os.O_RDONLY) as fd:
+                read_range(fd, first, last - first, target, digest)
+                forget_cached(fd)
+        except FileNotFoundError as error:
+            raise GenerationError(f"a part of block '{spec.key}' is missing: {missing_text(path)}") from error
+        except OSError as error:
+            text = f"block '{spec.key}' cannot be read: {error.strerror}"
+            raise TransferError(text, tier=spec.home, path=str(path), errno=error.errno) from error
+    return (digest.checksums() or ("nothing",))[0]
+
+
+def parts_of(files: Sequence[ChunkPlace], start: int, stop: int) -> Iterator[tuple[Path, int, int, int]]:
+    """Yield (file, first, last, start) of the parts of bytes ``start`` to ``stop`` of a block: a range in a file."""
+    for path, offset, nbytes in files:
+        first, last = max(start, offset), min(stop, offset + nbytes)
+        if first < last:
+            yield path, first - offset, last - offset, first
+
+
+def snapshot_of(file: Path, key: str) -> Path:
+    """Return the folder ``snap/<generation>`` on the drive that a chunk file of a block lies on."""
+    return Path(os.path.realpath(file)).parents[key.count("/") + 2]
 
 
 def flush_contents(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
@@ -115,7 +154,7 @@ def flush_contents(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
     Raises:
         GenerationError: a part is missing. TransferError: the drive refused.
     """
-    files = [(path, spec) for folder, spec in arrays for path, _, _ in _files(folder, spec)]
+    files = [(path, spec) for folder, spec in arrays for path, _, _ in chunk_files(folder, spec)]
     with ThreadPoolExecutor(_NUM_FLUSH_THREADS, thread_name_prefix="tiered-flush") as threads:
         for _ in threads.map(_flush, files):
             pass
@@ -134,38 +173,47 @@ def _flush(file: tuple[Path, BlockSpec]) -> None:
         raise TransferError(text, tier=spec.home, path=str(path), errno=error.errno) from error
 
 
-def place_in(folder: Path, spec: BlockSpec, start: int, stop: int) -> str:
-    """Return where bytes ``start`` to ``stop`` of a block's array lie, for a message: files and ranges in them."""
-    places = []
-    for path, offset, nbytes in _files(folder, spec):
-        first, last = max(start, offset), min(stop, offset + nbytes)
-        if first < last:
-            places.append(f"'{os.path.realpath(path)}' bytes {first - offset} to {last - offset}")
-    return ", ".join(places)
+def place_in(files: Sequence[ChunkPlace], start: int, stop: int) -> str:
+    """Return where bytes ``start`` to ``stop`` of a block lie, for a message: files and ranges in them."""
+    parts = parts_of(files, start, stop)
+    return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
 
 
-def _files(folder: Path, spec: BlockSpec) -> Iterator[tuple[Path, int, int]]:
-    """Yield (file, offset of its contents in the block, bytes of contents) of an array."""
-    document = read_document(folder)
-    if own_attributes(document) is None:
-        raise GenerationError(f"block '{spec.key}' has no array in '{folder}'. Open another generation")
-    chunk_bytes = document_chunk_bytes(document)
+def link_text(path: Path) -> str:
+    """Return the name of a chunk file for a message, and what it is a link to."""
+    return f"'{path}', a link to '{os.readlink(path)}'," if path.is_symlink() else f"'{path}'"
+
+
+def missing_text(path: Path) -> str:
+    """Return what to tell of a chunk file that is not there."""
+    return f"{link_text(path)} is not there. {ADVICE}"
+
+
+def array_chunk_bytes(folder: Path) -> int | None:
+    """Return the size of the chunk files of an array, None if the folder has no document that says so."""
+    return document_chunk_bytes(read_document(folder))
+
+
+def no_array_text(key: str, folder: Path) -> str:
+    """Return what to tell where an array is not, or its document is damaged."""
+    return f"block '{key}' has no array in '{folder}': '{folder / DOCUMENT_NAME}' is missing or damaged. {ADVICE}"
+
+
+def chunk_files(folder: Path, spec: BlockSpec, elsewhere: Sequence[Path] = ()) -> list[ChunkPlace]:
+    """Return all chunk files of an array, in order; also those that are missing.
+
+    Raises:
+        GenerationError: the folder holds no array.
+    """
+    chunk_bytes = array_chunk_bytes(folder)
+    if chunk_bytes is None:
+        raise GenerationError(no_array_text(spec.key, folder))
+    files = []
     for number, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
-        yield folder / "c" / str(number), start, min(chunk_bytes, spec.nbytes - start)
-
-
-def _pieces(fd: int, nbytes: int) -> Iterator[tuple[int, bytearray]]:
-    """Yield (offset, bytes) of an open file; a file that is too short ends early and fails its checksum."""
-    for offset in range(0, nbytes, PIECE_BYTES):
-        piece = bytearray(min(PIECE_BYTES, nbytes - offset))
-        have = 0
-        while have < len(piece):
-            count = os.preadv(fd, [memoryview(piece)[have:]], offset + have)
-            if count == 0:
-                return
-            have += count
-        yield offset, piece
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # nobody reads it again through the kernel's cache
+        paths = [place / "c" / str(number) for place in (folder, *elsewhere)]
+        path = next((path for path in paths if path.exists()), paths[0])  # a dangling link does not exist
+        files.append((path, start, min(chunk_bytes, spec.nbytes - start)))
+    return files
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,13 +224,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sync_tree(root: Path, top: Path) -> None:
-    """Flush all documents and folders below ``root``, innermost first, and the folders from there up to ``top``."""
-    for folder, _, names in os.walk(root, topdown=False):
-        for name in names:
-            if not name.isdigit():
-                sync_path(Path(folder, name))
-        sync_path(Path(folder))
-    folder_above = root
-    while folder_above != top:
-        folder_above = folder_above.parent
-        sync_path(folder_above)
+    """Flush all documents and folders below ``root``, and those of the folders from there up to ``top``."""
+    above = [folder for folder in root.parents if folder == top or top in folder.parents]
+    documents = [path for folder in above if (path := folder / DOCUMENT_NAME).exists()]
+    sync_paths([*documents_and_folders(root), *documents, *above])

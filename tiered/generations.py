@@ -1,75 +1,82 @@
-"""Generations of one store: its directory, numbers, commits one after the other, and opening one again."""
+"""Generations of one store: its directory, numbers, commits one after the other, pruning, and loading one again."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tiered.block import BlockSpec, CopyState
-from tiered.checksums import pieces
-from tiered.commit import (
-    Commit,
-    check_meta,
-    freeze,
-    nearest_addressable,
-    record_linked,
-    tell,
-    write_leased,
-)
-from tiered.contents import byte_view, place_in, read_contents, sync_tree
-from tiered.errors import CorruptBlockError, GenerationError, TransferError
+from tiered.block import BlockSpec
+from tiered.commit import Commit, check_meta, freeze, record_linked, tell, write_leased
+from tiered.contents import sync_tree
+from tiered.errors import GenerationError, TransferError
 from tiered.grants import Grants
+from tiered.loading import Loader
 from tiered.manifest import (
     JSON,
-    MANIFEST_NAME,
-    SNAPSHOT_FOLDER,
-    BlockRecord,
     Manifest,
     current_generation,
+    forget_generation,
     generation_folder,
     generation_name,
-    list_generations,
+    make_current,
+    newest_first,
     read_manifest,
-    remove_generation,
-    unfinished_generations,
     write_manifest,
 )
 from tiered.movement import Movement
+from tiered.reader import GenerationReader
 from tiered.tiers.directory import TierDirectory
-from tiered.tiers.files import files_of
-from tiered.zarr_layout import dtype_from_name
+from tiered.tiers.full import FullDrives
+from tiered.tiers.ownership import (
+    StoreIdentity,
+    read_owner,
+    read_store_id,
+    remove_if_empty,
+    remove_snapshot_folder,
+    snapshot_folders,
+)
+from tiered.units import PAGE_BYTES
 
 #: ``TieredStore.register``.
 Register = Callable[..., BlockSpec]
 
 
 class Generations:
-    """Commits and opens generations. At most one commit is under way.
+    """Commits, prunes and loads generations. At most one commit is under way.
 
     Args:
         path: directory of the generations; None: the first path of a file tier, or nothing to commit to.
         keep: how many of the last generations a commit leaves, at least 1.
+        full: waits for room on the drive of ``path`` where no tier owns it. notice: tells a person.
     """
 
-    def __init__(self, movement: Movement, grants: Grants, path: str | None, keep: int = 2) -> None:
+    def __init__(
+        self,
+        movement: Movement,
+        grants: Grants,
+        path: str | None,
+        keep: int,
+        full: FullDrives,
+        notice: Callable[[str], None],
+    ) -> None:
         self._movement = movement
         self._grants = grants
-        self._tiers: list[Any] = list(movement.tiers.values())
         # Tiers that freeze blocks by links; their methods are those of NvmeTier.
-        self._file_tiers = [tier for tier in self._tiers if hasattr(tier, "snapshot")]
+        self._file_tiers: list[Any] = [tier for tier in movement.tiers.values() if hasattr(tier, "snapshot")]
         self.path = path if path is not None else next((tier.paths[0] for tier in self._file_tiers), None)
+        self.full = full
+        self._notice = notice
         self._keep = max(1, keep)
         self._committing = threading.Lock()
         self._last: Commit | None = None  # under way or ended
         self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
+        self._identity: StoreIdentity | None = None
+        self._abandoned: set[int] = set()  # newer than the one that was loaded
 
     # -- committing --------------------------------------------------------------------------------------------
 
@@ -86,46 +93,49 @@ class Generations:
         with self._committing:
             if self._last is not None:
                 self._last.wait_before_next()
-            path = self._own_directory()
-            self._remove_unfinished(path)
-            commit = Commit(self._movement, path, self._next_number(path), meta)
+            store, full = self._ready_directory()
+            commit = Commit(self._movement, store, full, self._next_number(store), meta)
             try:
+                # Before anything more is held, so that at most ``keep`` generations are (two, where one is kept).
+                make_room = partial(self._forget_old, store, max(1, self._keep - 1))
+                doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
                 freeze(self._movement, self._grants, commit)
             except BaseException as failure:
                 commit.end_staging()
                 with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
-                    self._remove(path, commit.generation)
-                if (told := _told(failure, commit)) is not failure:
+                    self._remove(store, commit.generation)
+                if (told := _told(failure, commit.path, commit.generation)) is not failure:
                     raise told from failure
                 raise
             self._last = commit
-            threading.Thread(target=self._finish, args=(commit,), name="tiered-commit").start()
+            threading.Thread(target=self._finish, args=(commit, doomed), name="tiered-commit").start()
             return commit
 
-    def _finish(self, commit: Commit) -> None:
+    def _finish(self, commit: Commit, doomed: list[int]) -> None:
         """The commit's thread: write what is leased, check and flush everything, flip, drop old generations."""
-        start_s = time.perf_counter()
         is_committed = False
         error: BaseException | None = None
         try:
-            owner = next((tier for tier in self._file_tiers if str(commit.path) in tier.paths), None)
-            records = write_leased(commit, owner)
+            self._delete(commit.owner, doomed)
+            records = write_leased(commit, self._owner_tier(commit.owner))
             commit.end_staging()
             records |= record_linked(self._movement, commit)
             for tier in self._file_tiers:
                 tier.sync_snapshot(generation_name(commit.generation))
-            sync_tree(commit.folder, commit.path)
             blocks = tuple(records[frozen.block.spec.key] for frozen in commit.frozen)
-            write_manifest(commit.path, Manifest(commit.generation, blocks, commit.meta))
+            paths = {tier.name: tuple(tier.paths) for tier in self._file_tiers}
+            manifest = Manifest(commit.generation, blocks, commit.meta, paths, commit.owner.id)
+            commit.full.retry(str(commit.path), PAGE_BYTES, partial(_flip, commit, manifest))
             is_committed = True
-            self._drop_old(commit)
-            tell(self._movement, commit, sum(record.nbytes for record in blocks), start_s)
+            self._prune(commit.owner)
+            commit.count(blocks)
+            tell(self._movement, commit)
         except BaseException as failure:
-            error = _told(failure, commit)
+            error = _told(failure, commit.path, commit.generation)
             commit.end_staging()
             if not is_committed:
                 with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
-                    self._remove(commit.path, commit.generation)
+                    self._remove(commit.owner, commit.generation)
         finally:
             commit.frozen.clear()
             commit.end(error)
@@ -143,8 +153,10 @@ class Generations:
 
     # -- the directory -----------------------------------------------------------------------------------------
 
-    def _own_directory(self) -> Path:
-        """Return the directory of generations; where no file tier owns it, lock it for this store."""
+    def _own_directory(self) -> StoreIdentity:
+        """Return who this store is; where no file tier owns its directory, lock it for this store."""
+        if self._identity is not None:
+            return self._identity
         if self.path is None:
             raise GenerationError("this store has no directory for generations: pass path=..., or give it an NvmeTier")
         path = Path(os.path.abspath(self.path))
@@ -152,38 +164,101 @@ class Generations:
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
                 pass  # files that a file tier once kept for reuse: nobody takes them now
-        return path
+        self._identity = StoreIdentity.of(path, _id_in_manifests(path) if read_store_id(path) is None else None)
+        for _, folder in self._snapshot_folders(self._identity):
+            owner = read_owner(folder)
+            if owner is not None and owner.path != str(path) and self._identity.owns(folder):
+                self._identity.mark(folder)  # the directory was moved
+        return self._identity
 
-    def _next_number(self, path: Path) -> int:
-        """Return the next number; a file tier that also served another directory may be further on."""
-        others = [number for tier in self._file_tiers for number in list_generations(tier.paths[0])]
-        return 1 + max([current_generation(path) or 0, *others])
+    def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
+        """Return who this store is, and what waits for room on the drive of its generations; halves are removed."""
+        path = Path(os.path.abspath(self.path or ""))
+        owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
+        full: FullDrives = self.full if owner is None else owner.full
+        try:
+            store = full.retry(str(path), PAGE_BYTES, self._own_directory)
+            self._remove_unfinished(store)
+        except OSError as failure:
+            raise _told(failure, path) from failure
+        return store, full
 
-    def _drop_old(self, commit: Commit) -> None:
-        known = [number for number in list_generations(commit.path) if number <= commit.generation]
-        for number in known[: -self._keep]:
-            self._remove(commit.path, number)
+    def _owner_tier(self, store: StoreIdentity) -> Any:
+        """Return the file tier that the directory of generations is a path of, or None."""
+        return next((tier for tier in self._file_tiers if str(store.path) in tier.paths), None)
 
-    def _remove_unfinished(self, path: Path) -> None:
-        """Remove what a crash left half-written, on every path of every file tier too."""
-        left = set(unfinished_generations(path))
-        for tier in self._file_tiers:
-            known = {*list_generations(path), *list_generations(tier.paths[0])} - left
-            for root in tier.paths:
-                snap = Path(root, SNAPSHOT_FOLDER)
-                found = {int(f.name) for f in snap.iterdir() if f.name.isdigit()} if snap.is_dir() else set()
-                left |= found - known
-        for number in sorted(left):
-            self._remove(path, number)
+    def _snapshot_folders(self, store: StoreIdentity) -> list[tuple[int, Path]]:
+        """Return (generation, folder) under ``snap/`` of the directory and of all paths of file tiers, of any store."""
+        paths = [str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]
+        return list(snapshot_folders(list(dict.fromkeys(paths))))
 
-    def _remove(self, path: Path, generation: int) -> None:
+    def _next_number(self, store: StoreIdentity) -> int:
+        """Return a number that no generation has here, of whatever store."""
+        return 1 + max([*newest_first(store.path), *(number for number, _ in self._snapshot_folders(store))], default=0)
+
+    # -- removing ----------------------------------------------------------------------------------------------
+
+    def _forget_old(self, store: StoreIdentity, keep: int) -> list[int]:
+        """Take all but ``keep`` generations out of existence, and return them for ``_delete``.
+
+        An abandoned future goes first, then the oldest. This is the quick part: files on file tiers are renamed.
+        """
+        known = sorted(newest_first(store.path))
+        self._abandoned &= set(known)
+        order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
+        doomed = order[: max(0, len(order) - keep)]
+        with contextlib.suppress(GenerationError):  # damaged: the coming flip mends it
+            if current_generation(store.path) in doomed:
+                make_current(store.path, order[-1])
+        for number in doomed:
+            forget_generation(store.path, number)
+            for tier in self._file_tiers:
+                tier.release_snapshot(generation_name(number), store)
+        return doomed
+
+    def _delete(self, store: StoreIdentity, doomed: list[int]) -> None:
+        """Delete the folders of generations that were forgotten, with what the store wrote into its own."""
+        for number in doomed:
+            for tier in self._file_tiers:
+                tier.drop_snapshot(generation_name(number), store)
+            folder = generation_folder(store.path, number)
+            if store.owns(folder):
+                remove_snapshot_folder(folder)
+
+    def _prune(self, store: StoreIdentity) -> None:
+        try:
+            self._delete(store, self._forget_old(store, self._keep))
+        except OSError as error:  # the new generation is there: the next commit tries this again
+            self._notice(f"old generations in '{store.path}' could not be removed: {error}")
+
+    def _remove_unfinished(self, store: StoreIdentity) -> None:
+        """Remove what a crash left half-written or half-removed, on every path of every file tier too."""
+        known = set(newest_first(store.path))
+        found = {number for number, folder in self._snapshot_folders(store) if store.owns(folder)}
+        for number in sorted(found - known):
+            self._remove(store, number)
+        for _, folder in self._snapshot_folders(store):
+            remove_if_empty(folder)
+
+    def _remove(self, store: StoreIdentity, generation: int) -> None:
         # The manifest first: a crash half-way leaves a generation that is plainly not there.
-        (generation_folder(path, generation) / MANIFEST_NAME).unlink(missing_ok=True)
-        for tier in self._file_tiers:
-            tier.drop_snapshot(generation_name(generation))
-        remove_generation(path, generation)
+        forget_generation(store.path, generation)
+        self._delete(store, [generation])
 
-    # -- opening -----------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------------------
+
+    def load(self, generation: int | None) -> Manifest:
+        """Fill the registered durable blocks; see ``TieredStore.load``."""
+        with self._committing:
+            if self._last is not None:
+                self._last.wait_before_next()
+            reader = self._reader(generation)
+            loader = self._loader(reader)
+            loader.check_registered()
+            for key in reader.blocks:
+                loader.fill(key)
+            self._loaded(reader)
+            return reader.manifest
 
     def open(self, generation: int | None, register: Register) -> None:
         """Register the blocks of a committed generation in an empty store, with verified contents.
@@ -192,71 +267,47 @@ class Generations:
             GenerationError: there is no such generation, or a part is missing. CorruptBlockError: damaged bytes.
             CapacityError: the tiers are too small.
         """
-        assert self.path is not None
-        manifest = read_manifest(self.path, generation)  # before anything is made: a wrong path stays untouched
-        path = self._own_directory()
-        self._remove_unfinished(path)
-        for record in manifest.blocks:
-            self._open_block(path, manifest.generation, record, register)
+        with self._committing:
+            reader = self._reader(generation)
+            loader = self._loader(reader)
+            for key in reader.blocks:
+                spec = reader.spec(key)
+                home = spec.home if spec.home in self._movement.tiers else self._movement.order[-1]
+                register(key, spec.shape, spec.dtype, home=home)
+                loader.fill(key)  # block by block: files that adopting sets free serve the next one
+            self._loaded(reader)
 
-    def _open_block(self, path: Path, generation: int, record: BlockRecord, register: Register) -> None:
-        home = record.home if record.home in self._movement.tiers else self._movement.order[-1]
-        try:
-            dtype = dtype_from_name(record.dtype)
-        except ValueError as error:
-            raise GenerationError(f"block '{record.key}' of generation {generation}: {error}") from error
-        spec = register(record.key, record.shape, dtype, home=home)
-        if spec.nbytes != record.nbytes:
-            raise GenerationError(f"block '{spec.key}': {record.nbytes} bytes do not make {spec.shape} of {spec.dtype}")
-        folder = Path(os.path.normpath(path / record.location))
-        tier: Any = self._movement.tiers[home]
-        name = generation_name(generation)
-        if hasattr(tier, "adopt") and folder == Path(tier.paths[0], SNAPSHOT_FOLDER, name, spec.key):
-            _check(record, generation, folder, spec, read_contents(folder, spec))
-            self._adopt(tier, spec, name, record.xxh3_64)
-        else:
-            self._read_into_place(spec, folder, generation, record)
+    def _reader(self, generation: int | None) -> GenerationReader:
+        if self.path is None:
+            raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
+        return GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
 
-    def _adopt(self, tier: Any, spec: BlockSpec, name: str, checksums: tuple[str, ...]) -> None:
-        """Take the snapshot's files for the home slot: no byte moves."""
-        movement = self._movement
-        with movement.changed:
-            block = movement.blocks[spec.key]
-            old_bytes = block.home.slot_bytes
-            tier.adopt(block.home.slot, name)
-            movement.home_bytes[spec.home] += block.home.slot_bytes - old_bytes
-            block.home.move(CopyState.FILLING)
-            block.home.move(CopyState.CLEAN)
-            assert block.home.slot is not None
-            home = files_of(block.home.slot)
-            home.checksums, home.is_flushed = checksums, True
+    def _loader(self, reader: GenerationReader) -> Loader:
+        store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
+        return Loader(self._movement, self._grants, reader, store)
 
-    def _read_into_place(self, spec: BlockSpec, folder: Path, generation: int, record: BlockRecord) -> None:
-        tier = nearest_addressable(self._movement, spec.home)
-        with self._grants.acquire([(spec.key, tier, "w")], None, None)[0] as lease:
-            target = byte_view(lease.tensor)
-
-            def put(offset: int, piece: bytearray) -> None:
-                target[offset : offset + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
-
-            _check(record, generation, folder, spec, read_contents(folder, spec, put))
+    def _loaded(self, reader: GenerationReader) -> None:
+        self._abandoned = {number for number in newest_first(reader.path) if number > reader.generation}
 
 
-def _told(failure: BaseException, commit: Commit) -> BaseException:
+def _flip(commit: Commit, manifest: Manifest) -> None:
+    """Make the generation the current one. Everything that its manifest names is on disk before that is."""
+    sync_tree(commit.folder, commit.path)
+    write_manifest(commit.path, manifest)
+
+
+def _id_in_manifests(path: Path) -> str | None:
+    """Return the id that a store's generations name, for a directory that lost its own note of it."""
+    for number in newest_first(path):
+        with contextlib.suppress(GenerationError):
+            return read_manifest(path, number).store or None
+    return None
+
+
+def _told(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:
     """Return a failure of a commit, the system's own as ``TransferError``."""
     if not isinstance(failure, OSError) or isinstance(failure, TransferError):
         return failure
-    text = f"generation {commit.generation} cannot be written: {failure.strerror}"
-    path = str(failure.filename or commit.path)
-    return TransferError(text, tier="generations", path=path, errno=failure.errno)
-
-
-def _check(record: BlockRecord, generation: int, folder: Path, spec: BlockSpec, found: tuple[str, ...]) -> None:
-    """Raise ``CorruptBlockError`` naming the first piece whose checksum differs."""
-    if found == record.xxh3_64:
-        return
-    for (start, stop), expected, actual in zip_longest(pieces(record.nbytes), record.xxh3_64, found):
-        if expected != actual:
-            place = place_in(folder, spec, start, stop)
-            expected, actual = expected or "none", actual or "none"
-            raise CorruptBlockError(record.key, expected, actual, place=place, generation=generation)
+    what = "generations" if generation is None else f"generation {generation}"
+    text = f"{what} cannot be written: {failure.strerror}"
+    return TransferError(text, tier="generations", path=str(failure.filename or path), errno=failure.errno)

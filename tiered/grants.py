@@ -108,7 +108,8 @@ class Grants:
         if left_s is not None and left_s <= 0:
             raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
         num_failures = len(self.movement.failed_write_backs)
-        self.movement.changed.wait(left_s)
+        if waiting.transfer is None or waiting.transfer.error is None:  # else it failed before anybody could wait
+            self.movement.changed.wait(left_s)
         end_s = self.movement.time_s()
         self.check_open()
         self.movement.counters.stall_s[waiting.cause] += end_s - start_s

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,11 +46,18 @@ class BlockRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A generation: its number (>= 1, growing), its blocks, and the caller's own ``meta``."""
+    """A generation.
+
+    Attributes:
+        generation: its number, >= 1, growing. blocks: in order of registration. meta: the caller's own.
+        paths: absolute paths of each file tier at the time of the commit. store: id of the store that wrote it.
+    """
 
     generation: int
     blocks: tuple[BlockRecord, ...]
     meta: Mapping[str, JSON] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    store: str = ""
 
 
 def generation_name(generation: int) -> str:
@@ -75,11 +81,32 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
     """
     folder = generation_folder(directory, manifest.generation)
     folder.mkdir(parents=True, exist_ok=True)
-    body = {"generation": manifest.generation, "meta": manifest.meta, "blocks": [asdict(b) for b in manifest.blocks]}
+    body = {
+        "generation": manifest.generation,
+        "meta": manifest.meta,
+        "paths": {tier: list(paths) for tier, paths in manifest.paths.items()},
+        "store": manifest.store,
+        "blocks": [asdict(block) for block in manifest.blocks],
+    }
     _write_sealed(folder / MANIFEST_NAME, body)
     _sync_folder(folder.parent)
     _sync_folder(Path(directory))
-    _write_sealed(Path(directory, MANIFEST_NAME), {"generation": manifest.generation})
+    make_current(directory, manifest.generation)
+
+
+def make_current(directory: str | os.PathLike[str], generation: int) -> None:
+    """Let a generation that is whole be the current one. Survives a power cut.
+
+    Raises:
+        OSError: the drive refused; the current generation is the one before.
+    """
+    _write_sealed(Path(directory, MANIFEST_NAME), {"generation": generation})
+
+
+def forget_current(directory: str | os.PathLike[str]) -> None:
+    """Say that nothing is committed. Survives a power cut."""
+    Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
+    _sync_folder(Path(directory))
 
 
 def read_manifest(directory: str | os.PathLike[str], generation: int | None = None) -> Manifest:
@@ -91,20 +118,31 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
     if generation is None:
         generation = current_generation(directory)
         if generation is None:
-            raise GenerationError(f"nothing was committed in '{os.fspath(directory)}'")
+            raise GenerationError(_no_current_text(directory))
     path = generation_folder(directory, generation) / MANIFEST_NAME
     if not path.exists():
         known = ", ".join(map(str, list_generations(directory))) or "none"
-        raise GenerationError(f"no generation {generation} in '{os.fspath(directory)}'; there are: {known}")
+        raise GenerationError(
+            f"no generation {generation} in '{os.fspath(directory)}' ('{path}' is not there); there are: {known}"
+        )
     body = _read_sealed(path)
     try:
         blocks = tuple(_block_record(record) for record in body["blocks"])
-        manifest = Manifest(int(body["generation"]), blocks, body["meta"])
-    except (KeyError, TypeError, ValueError) as error:
+        paths = {tier: tuple(map(str, paths)) for tier, paths in body.get("paths", {}).items()}
+        manifest = Manifest(int(body["generation"]), blocks, body["meta"], paths, str(body.get("store", "")))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GenerationError(f"'{path}' is not a manifest: {error}") from error
     if manifest.generation != generation:
         raise GenerationError(f"'{path}' describes generation {manifest.generation}, not {generation}")
     return manifest
+
+
+def _no_current_text(directory: str | os.PathLike[str]) -> str:
+    known = ", ".join(map(str, list_generations(directory)))
+    if not known:
+        return f"nothing was committed in '{os.fspath(directory)}'"
+    top = Path(directory, MANIFEST_NAME)
+    return f"'{top}' is missing, which names the current generation. Open one by its number; there are: {known}"
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
@@ -134,22 +172,40 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
     return sorted(int(f.name) for f in root.iterdir() if f.name.isdigit() and (f / MANIFEST_NAME).is_file())
 
 
+def newest_first(directory: str | os.PathLike[str]) -> list[int]:
+    """Return the generations to try to open, the current one first, then older ones.
+
+    Where the file that names the current one is damaged or lost, every generation that has a manifest counts.
+    """
+    known = list_generations(directory)
+    try:
+        current = current_generation(directory)
+    except GenerationError:
+        current = None
+    return [number for number in reversed(known) if current is None or number <= current]
+
+
 def unfinished_generations(directory: str | os.PathLike[str]) -> list[int]:
-    """Return generations that a crash left half-written: a folder without a manifest, or newer than the current."""
+    """Return generations that a crash left half-written: a folder without a manifest, or newer than the current.
+
+    Where the file that names the current one is damaged or lost, none is newer.
+    """
     root = Path(directory, SNAPSHOT_FOLDER)
     if not root.is_dir():
         return []
-    current = current_generation(directory)
-    current = -1 if current is None else current
-    folders = sorted(int(folder.name) for folder in root.iterdir() if folder.name.isdigit())
-    return [n for n in folders if n > current or not (generation_folder(directory, n) / MANIFEST_NAME).is_file()]
+    whole = newest_first(directory)
+    return sorted(n for folder in root.iterdir() if folder.name.isdigit() and (n := int(folder.name)) not in whole)
 
 
-def remove_generation(directory: str | os.PathLike[str], generation: int) -> None:
-    """Delete a generation's folder (after ``NvmeTier.drop_snapshot`` took the files it can reuse)."""
+def forget_generation(directory: str | os.PathLike[str], generation: int) -> None:
+    """Delete a generation's manifest: from now on it is plainly not there, also after a power cut.
+
+    Its files are deleted or used for something else only afterwards, and the current one is another.
+    """
     folder = generation_folder(directory, generation)
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if (folder / MANIFEST_NAME).exists():
+        (folder / MANIFEST_NAME).unlink()
+        _sync_folder(folder)
 
 
 def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:

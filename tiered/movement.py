@@ -108,7 +108,7 @@ class Movement:
         if target.is_home:
             if newest is None:
                 raise UninitializedBlockError(block.spec.key)
-            return self.write_back(block, newest) or Waiting("drain", newest.transfer)
+            return self.write_back(block, newest) or self.rest_of(newest, "drain")
         source = self._nearest_source(block, tier)
         if source is None:
             if block.home.state is CopyState.FILLING:
@@ -116,12 +116,21 @@ class Movement:
             raise UninitializedBlockError(block.spec.key)
         hop = self._hop_towards(source.tier, tier)
         if hop != source.tier:
-            return self.bring(block, hop, for_use=for_use, demand=demand) or Waiting("fill")
+            waiting = self.bring(block, hop, for_use=for_use, demand=demand)
+            return waiting or self.bring(block, tier, for_use=for_use, demand=demand)
         slot = self.make_room(block, tier, for_use=for_use, demand=demand)
         if slot is None:
             return self.no_room(block, tier)
         target.slot = slot
-        return Waiting("fill", self._fill(block, source, target))
+        self._fill(block, source, target)
+        return self.rest_of(target, "fill")
+
+    @staticmethod
+    def rest_of(copy: Copy, cause: str) -> Waiting | None:
+        """Return what to wait for after a transfer to or from ``copy`` was started: None where it ended at once."""
+        assert copy.transfer is not None
+        is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
+        return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         here = self.order.index(tier)
@@ -136,7 +145,7 @@ class Movement:
         step = 1 if self.order.index(src) > here else -1
         return self.order[here + step]
 
-    def _fill(self, block: Block, source: Copy, target: Copy) -> Transfer:
+    def _fill(self, block: Block, source: Copy, target: Copy) -> None:
         assert source.slot is not None and target.slot is not None
         target.move(CopyState.FILLING)
         source.readers += 1
@@ -147,7 +156,6 @@ class Movement:
         target.transfer = transfer
         self.mark_used(target)
         transfer.add_done_callback(lambda done: self._filled(block, source, target, done))
-        return transfer
 
     def _filled(self, block: Block, source: Copy, target: Copy, transfer: Transfer) -> None:
         with self.changed:

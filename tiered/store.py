@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from tiered import places
 from tiered.block import BlockSpec, CopyState
 from tiered.commit import Commit
 from tiered.copies import Block
-from tiered.errors import LeaseError
 from tiered.events import EventSink, StoreStats
 from tiered.generations import Generations
 from tiered.grants import Grants, Request
 from tiered.lease import Lease, LeaseGroup
 from tiered.links.base import Link
 from tiered.links.route import default_links
-from tiered.manifest import JSON
+from tiered.manifest import JSON, Manifest
 from tiered.movement import Movement
 from tiered.policies.base import EvictionPolicy
 from tiered.policies.lru import LRU
@@ -28,6 +29,8 @@ from tiered.schedule import Mode, Schedule, Trace
 from tiered.simulation import SimulatedClock
 from tiered.statistics import collect_stats
 from tiered.tiers.base import Tier
+from tiered.tiers.full import FullDrives, OnFull
+from tiered.tiers.nvme import NvmeTier
 from tiered.transfer import Transfer
 from tiered.units import GiB
 from tiered.verify import verify_at_rest
@@ -45,6 +48,8 @@ class TieredStore:
         links: default: the cheapest known link between neighbouring tiers.
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: how many of the last generations a commit leaves.
+        on_full: when the drive of ``path`` is full, where no tier owns it: ``pause`` until there is room, or ``error``.
+        on_notice: called with a sentence that a person should read, from any thread; default: logged as a warning.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
         clock: virtual time, for stores of simulated tiers and links.
@@ -58,6 +63,8 @@ class TieredStore:
         *,
         path: str | None = None,
         keep_generations: int = 2,
+        on_full: OnFull = "error",
+        on_notice: Callable[[str], None] | None = None,
         max_inflight_bytes: int = 2 * GiB,
         on_event: EventSink | None = None,
         clock: SimulatedClock | None = None,
@@ -73,7 +80,10 @@ class TieredStore:
         self._blocks = self._movement.blocks
         self._grants = Grants(self._movement)
         self._collecting = threading.Lock()  # one acquire_many at a time gathers copies: no hold-and-wait between two
-        self._generations = Generations(self._movement, self._grants, path, keep_generations)
+        notice = on_notice or logging.getLogger(__name__).warning
+        full = FullDrives(on_full, notice)
+        self._full_drives = [full, *(tier.full for tier in tiers if isinstance(tier, NvmeTier))]
+        self._generations = Generations(self._movement, self._grants, path, keep_generations, full, notice)
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
@@ -91,6 +101,11 @@ class TieredStore:
             store.close()
             raise
         return store
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether something waits for room on a full drive."""
+        return any(full.is_waiting for full in self._full_drives)
 
     @property
     def path(self) -> str | None:
@@ -132,18 +147,7 @@ class TieredStore:
         Raises:
             LeaseError: one of the blocks is leased.
         """
-        with self._changed:
-            for key in keys:
-                block = self._grants.block(key)
-                self._grants.wait_quiet_locked(block)
-                for copy in block.copies.values():
-                    if not copy.is_home and copy.slot is not None:
-                        self._movement.drop(copy)
-                if block.home.state is CopyState.CLEAN:
-                    block.home.move(CopyState.STALE)
-                self._movement.unsaved.pop(block, None)
-            self._movement.pump()
-            self._changed.notify_all()
+        places.discard(self._movement, self._grants, keys)
 
     def unregister(self, *keys: str) -> None:
         """Forget blocks and give their home slots back.
@@ -223,15 +227,7 @@ class TieredStore:
         Raises:
             CapacityError: homes and pins together would not fit the tier.
         """
-        with self._changed:
-            block = self._grants.block(key)
-            need = self._grants.tier(tier).slot_bytes(block.spec.nbytes)
-            copy = block.copy_in(tier)
-            if not copy.is_home and copy.pins == 0:
-                if self._movement.pinned_bytes[tier] + need > self._grants.room_for_copies_locked(tier):
-                    raise self._grants.capacity_error_locked(tier, need, f"to pin '{key}'")
-                self._movement.pinned_bytes[tier] += need
-            copy.pins += 1
+        places.pin(self._movement, self._grants, key, tier)
 
     def unpin(self, key: str, tier: str) -> None:
         """Reverse one ``pin``.
@@ -239,16 +235,7 @@ class TieredStore:
         Raises:
             LeaseError: not pinned there.
         """
-        with self._changed:
-            block = self._grants.block(key)
-            copy = block.copy_in(tier)
-            if copy.pins == 0:
-                raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
-            copy.pins -= 1
-            if not copy.is_home and copy.pins == 0:
-                self._movement.pinned_bytes[tier] -= self._grants.tier(tier).slot_bytes(block.spec.nbytes)
-            self._movement.pump()
-            self._changed.notify_all()
+        places.unpin(self._movement, self._grants, key, tier)
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Put bytes that live outside any block (workspace, staging) on a tier's ledger; negative gives back.
@@ -258,15 +245,7 @@ class TieredStore:
         Raises:
             CapacityError: no such room beside what the tier holds then. TransferError: because a write-back failed.
         """
-        owner = self._grants.tier(tier)
-        with self._changed:
-            while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in self._blocks.values()):
-                self._changed.wait()
-            if nbytes > owner.usage().free_bytes:
-                self._movement.raise_unsaved()  # why there is no room
-            owner.reserve(nbytes)
-            self._movement.reserved_bytes[tier] += nbytes
-            self._changed.notify_all()
+        places.reserve(self._movement, self._grants, tier, nbytes)
 
     def evict(self, key: str, tier: str) -> Transfer:
         """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
@@ -276,20 +255,7 @@ class TieredStore:
         Raises:
             LeaseError: the copy is pinned.
         """
-        with self._changed:
-            block = self._grants.block(key)
-            copy = block.copy_in(tier)
-            if copy.pins:
-                raise LeaseError(f"block '{key}' is pinned in tier '{tier}': unpin it first")
-            if copy.is_home or copy.state is CopyState.ABSENT:
-                return Transfer.finished(tier, block.spec.home)
-            if copy.state is CopyState.FILLING and block.writer is None:
-                copy.drop_when_clean = True
-            elif copy.state is not CopyState.FILLING:
-                self._movement.evict(block, copy)
-            self._changed.notify_all()
-            draining = copy.state is CopyState.DRAINING and copy.transfer is not None
-            return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)
+        return places.evict(self._movement, self._grants, key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
         """Tell the future, and how many bytes of it the prefetcher may hold ahead (None: as much as fits; 0: none)."""
@@ -339,6 +305,20 @@ class TieredStore:
         self._grants.check_open()
         return self._generations.commit(dict(meta or {}))
 
+    def load(self, generation: int | None = None) -> Manifest:
+        """Fill the registered durable blocks from a committed generation (default: the current one); return its record.
+
+        Homes may differ from those at the commit: files that lie on the paths of a block's home tier are adopted by
+        links, everything else is read into place. Contents are verified. After an error it can be called again, with
+        an older generation. Generations newer than the loaded one go when a commit needs their room.
+
+        Raises:
+            GenerationError: there is none, a part is missing, or its blocks are not those that are registered.
+            CorruptBlockError: damaged. TransferError: a drive refused. LeaseError: a block is leased.
+        """
+        self._grants.check_open()
+        return self._generations.load(generation)
+
     # -- look --------------------------------------------------------------------------------------------------
 
     def where(self, key: str) -> dict[str, CopyState]:
@@ -380,6 +360,11 @@ class TieredStore:
             tier.close()
         self._generations.close()
 
+    def give_up_waiting(self) -> None:
+        """Let writes that wait for room on a full drive fail, now and from now on."""
+        self._movement.give_up_waiting()
+        self._generations.full.give_up()
+
     def __enter__(self) -> TieredStore:
         return self
 
@@ -387,5 +372,5 @@ class TieredStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._movement.give_up_waiting()  # for a full drive: nobody needs the bytes any more
+            self.give_up_waiting()  # for a full drive: nobody needs the bytes any more
         self.close()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tiered.units import PAGE_BYTES
+
 #: Version of what we write under ``attributes.megatrain``; readers refuse newer ones.
 FORMAT_VERSION = 1
 ATTRIBUTES_KEY = "megatrain"
@@ -110,10 +112,17 @@ def own_attributes(document: object) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
-def document_chunk_bytes(document: Mapping[str, Any]) -> int:
-    """Return the size of the chunk files that an ``array_document`` describes."""
-    num_elements = int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
-    return num_elements * dtype_from_name(document["attributes"][ATTRIBUTES_KEY]["logical_dtype"]).itemsize
+def document_chunk_bytes(document: object) -> int | None:
+    """Return the size of the chunk files that an ``array_document`` describes; None: it is damaged, or not ours."""
+    own = own_attributes(document)
+    if own is None or not isinstance(document, dict):
+        return None
+    try:
+        num_elements = int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
+        nbytes = num_elements * dtype_from_name(own["logical_dtype"]).itemsize
+    except (LookupError, TypeError, ValueError):
+        return None
+    return nbytes if nbytes > 0 and nbytes % PAGE_BYTES == 0 else None
 
 
 def _fill_value(data_type: str) -> bool | int | float | list[float]:

@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,6 +81,19 @@ class Drive:
         finally:
             os.close(fd)
 
+    def start_again(self) -> None:
+        """Mount it again after ``die``, as after a power cut: what only memory held is gone, the journal is read.
+
+        Raises:
+            AssertionError: somebody still has a file of it open, or the file system is beyond repair.
+        """
+        for command in (
+            ["umount", str(self.path)],
+            ["mount", "-o", "loop,errors=remount-ro", str(self._image), str(self.path)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"{command[0]}: {done.stderr.strip()}"
+
     def unmount(self) -> None:
         subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True)
         self._image.unlink()
@@ -96,6 +110,14 @@ def make_drive(tmp_path: Path) -> Iterator[Callable[[int], Drive]]:
     yield make
     for drive in drives:
         drive.unmount()
+
+
+@pytest.fixture
+def folder_in_memory() -> Iterator[Path]:
+    """Return a folder that costs no disk, where the machine has one: for tests that make thousands of files."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
+        yield Path(path)
 
 
 @pytest.fixture

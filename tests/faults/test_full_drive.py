@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import threading
@@ -14,6 +15,7 @@ import torch
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import TransferError
 from tiered.manifest import current_generation
+from tiered.reader import GenerationReader
 from tiered.testing.faults import Fault
 
 NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # 2 MiB and a bit each, in three files
@@ -198,6 +200,120 @@ def test_a_commit_of_blocks_in_memory_waits_for_room_too(small_drive, quick_retr
         notices.wait_for("room again")
     with TieredStore.open(str(small_drive.store), [RamTier(8 * MiB, pin_memory=False)]) as store:
         assert store.acquire("block", "ram").tensor.unique().tolist() == [5]
+
+
+def memory_store(path: Path, on_full: Literal["pause", "error"], notices: Notices) -> TieredStore:
+    """A store of blocks in memory whose generations lie on a drive that no tier uses."""
+    ram = RamTier(8 * MiB, pin_memory=False)
+    store = TieredStore([ram], path=str(path), on_full=on_full, on_notice=notices)
+    for number in range(2):
+        store.register(f"block.{number}", (2 * MiB,), torch.uint8, home="ram")
+    write_memory(store, 5)
+    return store
+
+
+def write_memory(store: TieredStore, value: int) -> None:
+    for number in range(2):
+        with store.acquire(f"block.{number}", "ram", "w") as lease:
+            lease.tensor.fill_(value)
+
+
+def test_a_directory_of_generations_waits_for_room_too(small_drive, quick_retry) -> None:
+    notices = Notices()
+    with memory_store(small_drive.store, "pause", notices) as store:
+        store.commit({}).wait(60)
+        write_memory(store, 6)
+        small_drive.fill(leave_bytes=3 * MiB)  # for the first block and not for the second
+        commit = store.commit({})
+        notices.wait_for("paused")
+        assert not commit.is_done and current_generation(small_drive.store) == 1
+        small_drive.make_room()
+        commit.wait(60)
+        notices.wait_for("room again")
+    assert list(GenerationReader(small_drive.store, 2).problems()) == []
+
+
+def test_the_first_commit_waits_where_not_even_a_document_can_be_written(small_drive, quick_retry) -> None:
+    notices = Notices()
+    with memory_store(small_drive.path / "run/out", "pause", notices) as store:
+        (small_drive.path / "run/out").mkdir(parents=True)
+        fill_to_the_last_byte(small_drive)
+        commits = []
+        worker = threading.Thread(target=lambda: commits.append(store.commit({})))
+        worker.start()
+        notices.wait_for("paused")
+        small_drive.make_room()
+        worker.join(60)
+        commits[0].wait(60)
+    assert list(GenerationReader(small_drive.path / "run/out").problems()) == []
+
+
+def test_nobody_has_to_wait_for_room(small_drive, quick_retry) -> None:
+    notices = Notices()
+    with memory_store(small_drive.store, "pause", notices) as store:
+        store.commit({}).wait(60)
+        small_drive.fill()
+        commit = store.commit({})
+        notices.wait_for("paused")
+        store.give_up_waiting()
+        with pytest.raises(TransferError, match="cannot be written: No space left"):
+            commit.wait(60)
+        assert current_generation(small_drive.store) == 1
+    assert list(GenerationReader(small_drive.store).problems()) == []
+
+
+def test_a_directory_of_generations_can_refuse(small_drive) -> None:
+    with memory_store(small_drive.store, "error", Notices()) as store:
+        store.commit({}).wait(60)
+        small_drive.fill()
+        with pytest.raises(TransferError, match="No space left"):
+            store.commit({}).wait(60)
+        small_drive.make_room()
+        store.commit({}).wait(60)
+    assert list(GenerationReader(small_drive.store, 2).problems()) == []
+
+
+def test_files_kept_for_reuse_make_room_for_a_commit(small_drive) -> None:
+    tier = NvmeTier([small_drive.store], 40 * MiB, on_notice=Notices())
+    with TieredStore([RamTier(8 * MiB, pin_memory=False), tier]) as store:
+        store.register("freed", (12 * MiB,), torch.uint8, home="nvme")
+        store.unregister("freed")
+        store.register("block", (4 * MiB,), torch.uint8, home="ram")
+        with store.acquire("block", "ram", "w") as lease:
+            lease.tensor.fill_(5)
+        small_drive.fill(leave_bytes=MiB)
+        assert tier.pool_bytes == 12 * MiB
+        store.commit({}).wait(60)
+        assert tier.pool_bytes == 0 and tier.snapshot_bytes == 4 * MiB
+    assert list(GenerationReader(small_drive.store).problems()) == []
+
+
+def fill_to_the_last_byte(drive) -> None:
+    drive.fill()
+    with (drive.path / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert drive.free_bytes() < 4096
+
+
+def test_links_wait_for_room_too(small_drive, quick_retry) -> None:
+    """Links need folders, and folders need room."""
+    notices = Notices()
+    with open_store(small_drive.store, "pause", notices) as store:
+        start(store)
+        store.wait_idle()
+        fill_to_the_last_byte(small_drive)
+        commits = []
+        worker = threading.Thread(target=lambda: commits.append(store.commit({})))
+        worker.start()
+        notices.wait_for("paused")
+        small_drive.make_room()
+        worker.join(60)
+        assert not worker.is_alive()
+        commits[0].wait(60)
+        figures = commits[0].figures
+        assert figures.linked_bytes > figures.nbytes == NUM_BLOCKS * 4 * NUM_ELEMENTS and figures.written_bytes == 0
+    assert list(GenerationReader(small_drive.store).problems()) == []
 
 
 def test_without_a_small_drive(tmp_path: Path, faulty_links, quick_retry) -> None:

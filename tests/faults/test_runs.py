@@ -48,6 +48,9 @@ optimizer = "nvme"
 ram.size = "{ram}"
 verify = "{verify}"
 on_disk_full = "{on_full}"
+[checkpoint]
+save_strategy = "no"
+save_on_signal = false
 [[tiers.nvme]]
 path = "{drive}"
 size = "40MiB"
@@ -225,16 +228,17 @@ def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, m
 
 def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Let ``then`` happen after the second step."""
-    from megatrain.trainer import Loop
+    from megatrain.engine.step import StepEngine
+    from megatrain.loop import Loop
 
-    real = Loop._tell
+    real = Loop._run_step
 
-    def tell(self: Loop, number: int, *rest: object) -> None:
-        real(self, number, *rest)  # type: ignore[arg-type]
-        if number == 1:
+    def run_step(self: Loop, engine: StepEngine, number: int) -> object:
+        if number == 2:
             then()
+        return real(self, engine, number)
 
-    monkeypatch.setattr(Loop, "_tell", tell)
+    monkeypatch.setattr(Loop, "_run_step", run_step)
 
 
 @pytest.mark.fault
@@ -244,13 +248,13 @@ def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_runs import *
-from megatrain.trainer import Loop
-real = Loop._tell
-def tell(self, number, *rest):
-    real(self, number, *rest)
-    if number == 1:
+from megatrain.loop import Loop
+real = Loop._run_step
+def run_step(self, engine, number):
+    if number == 2:
         os.kill(os.getpid(), 9)
-Loop._tell = tell
+    return real(self, engine, number)
+Loop._run_step = run_step
 Work(Path({str(work.folder)!r}), command_group()).run()
 """
     process = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=False)

@@ -16,8 +16,9 @@ import zarr
 import tiered
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import CorruptBlockError, GenerationError, LeaseError, LockedError, TransferError
-from tiered.manifest import MANIFEST_NAME, current_generation, list_generations
+from tiered.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
 from tiered.tiers.base import Tier
+from tiered.tiers.ownership import StoreIdentity
 
 KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]
 SHAPE = (30, 1000)  # 120 000 bytes: not a multiple of 4096
@@ -88,6 +89,20 @@ def test_a_commit_can_be_opened_again(make_tiers: MakeTiers, kind: str, tmp_path
         assert store.commit().generation == 2
     with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:
         assert [value_of(store, key) for key in KEYS] == [10, 2, 3]
+
+
+def test_a_commit_tells_what_it_took(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        commit = store.commit()
+        commit.wait(60)
+        assert commit.is_done
+        figures = commit.figures
+        num_linked = sum(home == "nvme" for home in homes_of(kind).values())
+        assert figures.nbytes == 3 * 120_000
+        assert figures.linked_bytes == num_linked * 4 * 32 * KiB and figures.written_bytes == (3 - num_linked) * 122_880
+        assert 0 < figures.freeze_s <= figures.seconds
+        paths = {tier.name: tuple(tier.paths) for tier in store._movement.tiers.values() if isinstance(tier, NvmeTier)}
+    assert read_manifest(tmp_path / "run").paths == paths
 
 
 def test_changes_after_a_commit_do_not_reach_it(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
@@ -180,7 +195,9 @@ def test_it_opens_with_other_tiers(make_tiers: MakeTiers, kind: str, new_kind: s
 def test_an_unfinished_generation_is_removed(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         store.commit().wait(60)
+    identity = StoreIdentity.of(tmp_path / "run")
     for root in tmp_path.iterdir():  # what a crash in the middle of the second commit leaves
+        identity.mark(root / "snap/00000002")
         (root / "snap/00000002/layer.0/weight/c").mkdir(parents=True)
         (root / "snap/00000002/layer.0/weight/c/0").write_bytes(bytes(4096))
     with TieredStore.open(str(tmp_path / "run"), make_tiers()) as store:

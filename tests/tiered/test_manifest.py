@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from tiered.checksums import checksum
 from tiered.errors import GenerationError
 from tiered.manifest import (
     MANIFEST_NAME,
     BlockRecord,
     Manifest,
     current_generation,
+    forget_current,
+    forget_generation,
     generation_folder,
     list_generations,
+    make_current,
+    newest_first,
     read_manifest,
-    remove_generation,
     unfinished_generations,
     write_manifest,
 )
@@ -26,7 +30,8 @@ def sample(generation: int) -> Manifest:
     block = BlockRecord(
         "layer.0/weight", (3, 4), "bfloat16", "nvme", 24, ("0123456789abcdef",), "snap/1/layer.0/weight"
     )
-    return Manifest(generation, (block,), {"step": generation * 10, "lr": 0.1, "names": ["a", None]})
+    meta = {"step": generation * 10, "lr": 0.1, "names": ["a", None]}
+    return Manifest(generation, (block,), meta, {"nvme": ("/drive0/run", "/drive1/run")}, "0123456789abcdef" * 2)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -41,10 +46,35 @@ def test_the_last_commit_is_current_and_older_ones_stay_readable(tmp_path: Path)
     assert list_generations(tmp_path) == [1, 2, 12]
     assert read_manifest(tmp_path).generation == 12
     assert read_manifest(tmp_path, 2).meta["step"] == 20
-    remove_generation(tmp_path, 1)
+    forget_generation(tmp_path, 1)
     assert list_generations(tmp_path) == [2, 12]
     with pytest.raises(GenerationError, match="there are: 2, 12"):
         read_manifest(tmp_path, 1)
+
+
+def test_candidates_for_opening_are_listed_whatever_is_damaged(tmp_path: Path) -> None:
+    for generation in (1, 2, 12):
+        write_manifest(tmp_path, sample(generation))
+    assert newest_first(tmp_path) == [12, 2, 1]
+    make_current(tmp_path, 2)
+    assert newest_first(tmp_path) == [2, 1] and unfinished_generations(tmp_path) == [12]
+    (tmp_path / MANIFEST_NAME).write_text("{")
+    assert newest_first(tmp_path) == [12, 2, 1] and unfinished_generations(tmp_path) == []
+    forget_current(tmp_path)
+    assert newest_first(tmp_path) == [12, 2, 1] and current_generation(tmp_path) is None
+    (generation_folder(tmp_path, 12) / MANIFEST_NAME).write_text("{")
+    assert newest_first(tmp_path) == [12, 2, 1], "the one who opens it finds out"
+
+
+def test_manifests_of_the_first_version_have_no_paths(tmp_path: Path) -> None:
+    write_manifest(tmp_path, sample(1))
+    path = generation_folder(tmp_path, 1) / MANIFEST_NAME
+    body = json.loads(path.read_text())["body"]
+    del body["paths"], body["store"]
+    seal = checksum(json.dumps(body, sort_keys=True).encode())
+    path.write_text(json.dumps({"format": 1, "xxh3_64": seal, "body": body}))
+    found = read_manifest(tmp_path)
+    assert (found.paths, found.store, found.blocks) == ({}, "", sample(1).blocks)
 
 
 def test_nothing_committed(tmp_path: Path) -> None:

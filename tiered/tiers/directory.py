@@ -10,16 +10,21 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tiered.errors import LockedError, TieredError
-from tiered.tiers.wear import WearCounter
+from tiered.tiers.wear import WEAR_NAME, WearCounter
 from tiered.units import PAGE_BYTES, format_size
 from tiered.zarr_layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 
 LOCK_NAME = "LOCK"
+#: In a directory of generations: whose they are (``ownership.py``).
+STORE_NAME = "STORE.json"
+_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
+_NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
 
 
 class TierDirectory:
@@ -50,7 +55,7 @@ class TierDirectory:
         self._pooled: dict[int, list[Path]] = {}
         self._next_id = 0
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         except OSError as error:
             raise TieredError(f"'{self.path}' cannot be made a directory: {error.strerror}") from error
         self._check_ours()
@@ -62,7 +67,7 @@ class TierDirectory:
             raise
         try:
             self._check_ours()  # again, now that nobody else can be making it
-            write_document(self.path, group_document({"page_bytes": PAGE_BYTES}), replace=True)
+            self._write_own_document()
             self._recover_pool()
             self._recycle_live()
         except BaseException:
@@ -74,7 +79,7 @@ class TierDirectory:
     def _check_ours(self) -> None:
         own = own_attributes(read_document(self.path))
         if own is None:
-            if _holds_more_than(self.path, LOCK_NAME):
+            if _holds_more_than(self.path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(self.path):
                 raise TieredError(
                     f"'{self.path}' is not empty and was not made by tiered: nothing in it is touched. "
                     "Name an empty or a new directory"
@@ -84,6 +89,12 @@ class TierDirectory:
                 f"'{self.path}' has format {own['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
                 "or name another directory"
             )
+
+    def _write_own_document(self) -> None:
+        """Say whose the directory is. It is never lost: a directory without it would be somebody else's."""
+        document = group_document({"page_bytes": PAGE_BYTES})
+        if read_document(self.path) != document:
+            write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:
         """Give up the lock; the files stay. Idempotent."""
@@ -265,15 +276,38 @@ def read_document(folder: Path) -> Any:
         return None
 
 
-def write_document(folder: Path, document: dict[str, Any], *, replace: bool = False) -> None:
-    """Write the zarr document of a folder, making the folder; an existing one stays unless ``replace``."""
+def write_document(folder: Path, document: dict[str, Any], *, replace: bool = False, durable: bool = False) -> None:
+    """Write the zarr document of a folder, making the folder; an existing one stays unless ``replace``.
+
+    Args:
+        durable: return once it survives a power cut.
+    """
     path = folder / DOCUMENT_NAME
     if path.exists() and not replace:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, document, durable=durable)
+
+
+def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write a JSON file in one step: whoever reads it sees the old one or the new one.
+
+    Args:
+        durable: return once it survives a power cut.
+    """
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document))
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(document))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_path(path.parent)
 
 
 def make_groups(root: Path, key: str) -> None:
@@ -297,10 +331,44 @@ def remove_array(root: Path, key: str) -> None:
         parent.rmdir()
 
 
-def _holds_more_than(folder: Path, name: str) -> bool:
-    """Return whether a folder has an entry of another name; looks at two entries at most."""
+def _has_our_notes(path: Path) -> bool:
+    """Return whether a directory whose own document is lost or damaged has a note that only we write."""
+    for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
+        try:
+            found = json.loads((path / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get(field), kind):
+            return True
+    return False
+
+
+def _holds_more_than(folder: Path, *names: str) -> bool:
+    """Return whether a folder has an entry of another name; looks at as few entries as it can."""
     with os.scandir(folder) as entries:
-        return any(entry.name != name for entry in entries)
+        return any(entry.name not in names for entry in entries)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; the new ones survive a power cut. One that is there stays as it is."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_path(folder.parent)
+
+
+def documents_and_folders(root: Path) -> Iterator[Path]:
+    """Yield all folders from ``root`` down and the files in them that are no chunk files."""
+    for folder, _, names in os.walk(root):
+        yield Path(folder)
+        yield from (Path(folder, name) for name in names if not name.isdigit())
+
+
+def sync_paths(paths: Iterable[Path]) -> None:
+    """Return once all these files' contents and folders' entries survive a power cut; several at a time."""
+    with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
+        for _ in threads.map(sync_path, paths):
+            pass
 
 
 def sync_path(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tiered.units import format_size
 
@@ -14,10 +14,11 @@ RETRY_S = 1.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 OnFull = Literal["pause", "error"]
+Result = TypeVar("Result")
 
 
 class FullDrives:
-    """What one tier does when a drive has no room. Thread-safe.
+    """What a tier, or a store for its generations, does when a drive has no room. Thread-safe.
 
     Args:
         on_full: ``pause`` until there is room, or ``error``. notice: tells a person.
@@ -29,6 +30,11 @@ class FullDrives:
         self._lock = threading.Lock()
         self._full_paths: set[str] = set()
         self._is_giving_up = threading.Event()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody waits for room now."""
+        return bool(self._full_paths)
 
     def wait(self, path: str, need_bytes: int, cause: OSError) -> None:
         """Wait a moment after a write failed, so that it can be tried again; the first time say so.
@@ -48,6 +54,24 @@ class FullDrives:
             )
         if self._is_giving_up.wait(RETRY_S):
             raise cause
+
+    def retry(self, path: str, need_bytes: int, act: Callable[[], Result]) -> Result:
+        """Return what ``act`` returns; as long as it fails for lack of room, wait and call it again.
+
+        Args:
+            act: leaves nothing behind where it fails.
+
+        Raises:
+            OSError: it failed for another reason, or nobody wants to wait (any more).
+        """
+        while True:
+            try:
+                result = act()
+            except OSError as error:
+                self.wait(path, need_bytes, error)
+            else:
+                self.wrote(path)
+                return result
 
     def wrote(self, path: str) -> None:
         """Note that a write succeeded; says so if the path was full."""

@@ -1,7 +1,8 @@
 """What runs that ended left in the directories of file tiers: find it, measure it, remove it. Stores stay usable.
 
-Scratch is what ``live/`` and ``.pool/`` hold. Generations under ``snap/`` and their manifests are never touched, nor
-is any file that a tier does not make, nor a directory that a living process has locked.
+Scratch is what ``live/`` and ``.pool/`` hold. Generations under ``snap/`` and their manifests are never touched here
+(``orphans.py`` finds those that nobody knows), nor is any file that a tier does not make, nor a directory that a
+living process has locked.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _is_ours(folder: Path) -> bool:
 
 def measure(path: Path) -> Leftovers:
     """Return what could be removed from a directory of a file tier. Changes nothing."""
-    return replace(_measure(path), owner=_living_owner(path))
+    return replace(_measure(path), owner=living_owner(path))
 
 
 def _measure(path: Path) -> Leftovers:
@@ -113,8 +114,12 @@ def _is_pool_file(file: Path) -> bool:
     return file.name.isdigit() and file.parent.name.isdigit() and file.parent.parent.name == ".pool"
 
 
-def _living_owner(path: Path) -> str | None:
-    fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def living_owner(path: Path) -> str | None:
+    """Return the living process that uses a directory of a tier or a store, or None."""
+    try:
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

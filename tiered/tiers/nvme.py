@@ -19,6 +19,7 @@ from tiered.tiers.directory import TierDirectory, make_groups, open_directories,
 from tiered.tiers.files import ChunkFile, HomeFiles, files_of, no_files_error
 from tiered.tiers.full import FullDrives, OnFull
 from tiered.tiers.keys import ArrayKeys
+from tiered.tiers.ownership import StoreIdentity
 from tiered.tiers.rates import PathMeter, PathRates
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.tiers.wear import count_writes
@@ -159,7 +160,7 @@ class NvmeTier:
                 folders[0].mkdir(parents=True, exist_ok=True)
                 for file in files:
                     self.place_file(file)
-                self.link_to_first_path(files, "live", name)
+                snapshots.link_to_first_path(self, files, "live", name)
             except BaseException as error:
                 self.remove_files(files_of(slot))
                 self._charge(-slot.slot_bytes)
@@ -241,11 +242,8 @@ class NvmeTier:
     def stop_direct_io(self) -> None:
         """Use the kernel's cache from now on: the file system does not do O_DIRECT."""
         self._is_direct = False
-        self.notice(
-            f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not do O_DIRECT: files go through the "
-            "kernel's cache, which is slower and takes memory",
-            once="buffered",
-        )
+        text = f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not do O_DIRECT: files go through "
+        self.notice(text + "the kernel's cache, which is slower and takes memory", once="buffered")
 
     @property
     def is_direct(self) -> bool:
@@ -299,9 +297,17 @@ class NvmeTier:
         """Return once the links and documents of a snapshot survive a power cut (contents: ``sync_files``)."""
         snapshots.sync_snapshot(self, generation)
 
-    def drop_snapshot(self, generation: str) -> None:
-        """Forget a snapshot; its files that nothing else links are kept for reuse. No-op if there is none."""
-        snapshots.drop_snapshot(self, generation)
+    def mark_snapshot(self, generation: str, owner: StoreIdentity) -> None:
+        """Make the folders of a snapshot, and say whose it is. Raises ``OSError``."""
+        snapshots.mark_snapshot(self, generation, owner)
+
+    def release_snapshot(self, generation: str, owner: StoreIdentity | None = None) -> None:
+        """Do the quick part of ``drop_snapshot``: its files can be used again, its empty folders stay."""
+        snapshots.release_snapshot(self, generation, owner)
+
+    def drop_snapshot(self, generation: str, owner: StoreIdentity | None = None) -> None:
+        """Forget a snapshot, if it is ``owner``'s; its files that nothing else links are kept for reuse."""
+        snapshots.drop_snapshot(self, generation, owner)
 
     def count_snapshot(self, nbytes: int) -> None:
         """Add files that somebody else wrote into a snapshot of the first path; they go with ``drop_snapshot``."""
@@ -309,17 +315,26 @@ class NvmeTier:
             self.snapshot_bytes += nbytes
             self.trim_pools()
 
-    def adopt(self, slot: Slot, generation: str) -> None:
+    def adopt(
+        self,
+        slot: Slot,
+        generation: str,
+        owner: StoreIdentity | None = None,
+        check: Callable[[HomeFiles], None] | None = None,
+    ) -> None:
         """Give a home slot the contents and the document that its key has in a snapshot; no byte is copied.
 
         The slot takes over the snapshot's cut into files (other paths or rates may have been set then), so
         ``slot.resource`` and ``slot.slot_bytes`` may change.
 
+        Args:
+            owner: only of a snapshot that is this store's. check: called with the files before they are taken.
+
         Raises:
             GenerationError: the snapshot lacks the block or a part of it, or has it in another size.
             CapacityError: the snapshot's files are larger and do not fit.
         """
-        snapshots.adopt(self, slot, generation)
+        snapshots.adopt(self, slot, generation, owner, check)
 
     # -- files, for this tier and its snapshots; call with the lock held ------------------------------------------
 
@@ -333,23 +348,9 @@ class NvmeTier:
 
     def remove_files(self, home: HomeFiles) -> None:
         """Take the files of a slot out of ``live/``, and its folders."""
-        for file in home.files:
-            if not file.path.exists():
-                continue  # an allocation that failed half-way
-            if file.path.stat().st_nlink > 1:
-                self.snapshot_bytes += file.nbytes
-                file.path.unlink()
-            else:
-                self.directories[file.path_index].put_pooled(file.path, file.nbytes)
+        snapshots.give_up_files(self, home)
         for directory in self.directories:
             remove_array(directory.live, home.key)
-
-    def link_to_first_path(self, files: Sequence[ChunkFile], tree: str, key: str) -> None:
-        """Make symbolic links in the first path's array for files that live on other paths."""
-        folder = self.directories[0].path / tree / key / "c"
-        for file in files:
-            if file.path_index != 0:
-                (folder / file.path.name).symlink_to(file.path)
 
     def replace_files(self, slot: Slot, home: HomeFiles) -> None:
         """Let a slot own other files than it was allocated with; raises ``CapacityError`` if they do not fit."""

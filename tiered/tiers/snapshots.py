@@ -6,9 +6,10 @@ with more than one link (``NvmeTier.open_for_write``), so a snapshot needs no jo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,19 @@ from typing import TYPE_CHECKING, Any
 from tiered.errors import GenerationError, TransferError
 from tiered.manifest import MANIFEST_NAME
 from tiered.tiers.base import Slot
-from tiered.tiers.directory import files_below, make_groups, read_document, sync_path, write_document
+from tiered.tiers.directory import (
+    documents_and_folders,
+    files_below,
+    make_groups,
+    read_document,
+    remove_array,
+    sync_paths,
+    write_document,
+)
 from tiered.tiers.files import ChunkFile, HomeFiles, files_of
+from tiered.tiers.ownership import StoreIdentity, remove_snapshot_folder
 from tiered.units import PAGE_BYTES
-from tiered.zarr_layout import DOCUMENT_NAME, document_chunk_bytes, group_document, own_attributes
+from tiered.zarr_layout import DOCUMENT_NAME, document_chunk_bytes, group_document
 
 if TYPE_CHECKING:
     from tiered.tiers.nvme import NvmeTier
@@ -57,9 +67,12 @@ def snapshot(tier: NvmeTier, slot: Slot, generation: str) -> None:
             write_document(tier.directories[0].snap, group_document())
             make_groups(root, home.key)
             linked = _link(tier, home, tree=f"snap/{generation}")
-            tier.link_to_first_path(linked.files, f"snap/{generation}", home.key)
+            link_to_first_path(tier, linked.files, f"snap/{generation}", home.key)
             shutil.copyfile(tier.directories[0].live / home.key / DOCUMENT_NAME, root / home.key / DOCUMENT_NAME)
         except OSError as error:
+            with contextlib.suppress(OSError):  # so that it can be tried again
+                for directory in tier.directories:
+                    remove_array(directory.snap / generation, home.key)
             raise TransferError(
                 f"block '{home.key}' cannot be linked into generation {generation}: {error.strerror}",
                 tier=tier.name,
@@ -70,62 +83,113 @@ def snapshot(tier: NvmeTier, slot: Slot, generation: str) -> None:
 
 def _link(tier: NvmeTier, source: HomeFiles, *, tree: str) -> HomeFiles:
     """Hard-link every file of ``source`` into another tree of its path; return the links."""
-    (tier.directories[0].path / tree / source.key / "c").mkdir(parents=True, exist_ok=True)
+    folders = [directory.path / tree / source.key / "c" for directory in tier.directories]
+    for index in {0, *(file.path_index for file in source.files)}:
+        os.makedirs(folders[index], exist_ok=True)
     links = []
     for file in source.files:
-        path = tier.directories[file.path_index].path / tree / source.key / "c" / file.path.name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = folders[file.path_index] / file.path.name
         os.link(file.path, path)
         links.append(ChunkFile(file.path_index, path, file.offset, file.nbytes))
     return HomeFiles(source.key, source.chunk_bytes, tuple(links))
 
 
-def sync_snapshot(tier: NvmeTier, generation: str) -> None:
-    """Flush the documents and folders of a snapshot, innermost first."""
+def link_to_first_path(tier: NvmeTier, files: Sequence[ChunkFile], tree: str, key: str) -> None:
+    """Make symbolic links in the first path's array for files that live on other paths."""
+    folder = tier.directories[0].path / tree / key / "c"
+    for file in files:
+        if file.path_index != 0:
+            (folder / file.path.name).symlink_to(file.path)
+
+
+def give_up_files(tier: NvmeTier, home: HomeFiles) -> None:
+    """Take the files of a slot out of ``live/``, and the links to them; its folders stay."""
+    for file in home.files:
+        if file.path_index != 0:
+            (tier.directories[0].live / home.key / "c" / file.path.name).unlink(missing_ok=True)
+        if not file.path.exists():
+            continue  # an allocation that failed half-way
+        if file.path.stat().st_nlink > 1:
+            tier.snapshot_bytes += file.nbytes
+            file.path.unlink()
+        else:
+            tier.directories[file.path_index].put_pooled(file.path, file.nbytes)
+
+
+def mark_snapshot(tier: NvmeTier, generation: str, owner: StoreIdentity) -> None:
+    """Make the folders of a snapshot on all paths, and say whose it is."""
     for directory in tier.directories:
-        root = directory.snap / generation
-        for folder, _, names in os.walk(root, topdown=False):
-            for name in (DOCUMENT_NAME, MANIFEST_NAME):
-                if name in names:
-                    sync_path(Path(folder, name))
-            sync_path(Path(folder))
-        for folder_path in (directory.snap, directory.path):
-            if folder_path.exists():
-                sync_path(folder_path)
+        owner.mark(directory.snap / generation)
 
 
-def drop_snapshot(tier: NvmeTier, generation: str) -> None:
-    """Remove a snapshot; files that only it linked are kept for reuse while they fit."""
+def sync_snapshot(tier: NvmeTier, generation: str) -> None:
+    """Flush the documents and folders of a snapshot on all paths."""
+    paths: list[Path] = []
+    for directory in tier.directories:
+        paths += documents_and_folders(directory.snap / generation)
+        paths += [p for p in (directory.snap / DOCUMENT_NAME, directory.snap, directory.path) if p.exists()]
+    sync_paths(paths)
+
+
+def release_snapshot(tier: NvmeTier, generation: str, owner: StoreIdentity | None) -> list[Path]:
+    """Take the files out of a snapshot, those that only it linked for reuse; return its folders, without files now."""
+    roots = []
     with tier.lock:
-        # The manifest first: a crash half-way leaves a generation that is plainly not there.
-        (tier.directories[0].snap / generation / MANIFEST_NAME).unlink(missing_ok=True)
         for directory in tier.directories:
             root = directory.snap / generation
+            if not root.exists() or (owner is not None and not owner.owns(root)):
+                continue
+            roots.append(root)
+            # The manifest first: a crash half-way leaves a generation that is plainly not there.
+            (root / MANIFEST_NAME).unlink(missing_ok=True)
             for path in list(files_below(root)):
                 status = path.lstat()
                 if status.st_nlink > 1:
+                    path.unlink()
                     continue
                 tier.snapshot_bytes -= status.st_size
                 directory.put_pooled(path, status.st_size)
-            if root.exists():
-                shutil.rmtree(root)
         tier.trim_pools()
+    return roots
 
 
-def adopt(tier: NvmeTier, slot: Slot, generation: str) -> None:
+def drop_snapshot(tier: NvmeTier, generation: str, owner: StoreIdentity | None) -> None:
+    """Remove a snapshot; files that only it linked are kept for reuse while they fit."""
+    for root in release_snapshot(tier, generation, owner):
+        remove_snapshot_folder(root)  # without the lock: deleting folders takes a while
+
+
+def drop_kept_files(tier: NvmeTier) -> bool:
+    """Delete the files that are kept for reuse, for somebody who needs their room; False if there are none."""
+    with tier.lock:
+        dropped = [directory.drop_largest() for directory in tier.directories]
+        while any(directory.drop_largest() for directory in tier.directories):
+            pass
+    return any(dropped)
+
+
+def adopt(
+    tier: NvmeTier,
+    slot: Slot,
+    generation: str,
+    owner: StoreIdentity | None,
+    check: Callable[[HomeFiles], None] | None,
+) -> None:
     """Replace the files of ``slot`` by links to those of a snapshot."""
     own = files_of(slot)
+    source, document = _read_snapshot(tier, own.key, slot.nbytes, generation, owner)
+    if check is not None:
+        check(source)
     with tier.lock:
-        source, document = _read_snapshot(tier, own.key, slot.nbytes, generation)
         links = HomeFiles(own.key, source.chunk_bytes, tuple(_in_live(tier, own.key, file) for file in source.files))
         tier.replace_files(slot, links)
-        tier.remove_files(own)
+        give_up_files(tier, own)
         make_groups(tier.directories[0].live, own.key)
         _link(tier, source, tree="live")
         # Linked from live again: no longer held by snapshots alone.
         tier.snapshot_bytes -= sum(file.nbytes for file in links.files)
-        tier.link_to_first_path(links.files, "live", own.key)
-        write_document(tier.directories[0].live / own.key, document, replace=True)
+        link_to_first_path(tier, links.files, "live", own.key)
+        write_document(tier.directories[0].live / own.key, document)  # unless the slot has been described
         tier.trim_pools()
 
 
@@ -134,25 +198,28 @@ def _in_live(tier: NvmeTier, key: str, file: ChunkFile) -> ChunkFile:
     return ChunkFile(file.path_index, path, file.offset, file.nbytes)
 
 
-def _read_snapshot(tier: NvmeTier, key: str, nbytes: int, generation: str) -> tuple[HomeFiles, dict[str, Any]]:
+def _read_snapshot(
+    tier: NvmeTier, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
+) -> tuple[HomeFiles, dict[str, Any]]:
     """Return the files and the document of a block in a snapshot, after checking that nothing is missing."""
-    folder = tier.directories[0].snap / generation / key
-    document = read_document(folder)
-    own = own_attributes(document)
-    if own is None:
-        raise GenerationError(f"generation {generation} has no block '{key}' ({folder})")
-    chunk_bytes = document_chunk_bytes(document)
+    roots = {index: directory.snap / generation for index, directory in enumerate(tier.directories)}
+    if owner is not None:
+        roots = {index: root for index, root in roots.items() if owner.owns(root)}
+    folders = {index: root / key for index, root in roots.items()}
+    documents = [read_document(folder) for folder in folders.values()]
+    document, chunk_bytes = next(((d, size) for d in documents if (size := document_chunk_bytes(d))), (None, None))
+    if document is None or chunk_bytes is None:
+        raise GenerationError(f"generation {generation} has no block '{key}' in {', '.join(tier.paths)}")
     files = []
     for number, offset in enumerate(range(0, nbytes, chunk_bytes)):
-        relative = Path("snap", generation, key, "c", str(number))
-        found = [i for i, d in enumerate(tier.directories) if _is_chunk(d.path / relative, chunk_bytes)]
-        if not found:
+        index = next((i for i, f in folders.items() if _is_chunk(f / "c" / str(number), chunk_bytes)), None)
+        if index is None:
             raise GenerationError(
-                f"generation {generation} lacks a part of block '{key}': no file '{relative}' of {chunk_bytes} bytes "
-                f"in {', '.join(tier.paths)}. Name the same paths as the run that wrote it"
+                f"generation {generation} lacks a part of block '{key}': no file 'c/{number}' of {chunk_bytes} bytes "
+                f"in {', '.join(map(str, folders.values()))}. Name the same paths as the run that wrote it"
             )
-        files.append(ChunkFile(found[0], tier.directories[found[0]].path / relative, offset, chunk_bytes))
-    if (folder / "c" / str(len(files))).is_symlink() or (folder / "c" / str(len(files))).exists():
+        files.append(ChunkFile(index, folders[index] / "c" / str(number), offset, chunk_bytes))
+    if any(os.path.lexists(folder / "c" / str(len(files))) for folder in folders.values()):
         raise GenerationError(f"block '{key}' of generation {generation} is larger than the {nbytes} bytes asked for")
     return HomeFiles(key, chunk_bytes, tuple(files)), document
 

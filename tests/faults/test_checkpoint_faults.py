@@ -1,0 +1,385 @@
+"""Checkpoints that cannot be written or used: what the user sees, and that what was saved before is still whole."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from megatrain.run_folder import RunFolder
+from reference.kill_checks import problems_of
+from tiered.checksums import checksum
+from tiered.manifest import generation_folder, list_generations, read_manifest
+from tiered.units import MiB
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+NUM_STEPS = 4
+CONFIG = f"""task = "pretrain"
+output_dir = "out"
+device = "cpu"
+[model]
+model_name_or_path = "model"
+[precision]
+compute_dtype = "float32"
+[data]
+max_length = 32
+[[data.train]]
+path = "data.txt"
+[training]
+per_device_train_batch_size = 2
+gradient_accumulation_steps = 1
+max_steps = {NUM_STEPS}
+[optimizer]
+learning_rate = 1e-3
+lr_scheduler_type = "constant"
+[tiers]
+ram.size = "64MiB"
+on_disk_full = "pause"
+[checkpoint]
+save_steps = 1
+min_free_disk = "0MiB"
+"""
+
+
+@dataclass
+class Work:
+    """A folder with a model, data and a config, and the command."""
+
+    folder: Path
+
+    def run(self, *options: str, **changes: Any) -> Result:
+        """Run the config after changes, key -> value."""
+        (self.folder / "run.toml").write_text(CONFIG)
+        sets = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        return CliRunner().invoke(command_group(), ["run", str(self.folder / "run.toml"), *sets, *options])
+
+    def weights(self, out: Path | str = "out") -> bytes:
+        return (self.folder / out / "final/model.safetensors").read_bytes()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "out/checkpoints"
+
+    def steps(self, path: Path | None = None) -> list[int]:
+        """Return the steps of all checkpoints, each of which must be whole."""
+        path = path or self.checkpoints
+        for generation in list_generations(path):
+            assert problems_of(path, generation) == []
+        return [read_manifest(path, generation).meta["step"] for generation in list_generations(path)]  # type: ignore[misc, index, call-overload]
+
+    def files(self) -> dict[str, bytes]:
+        """Return every file of the checkpoints with its contents."""
+        return {str(path): path.read_bytes() for path in sorted(self.checkpoints.rglob("*")) if path.is_file()}
+
+
+def command_group() -> Any:
+    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+    return importlib.import_module(f"{package}.main").command_group
+
+
+def write_model(folder: Path, **changes: int) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(QUICKSTART / "model", folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER, "num_key_value_heads": 1, **changes}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and data, and what a run gives that nothing happens to."""
+    folder = tmp_path_factory.mktemp("good")
+    write_model(folder / "model")
+    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
+    result = Work(folder).run(output_dir=str(folder / "without_faults"))
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def work(good: Path, tmp_path: Path) -> Work:
+    folder = tmp_path / "w"
+    shutil.copytree(good, folder)
+    return Work(folder)
+
+
+@pytest.fixture
+def saved(work: Work) -> Work:
+    """A run that was stopped after two of its steps and left the checkpoints of both."""
+    result = work.run("--max-steps", "2")
+    assert result.exit_code == 0, result.output
+    shutil.rmtree(work.folder / "out/final")
+    assert work.steps() == [1, 2]
+    return work
+
+
+@pytest.fixture
+def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let something happen when a step is to be saved: before its room is looked for, or after."""
+
+    def arrange(step: int, then: Callable[[], object], *, room_was_found: bool = False) -> None:
+        from megatrain.checkpoint.saver import Saver
+        from tiered.store import TieredStore
+
+        saving: list[int] = []
+        save, commit = Saver.save, TieredStore.commit
+
+        def save_it(self: Saver, state: Any, **options: Any) -> None:
+            saving.append(state.step)
+            if state.step == step and saving.count(step) == 1 and not room_was_found:
+                self.finish()
+                then()
+            save(self, state, **options)
+
+        def commit_it(self: TieredStore, *arguments: Any) -> Any:
+            if saving[-1] == step and saving.count(step) == 1 and room_was_found:
+                then()
+            return commit(self, *arguments)
+
+        monkeypatch.setattr(Saver, "save", save_it)
+        monkeypatch.setattr(TieredStore, "commit", commit_it)
+
+    return arrange
+
+
+def check_failure(result: Result, *parts: str, exit_code: int = 1) -> None:
+    assert result.exit_code == exit_code, result.output
+    for part in parts:
+        assert part in result.stderr, result.stderr
+    assert result.stderr.count("error: ") <= 1, result.stderr
+    assert "Traceback" not in result.output and "internal error" not in result.output
+
+
+# -- drives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_drive(work: Work, small_drive: Any) -> Work:
+    """The work with its output folder on a small drive."""
+    (small_drive.path / "out").mkdir()
+    (work.folder / "out").symlink_to(small_drive.path / "out")
+    return work
+
+
+KEEP_ALL = {"checkpoint.save_total_limit": 9}  # else the room of an old checkpoint serves the new one
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("room_was_found", [False, True], ids=["before it starts", "in the middle"])
+def test_a_full_drive_can_end_the_run(
+    on_drive: Work, small_drive: Any, before_save: Callable[..., None], room_was_found: bool
+) -> None:
+    changes = {"tiers.on_disk_full": "error", **KEEP_ALL}
+    before_save(3, small_drive.fill, room_was_found=room_was_found)
+    result = on_drive.run(**changes)
+    texts = ["No space left on device", "checkpoints"] if room_was_found else ["no room for a checkpoint", "min_free"]
+    check_failure(result, str(on_drive.folder / "out"), *texts)
+    assert on_drive.steps() == [1, 2]
+    assert not (on_drive.folder / "out/final").exists()
+    small_drive.make_room()
+    result = on_drive.run(**changes)
+    assert result.exit_code == 0, result.output
+    assert "continuing after step 2 of 4" in result.stdout
+    assert on_drive.weights() == on_drive.weights("without_faults")
+    assert on_drive.steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("room_was_found", [False, True], ids=["before it starts", "in the middle"])
+def test_a_full_drive_pauses_the_run(
+    on_drive: Work,
+    small_drive: Any,
+    before_save: Callable[..., None],
+    room_was_found: bool,
+    quick_retry: None,
+) -> None:
+    def fill() -> None:
+        small_drive.fill()
+        threading.Timer(1.0, small_drive.make_room).start()
+
+    before_save(3, fill, room_was_found=room_was_found)
+    result = on_drive.run(**KEEP_ALL)
+    assert result.exit_code == 0, result.output
+    assert "paused, nothing is lost" in result.stdout and "the run goes on" in result.stdout
+    assert on_drive.weights() == on_drive.weights("without_faults")
+    assert on_drive.steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.fault
+def test_the_room_of_the_oldest_checkpoint_serves_the_next(
+    on_drive: Work, small_drive: Any, before_save: Callable[..., None]
+) -> None:
+    """A drive that holds as many checkpoints as are kept, and no more, is enough."""
+    before_save(3, lambda: small_drive.fill(leave_bytes=MiB))
+    result = on_drive.run(**{"tiers.on_disk_full": "error"})
+    assert result.exit_code == 0, result.output
+    assert on_drive.steps() == [3, 4]
+
+
+@pytest.mark.fault
+def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
+    on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a line more fits into the metrics, long before the next checkpoint is due."""
+    from megatrain.loop import Loop
+
+    run_step = Loop._run_step
+
+    def run_and_fill(self: Loop, engine: Any, number: int) -> Any:
+        if number == 2:
+            fill_to_the_last_byte(small_drive)
+            threading.Timer(3.0, small_drive.make_room).start()
+        return run_step(self, engine, number)
+
+    monkeypatch.setattr(Loop, "_run_step", run_and_fill)
+    result = on_drive.run("--max-steps", "16", **{"checkpoint.save_steps": 100, "tiers.on_disk_full": "pause"})
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (on_drive.folder / "out/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17))
+    assert on_drive.steps() == [16]
+
+
+def fill_to_the_last_byte(drive: Any) -> None:
+    drive.fill()
+    with (drive.path / "filler").open("ab", buffering=0) as file:
+        for nbytes in (65536, 4096, 512):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(nbytes))
+
+
+@pytest.mark.fault
+def test_a_drive_that_becomes_read_only_ends_the_run_and_leaves_the_checkpoints(
+    on_drive: Work, small_drive: Any, before_save: Callable[..., None]
+) -> None:
+    before_save(3, small_drive.make_read_only)
+    check_failure(on_drive.run(), "Read-only file system")
+    assert on_drive.steps()[-1] == 2
+
+
+@pytest.mark.fault
+def test_a_read_only_output_dir_is_refused_before_anything_is_done(on_drive: Work, small_drive: Any) -> None:
+    small_drive.make_read_only()
+    check_failure(on_drive.run(), "output_dir: cannot write", "Read-only file system", exit_code=2)
+
+
+# -- other runs --------------------------------------------------------------------------------------------------
+
+
+def test_the_output_dir_of_a_run_with_another_config_is_refused(saved: Work) -> None:
+    before = saved.files()
+    changes = {"optimizer.weight_decay": 0.2, "training.per_device_train_batch_size": 1, "tiers.ram.size": "65MiB"}
+    result = saved.run(**changes)
+    check_failure(result, "optimizer.weight_decay", "per_device_train_batch_size", "--allow-config-change", exit_code=2)
+    assert "ram" not in result.stderr, "a key that alters no result"
+    assert saved.files() == before
+    result = saved.run("--allow-config-change", **changes)
+    assert result.exit_code == 0, result.output
+    assert "weight_decay" in result.stdout and saved.steps() == [3, 4]
+
+
+def test_two_runs_on_one_output_dir(saved: Work) -> None:
+    before = saved.files()
+    with RunFolder(saved.folder / "out"):
+        check_failure(saved.run(), f"'{saved.folder / 'out'}' is in use by process")
+    assert saved.files() == before
+    assert saved.run().exit_code == 0
+
+
+def test_the_checkpoint_of_another_model_is_refused(saved: Work) -> None:
+    before = saved.files()
+    shutil.rmtree(saved.folder / "model")
+    write_model(saved.folder / "model", hidden_size=32)
+    check_failure(saved.run(), str(saved.checkpoints), "the model's config.json", exit_code=2)
+    assert saved.files() == before
+    result = saved.run("--allow-config-change")  # there is no way to continue it
+    check_failure(result, str(saved.checkpoints), "block 'model.embed_tokens/weight'")
+    assert saved.files() == before
+
+
+def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
+    """A kill between writing the first document and naming it leaves these two files."""
+    work.checkpoints.mkdir(parents=True)
+    (work.checkpoints / "LOCK").touch()
+    (work.checkpoints / "zarr.tmp").write_text("{")
+    result = work.run()
+    assert result.exit_code == 0, result.output
+    assert work.weights() == work.weights("without_faults") and work.steps() == [3, 4]
+
+
+# -- other versions ----------------------------------------------------------------------------------------------
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None], *, version: int | None = None) -> None:
+    """Change the body of a manifest as a program would that writes it."""
+    document = json.loads(path.read_text())
+    change(document["body"])
+    text = json.dumps(document["body"], sort_keys=True)
+    path.write_text(
+        json.dumps({**document, "format": version or document["format"], "xxh3_64": checksum(text.encode())})
+    )
+
+
+def manifests(work: Work) -> list[Path]:
+    """Return the manifests of all generations, oldest first."""
+    numbers = list_generations(work.checkpoints)
+    return [generation_folder(work.checkpoints, number) / "MANIFEST.json" for number in numbers]
+
+
+def make_newer(path: Path, kind: str) -> None:
+    if kind == "checkpoint":
+        edit(path, lambda body: body["meta"].update(checkpoint_format=99))
+    else:
+        edit(path, lambda body: None, version=99)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "manifest"])
+def test_checkpoints_of_a_newer_version_are_refused(saved: Work, kind: str) -> None:
+    for path in manifests(saved):
+        make_newer(path, kind)
+    before = saved.files()
+    check_failure(saved.run(), "has format 99, this version reads up to", "upgrade")
+    assert saved.files() == before
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "manifest"])
+def test_only_the_newest_checkpoint_is_of_a_newer_version(saved: Work, kind: str) -> None:
+    """To go on from the one before would throw away what the newer version did: never without a word."""
+    make_newer(manifests(saved)[-1], kind)
+    result = saved.run()
+    assert "has format 99, this version reads up to" in result.output, result.output
+    assert result.exit_code == 1 or "continuing after step 1" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_a_newer_file_that_names_the_current_generation_hides_nothing(saved: Work) -> None:
+    edit(saved.checkpoints / "MANIFEST.json", lambda body: None, version=99)
+    result = saved.run()
+    if result.exit_code:
+        check_failure(result, "has format 99, this version reads up to", "upgrade")
+    else:
+        assert "continuing after step 2 of 4" in result.stdout
+        assert saved.weights() == saved.weights("without_faults")
+
+
+def test_damaged_manifests_of_all_checkpoints_do_not_start_the_run_anew(saved: Work) -> None:
+    for path in manifests(saved):
+        path.write_text(re.sub(r'"step": \d', '"step": 7', path.read_text()))
+    before = saved.files()
+    check_failure(saved.run(), "is damaged", str(saved.checkpoints))
+    assert saved.files() == before

@@ -1,0 +1,288 @@
+"""The power goes at any instant: what is on the disk opens as one whole generation, at least the last waited-for one.
+
+First with a model of disks, which loses what real ones would keep; then with a real file system.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference.power_cut import SURVIVALS, Survival, cut_power
+from reference.power_cut_runs import LAYOUTS, Contents, History, Layout, Trainer, check_newest, check_older
+from reference.record_files import record
+from reference.recorded_disk import Disk, Mark, Names, Recording, Sync, scan
+from tiered.errors import TieredError
+from tiered.manifest import list_generations
+from tiered.units import MiB
+
+pytestmark = pytest.mark.fault
+
+Drive = Any  # of conftest.py
+
+
+def teller(recording: Recording) -> Callable[[str, int], None]:
+    """Return a function that puts what a trainer says between the operations of the disk."""
+    return lambda what, number: recording.mark(f"{what} {number}")
+
+
+def train(recording: Recording, layout: Layout) -> dict[int, Contents]:
+    """Commit ten times in three lives; change, add, discard and forget blocks in between; go back to an older state."""
+    root, history, tell = recording.root, History(), teller(recording)
+    with layout.new(root) as store:
+        trainer = Trainer(store, history, tell)
+        trainer.register(layout)
+        trainer.commit("embedding")
+        trainer.change("layer.0/weight", "layer.0/m")
+        trainer.commit("layer.0/weight", "layer.1/weight", "embedding")
+        store.register("late", (2500,), torch.float16, home=layout.home(0))
+        trainer.change("late", "layer.1/weight")
+        trainer.discard("layer.0/m")
+        trainer.commit()
+        trainer.change("layer.0/m", "embedding")
+        trainer.commit("embedding", "late")
+    with layout.open(root) as store:
+        trainer = Trainer(store, history, tell, start=4)
+        trainer.change("layer.0/weight")
+        trainer.commit("layer.0/weight", "layer.0/m")
+        trainer.discard("layer.1/weight", forget=True)
+        trainer.change("embedding", "late")
+        trainer.commit("layer.0/m")
+        trainer.commit()
+    before_last = list_generations(root / layout.generations)[-2:][0]
+    number = layout.number(root, before_last)
+    with layout.open(root, before_last) as store:
+        tell("back", number)
+        trainer = Trainer(store, history, tell, start=number)
+        for _ in range(3):
+            trainer.change("layer.0/m", "embedding")
+            trainer.commit("layer.0/weight", "embedding")
+    return history.expected
+
+
+def recorded(layout: Layout, root: Path) -> tuple[Recording, dict[int, Contents]]:
+    root.mkdir()
+    with record(root) as recording:
+        expected = train(recording, layout)
+    assert recording.disk().listing() == scan(root)[0].listing(), "an operation was not recorded"
+    return recording, expected
+
+
+def history_at(recording: Recording, expected: dict[int, Contents], cut: int, safe: int = 0) -> History:
+    """Return what had been committed when the power went; ``safe``: and before the recording."""
+    history = History(expected, safe, [safe] * bool(safe), [safe] * bool(safe))
+    for operation in recording.operations[:cut]:
+        if isinstance(operation, Mark):
+            what, number = operation.text.split()
+            history.tell(what, int(number))
+    return history
+
+
+# -- where to cut ----------------------------------------------------------------------------------------------
+
+_PHASE_AFTER = {
+    "freeze": "making room and freezing",
+    "frozen": "writing and flushing",
+    "waited": "between commits",
+    "back": "between commits",
+}
+_LATE_PHASES = ("sealing", "flipping", "deleting old ones")  # the commit's thread may be here when ``commit`` returns
+
+
+def phases(recording: Recording, generations: str) -> list[str]:
+    """Return for every number of operations in which phase of a commit a cut after them falls."""
+    phase, found = "before the first commit", []
+    for operation in recording.operations:
+        found.append(phase)
+        is_manifest = isinstance(operation, Names) and operation.place.endswith("/MANIFEST.tmp")
+        is_top = operation.place == f"{generations}/MANIFEST.tmp"
+        if isinstance(operation, Mark) and not (phase in _LATE_PHASES and "frozen" in operation.text):
+            phase = _PHASE_AFTER[operation.text.split()[0]]
+        elif phase in ("making room and freezing", "writing and flushing") and is_manifest and not is_top:
+            phase = "sealing"
+        elif phase == "sealing" and is_manifest and is_top:
+            phase = "flipping"
+        elif phase == "flipping" and isinstance(operation, Sync) and operation.place == generations:
+            phase = "deleting old ones"
+    return [*found, phase]
+
+
+def choose_cuts(recording: Recording, generations: str, num: int, chance: random.Random) -> list[tuple[int, Survival]]:
+    """Return ``num`` cuts: two fifths while a commit is sealed and flipped, the others evenly; survivals in turn."""
+    all_phases = phases(recording, generations)
+    dense = [cut for cut, phase in enumerate(all_phases) if phase in ("sealing", "flipping")]
+    others = [cut for cut, phase in enumerate(all_phases) if phase not in ("sealing", "flipping")]
+    num_dense = num * 2 // 5
+    cuts = [dense[int(len(dense) * (i + chance.random()) / num_dense)] for i in range(num_dense)]
+    num_others = num - num_dense
+    cuts += [others[int(len(others) * (i + chance.random()) / num_others)] for i in range(num_others)]
+    survivals = [SURVIVALS[i % len(SURVIVALS)] for i in range(num)]
+    chance.shuffle(survivals)
+    return list(zip(cuts, survivals, strict=True))
+
+
+# -- cutting ---------------------------------------------------------------------------------------------------
+
+
+def remake(root: Path, disk: Disk) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+    disk.make(root)
+
+
+def commit_again(history: History, layout: Layout, root: Path, survival: Survival, chance: random.Random) -> None:
+    """Go on from what survived, commit once more, and cut the power again on the way."""
+    found = check_newest(root, layout, history)
+    expected = dict(history.expected)
+    with record(root) as recording, layout.open(root) if found else layout.new(root) as store:
+        trainer = Trainer(store, History(expected), teller(recording), start=found)
+        if not found:
+            trainer.register(layout)
+        trainer.change("embedding")
+        trainer.commit("embedding")
+    assert recording.disk().listing() == scan(root)[0].listing(), "an operation was not recorded"
+    cuts = [len(recording.operations), *(chance.randrange(len(recording.operations)) for _ in range(2))]
+    for cut in cuts:
+        remake(root, cut_power(recording, cut, survival, chance))
+        check_newest(root, layout, history_at(recording, expected, cut, safe=found))
+
+
+def cut_everywhere(layout: Layout, folder: Path, num: int) -> Iterator[str]:
+    """Cut a recorded run ``num`` times, check what survives; yield the rows of a table."""
+    root = folder / "recorded"
+    chance = random.Random(f"{layout.name} {num}")
+    recording, expected = recorded(layout, root)
+    all_phases = phases(recording, layout.generations)
+    rows: Counter[tuple[str, str]] = Counter()
+    for count, (cut, survival) in enumerate(choose_cuts(recording, layout.generations, num, chance)):
+        disk = cut_power(recording, cut, survival, chance)
+        history = history_at(recording, expected, cut)
+        remake(root, disk)
+        try:
+            found = check_newest(root, layout, history)
+            if count % 4 == 0:
+                remake(root, disk)
+                check_older(root, layout, history, found)
+            elif count % 8 == 1:
+                remake(root, disk)
+                commit_again(history, layout, root, survival, chance)
+        except Exception as error:
+            error.add_note(f"{layout.name}: cut after operation {cut} ({recording.operations[cut - 1]}), {survival}")
+            raise
+        rows[all_phases[cut], _which(found, history)] += 1
+    yield f"{layout.name}: {num} cuts in {len(recording.operations)} operations"
+    for (phase, which), times in sorted(rows.items()):
+        yield f"  {phase:<26} {which:<36} {times:>5}"
+
+
+def _which(found: int, history: History) -> str:
+    if found > history.safe:
+        return "one that had been gone back behind" if found in history.waited else "the one under way"
+    return "the last waited for" if found else "none, as there was none"
+
+
+# -- the tests -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_power_cut_leaves_a_whole_generation(layout: Layout, folder_in_memory: Path) -> None:
+    rows = list(cut_everywhere(layout, folder_in_memory, 32))
+    print("\n".join(rows))
+    assert sum(int(row.split()[-1]) for row in rows[1:]) == 32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_power_cut_at_the_very_start_leaves_a_place_to_start(layout: Layout, folder_in_memory: Path) -> None:
+    root, chance, history = folder_in_memory / "recorded", random.Random(layout.name), History()
+    root.mkdir()
+    with record(root) as recording, layout.new(root) as store:
+        trainer = Trainer(store, History(), teller(recording))
+        trainer.register(layout)
+        trainer.commit()
+    for cut in range(40):  # directories are made, and told to be ours
+        for survival in chance.sample(SURVIVALS, 3):
+            remake(root, cut_power(recording, cut, survival, chance))
+            assert check_newest(root, layout, history) == 0, (recording.operations[cut - 1], survival)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_600_power_cuts_each_leave_a_whole_generation(layout: Layout, folder_in_memory: Path) -> None:
+    rows = list(cut_everywhere(layout, folder_in_memory, 600))
+    print("\n".join(rows))
+    assert sum(int(row.split()[-1]) for row in rows[1:]) == 600
+    assert any("under way" in row for row in rows) and any("waited for" in row for row in rows)
+
+
+# -- a real file system ----------------------------------------------------------------------------------------
+
+
+class DoomedRun:
+    """Commits without end in a thread of its own, until its drive dies."""
+
+    def __init__(self, root: Path, layout: Layout, history: History, start: int) -> None:
+        self.history, self.error = history, None
+        self._root, self._layout, self._start_number = root, layout, start
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def join(self) -> BaseException:
+        self._thread.join(120)
+        assert not self._thread.is_alive() and self.error is not None
+        return self.error
+
+    def _run(self) -> None:
+        self.error: BaseException | None
+        try:
+            with self._layout.open(self._root) if self._start_number else self._layout.new(self._root) as store:
+                trainer = Trainer(store, self.history, self.history.tell, start=self._start_number)
+                if not self._start_number:
+                    trainer.register(self._layout)
+                while True:
+                    trainer.commit("embedding", "layer.0/weight")
+                    trainer.change("layer.0/m", "layer.1/weight")
+        except BaseException as error:
+            self.error = error
+
+
+def cut_for_real(drive: Drive, layout: Layout, num: int, chance: random.Random) -> Counter[str]:
+    """Let a drive die ``num`` times while something commits to it; return how often which generation was there."""
+    history, found = History(), 0
+    rows: Counter[str] = Counter()
+    for _ in range(num):
+        run = DoomedRun(drive.path / "store", layout, history, start=found)
+        time.sleep(chance.uniform(0.0, 0.5))
+        drive.die()
+        error = run.join()
+        assert isinstance(error, TieredError | OSError), repr(error)
+        drive.start_again()
+        found = check_newest(drive.path / "store", layout, history)
+        check_older(drive.path / "store", layout, history, found)
+        rows[_which(found, history)] += 1
+        history.tell("back", found)
+        if found and found not in history.line:
+            history.tell("waited", found)
+    return rows
+
+
+def test_power_cuts_of_a_real_file_system(make_drive: Callable[[int], Drive]) -> None:
+    rows = cut_for_real(make_drive(64 * MiB), LAYOUTS[-1], 3, random.Random(1))
+    print(dict(rows))
+    assert rows.total() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_many_power_cuts_of_a_real_file_system(layout: Layout, make_drive: Callable[[int], Drive]) -> None:
+    rows = cut_for_real(make_drive(64 * MiB), layout, 24, random.Random(layout.name))
+    print(layout.name, dict(rows))
+    assert rows.total() == 24 and rows["none, as there was none"] < 24

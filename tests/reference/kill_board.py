@@ -1,0 +1,130 @@
+"""Where a child process is, told to its parent through memory that both see."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PHASES", "Board", "watch"]
+
+#: Function that is watched -> phase while it runs: module, name in it, phase.
+WATCHED = (
+    ("megatrain.session", "Session.prepare", "loading"),
+    ("megatrain.loop", "Loop.run", "between steps"),
+    ("megatrain.loop", "Loop._run_step", "step"),
+    ("megatrain.loop", "Loop._export", "exporting"),
+    ("megatrain.checkpoint.saver", "Saver.save", "saving"),
+    ("megatrain.checkpoint.saver", "Saver.finish", "saving"),
+    ("tiered.generations", "freeze", "freezing"),
+    ("tiered.generations", "write_leased", "writing"),
+    ("tiered.generations", "record_linked", "flushing"),
+    ("tiered.generations", "sync_tree", "flushing"),
+    ("tiered.generations", "write_manifest", "flipping"),
+    ("tiered.generations", "Generations._forget_old", "pruning"),
+    ("tiered.generations", "Generations._delete", "pruning"),
+    ("tiered.generations", "Generations._remove_unfinished", "pruning"),
+)
+#: All phases: those of the main thread and of the thread of a commit; "" is none.
+PHASES = ("", "starting", *dict.fromkeys(phase for _, _, phase in WATCHED))
+_STEP_NAMES = ("reported", "resumed")
+_STEPS, _FIGURES = 8, 64  # offsets; before them a byte for each of the two threads
+
+
+class Board:
+    """The memory. Each value has one writer; a reader may see a value that is a moment old."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._memory[:] = bytes(mmap.PAGESIZE)
+        for name in _STEP_NAMES:
+            self.set_step(name, -1)
+        self.set_phase(0, "starting")
+
+    def phase(self, lane: int) -> str:
+        """Return where the main thread (0) or that of a commit (1) is."""
+        return PHASES[self._memory[lane]]
+
+    def set_phase(self, lane: int, phase: str) -> None:
+        """Say where a thread is."""
+        self._memory[lane] = PHASES.index(phase)
+
+    def where(self) -> str:
+        """Return the phase of the main thread, with that of the commit's thread if there is one."""
+        main, commit = self.phase(0), self.phase(1)
+        return f"{main}, commit {commit}" if commit else main
+
+    def step(self, name: str) -> int:
+        """Return the step of the newest checkpoint that was ``reported``, or that the run ``resumed`` from.
+
+        -1: none yet. 0: the run started from the beginning.
+        """
+        (step,) = struct.unpack_from("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name))
+        return int(step)
+
+    def set_step(self, name: str, step: int) -> None:
+        """Say it."""
+        struct.pack_into("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name), step)
+
+    def figures(self, phase: str) -> tuple[int, float]:
+        """Return how often a phase began, and the seconds that it took all in all."""
+        count, seconds = struct.unpack_from("<qd", self._memory, _FIGURES + 16 * PHASES.index(phase))
+        return int(count), float(seconds)
+
+    def add(self, phase: str, count: int, seconds: float) -> None:
+        """Add to the figures of a phase."""
+        before, before_s = self.figures(phase)
+        offset = _FIGURES + 16 * PHASES.index(phase)
+        struct.pack_into("<qd", self._memory, offset, before + count, before_s + seconds)
+
+
+def watch(board: Board) -> None:
+    """Let the program tell the board where it is and which checkpoints it has; it does what it did before."""
+    for module_name, name, phase in WATCHED:
+        owner: Any = importlib.import_module(module_name)
+        *classes, last = name.split(".")
+        for part in classes:
+            owner = getattr(owner, part)
+        setattr(owner, last, _telling(getattr(owner, last), board, phase))
+
+    from megatrain.checkpoint.saver import Saver
+    from megatrain.session import Session
+
+    finish, prepare = Saver.finish, Session.prepare
+
+    def finish_and_tell(self: Saver) -> None:
+        finish(self)
+        if self.saved_step is not None:
+            board.set_step("reported", self.saved_step)
+
+    def prepare_and_tell(self: Session, *arguments: Any) -> Any:
+        checkpoint = prepare(self, *arguments)
+        board.set_step("resumed", 0 if checkpoint is None else checkpoint.state.step)
+        return checkpoint
+
+    setattr(Saver, "finish", finish_and_tell)  # noqa: B010
+    setattr(Session, "prepare", prepare_and_tell)  # noqa: B010
+
+
+def _telling(function: Callable[..., Any], board: Board, phase: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        lane = 0 if threading.current_thread() is threading.main_thread() else 1
+        before, start_s = board.phase(lane), time.perf_counter()
+        board.set_phase(lane, phase)
+        board.add(phase, 1, 0.0)
+        try:
+            return function(*arguments, **options)
+        finally:
+            board.add(phase, 0, time.perf_counter() - start_s)
+            board.set_phase(lane, before)
+
+    return call

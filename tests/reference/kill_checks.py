@@ -1,0 +1,102 @@
+"""What must be true of the folder of a run: after every kill, and at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.checkpoint.state import RunState
+from tiered.errors import TieredError
+from tiered.manifest import MANIFEST_NAME, SNAPSHOT_FOLDER, list_generations, newest_first
+from tiered.reader import GenerationReader
+
+__all__ = ["Outcome", "bytes_on_disk", "check_after_kill", "check_at_end", "problems_of", "read_outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a person has when a run has ended.
+
+    Attributes:
+        losses: of every line of ``metrics.jsonl`` about a step. state: block of the last checkpoint -> checksums.
+        weights: the bytes of the exported file.
+    """
+
+    losses: tuple[tuple[int, float], ...]
+    state: dict[str, tuple[str, ...]]
+    weights: bytes
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """Return what lies in ``<folder>/out``."""
+    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    losses = tuple((line["step"], line["loss"]) for line in lines if "loss" in line)
+    blocks = GenerationReader(folder / "out/checkpoints").manifest.blocks
+    state = {record.key: record.xxh3_64 for record in blocks}
+    return Outcome(losses, state, (folder / "out/final/model.safetensors").read_bytes())
+
+
+def check_at_end(folder: Path, expected: Outcome) -> Iterator[str]:
+    """Yield what differs from the run that nobody disturbed."""
+    found = read_outcome(folder)
+    if found.losses != expected.losses:
+        yield f"losses {found.losses}, not {expected.losses}"
+    if found.state.keys() != expected.state.keys():
+        yield f"blocks {sorted(found.state)}, not {sorted(expected.state)}"
+    differing = [key for key, checksums in expected.state.items() if found.state.get(key, checksums) != checksums]
+    if differing:
+        yield f"other bits in blocks {differing}"
+    if found.weights != expected.weights:
+        yield "other bits in final/model.safetensors"
+    left = sorted(path.name for path in (folder / "out").iterdir() if "partial" in path.name)
+    if left:
+        yield f"left beside the export: {left}"
+
+
+def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Path]) -> Iterator[str]:
+    """Yield what is wrong with the checkpoints of a run that was killed.
+
+    Args:
+        keep: save_total_limit. reported: step of the newest checkpoint that the run ever reported or continued from,
+            -1 for none.
+        drives: paths of the NVMe tier.
+    """
+    path = folder / "out/checkpoints"
+    generations = list_generations(path)
+    if len(generations) > keep + 1:
+        yield f"generations {generations} where {keep} are kept"
+    for drive in drives:
+        snap = drive / SNAPSHOT_FOLDER
+        names = sorted(e.name for e in snap.iterdir() if e.name.isdigit()) if snap.is_dir() else []
+        if len(names) > keep + 1:
+            yield f"snapshots {names} on {drive.name} where {keep} are kept"
+    try:
+        newest = next(iter(newest_first(path)), None)
+        if newest is not None:
+            # A kill in the middle of the very first flip leaves a whole generation that no file names yet.
+            is_named = (path / MANIFEST_NAME).exists()
+            yield from (text for text in problems_of(path, newest) if is_named or "names the current" not in text)
+            state = RunState.from_meta(GenerationReader(path, newest).manifest.meta, where=str(path))
+            if state.step < reported:
+                yield f"the newest checkpoint is of step {state.step}, but that of step {reported} was reported"
+        elif reported >= 0:
+            yield f"no checkpoint, but that of step {reported} was reported"
+    except TieredError as error:
+        yield str(error)
+
+
+def problems_of(path: Path, generation: int | None = None) -> list[str]:
+    """Return all that is wrong with a generation, default the current one."""
+    return list(GenerationReader(path, generation).problems())
+
+
+def bytes_on_disk(folders: Sequence[Path]) -> int:
+    """Return what the files in these folders take on their drives, each counted once."""
+    seen = {}
+    for folder in folders:
+        for file in folder.rglob("*"):
+            found = file.lstat()
+            seen[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(seen.values())

@@ -1,0 +1,321 @@
+"""Real runs that are killed at random instants and started again until they end; what is left must be as if never.
+
+    PYTHONPATH=.:tests python -m reference.kills --kills 200 --stops 30
+
+A process that has imported everything, and has one thread, forks a child per start: a start costs no import. The child
+gives the command ``run``; wrappers around functions of the program tell where it is, and change nothing. The parent
+kills it (or asks it to stop), looks at what lies on disk, and starts it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reference.kill_board import Board, watch
+from reference.kill_checks import Outcome, bytes_on_disk, check_after_kill, check_at_end, read_outcome
+from reference.kill_child import preload, run_child
+from reference.tiered_run import config_text
+
+NUM_STEPS = 8
+HUNG_AFTER_S = 90.0
+DRIVE_MIB = 96
+"""Capacity of all drives of a run together."""
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+#: Name -> tables of the config.
+PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
+    "RAM": {"nvme": 0},
+    "NVMe": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 1},
+    "mixed": {"placement": 'optimizer = ["nvme"]', "nvme": 1},
+    "striped": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)},
+}
+#: Phase -> how often a signal is aimed at it, relative to the others; beside those at any instant.
+AIMS = {
+    "loading": 2,
+    "saving": 1,
+    "freezing": 3,
+    "pruning": 4,
+    "writing": 3,
+    "flushing": 3,
+    "flipping": 4,
+    "exporting": 2,
+}
+_AT_ANY_INSTANT = 0.4  # share of the signals
+_ENOUGH = 0.22  # after each signal, the chance that it was the last of its run
+_POLL_S = 1e-4
+
+
+@dataclass(frozen=True)
+class Aim:
+    """When a signal is sent: ``delay_s`` after the start, or after the ``nth`` time that a phase begins."""
+
+    delay_s: float
+    phase: str | None = None
+    nth: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """How one start of a run went.
+
+    Attributes:
+        number: of the signal that was planned, 0 for none. where: phase when it hit, None if the end came first.
+        code: exit status, negative for a signal. resumed: step of the checkpoint it went on from, 0: the beginning,
+            -1: it did not come to that. reported: step of the newest checkpoint it reported, -1 for none.
+        is_hung: it had to be ended.
+    """
+
+    number: int
+    where: str | None
+    code: int
+    resumed: int
+    reported: int
+    is_hung: bool = False
+
+
+@dataclass
+class Run:
+    """A run in a folder, and what its starts did."""
+
+    placement: str
+    folder: Path
+    keep: int = 2
+    save_steps: int = 1
+    starts: list[Start] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.folder.name}: {self.placement}, save_total_limit {self.keep}, save_steps {self.save_steps}"
+
+    def write_config(self, model: Path) -> None:
+        """Make the folder and the config in it."""
+        self.folder.mkdir()
+        tables = PLACEMENTS[self.placement]
+        text = config_text(self.folder, model, **tables)
+        text = text.replace("[training]\n", f"[training]\nmax_steps = {NUM_STEPS}\n")
+        head, mark, drives = text.partition("[[tiers.nvme]]")
+        drives = drives.replace('"256MiB"', f'"{DRIVE_MIB // max(1, tables["nvme"])}MiB"')
+        table = f'min_free_disk = "0MiB"\nsave_steps = {self.save_steps}\nsave_total_limit = {self.keep}\n'
+        (self.folder / "run.toml").write_text(f"{head}{mark}{drives}[checkpoint]\n{table}")
+
+    @property
+    def drives(self) -> list[Path]:
+        """Return the paths of the NVMe tier."""
+        return sorted(self.folder.glob("drive*"))
+
+    @property
+    def log_tail(self) -> str:
+        """Return the end of what the run said."""
+        return (self.folder / "log.txt").read_text(errors="replace")[-3000:]
+
+
+class Killer:
+    """Starts runs and ends them before they are done.
+
+    Args:
+        model: folder with weights and tokenizer. folder: where the runs lie. most_per_run: signals to one run.
+
+    Attributes:
+        runs: those that were disturbed. problems: what should not be; the first one ends everything.
+    """
+
+    def __init__(self, model: Path, folder: Path, *, seed: int, most_per_run: int) -> None:
+        self._model, self._folder, self._random = model, folder, random.Random(seed)
+        self._most_per_run = most_per_run
+        self._board = Board()
+        self._expected: Outcome | None = None
+        self._unbroken_s: dict[str, float] = {}
+        self._phase_s: dict[str, dict[str, float]] = {}
+        self._num_runs = 0
+        self.runs: list[Run] = []
+        self.problems: list[str] = []
+        watch(self._board)
+
+    def num_hits(self, number: int) -> int:
+        """Return how many of these signals have hit a run."""
+        return sum(start.number == number and start.where is not None for run in self.runs for start in run.starts)
+
+    def disturb(self, number: int, times: int) -> None:
+        """Let runs of all placements in turn be hit by a signal, until so many have hit."""
+        while self.num_hits(number) < times and not self.problems:
+            turn = len(self.runs)
+            placement = list(PLACEMENTS)[turn % len(PLACEMENTS)]
+            if placement not in self._unbroken_s:
+                self._run_unbroken(placement)
+            run = self._make_run(
+                placement, keep=1 + turn // len(PLACEMENTS) % 2, save_steps=self._random.choice([1, 2])
+            )
+            self.runs.append(run)
+            self._run_broken(run, number)
+            if not self.problems:
+                shutil.rmtree(run.folder)
+
+    def _make_run(self, placement: str, **options: int) -> Run:
+        run = Run(placement, self._folder / f"run{self._num_runs}", **options)
+        self._num_runs += 1
+        run.write_config(self._model)
+        return run
+
+    def _run_unbroken(self, placement: str) -> None:
+        """Run once without a signal, for the result and for how long everything takes."""
+        run = self._make_run(placement)
+        start_s = time.monotonic()
+        start = self._start(run, None, 0)
+        self._unbroken_s[placement] = time.monotonic() - start_s
+        figures = {phase: self._board.figures(phase) for phase in AIMS}
+        self._phase_s[placement] = {phase: seconds / max(1, count) for phase, (count, seconds) in figures.items()}
+        if start.code != 0:
+            self.problems.append(f"{run}, nobody disturbed it: exit status {start.code}\n{run.log_tail}")
+            return
+        if self._expected is None:
+            self._expected = read_outcome(run.folder)
+        self.problems += [f"{run}, nobody disturbed it: {text}" for text in self._problems_at_end(run)]
+
+    def _run_broken(self, run: Run, number: int) -> None:
+        """Start a run until it ends, and send it the signal a random number of times."""
+        while not self.problems:
+            is_enough = bool(run.starts) and self._random.random() < _ENOUGH
+            is_last = is_enough or len(run.starts) >= self._most_per_run
+            start = self._start(run, None if is_last else self._aim(run), 0 if is_last else number)
+            run.starts.append(start)
+            who = f"{run}, start {len(run.starts)}, signal {start.number} in {start.where}"
+            reported = max(each.reported for each in run.starts)
+            self.problems += [f"{who}: {text}" for text in check_after_kill(run.folder, run.keep, reported, run.drives)]
+            if start.is_hung or start.code not in codes_allowed(start):
+                reason = f"no end after {HUNG_AFTER_S} s" if start.is_hung else f"exit status {start.code}"
+                self.problems.append(f"{who}: {reason}\n{run.log_tail}")
+            elif start.code == 0:
+                self.problems += [f"{who}: {text}" for text in self._problems_at_end(run)]
+                return
+
+    def _problems_at_end(self, run: Run) -> Iterator[str]:
+        assert self._expected is not None
+        yield from check_at_end(run.folder, self._expected)
+        used = bytes_on_disk(run.drives)
+        if used > DRIVE_MIB << 20:
+            yield f"{used} bytes on the drives, more than {DRIVE_MIB} MiB"
+
+    def _aim(self, run: Run) -> Aim:
+        seconds = self._phase_s[run.placement]
+        done = max((start.reported for start in run.starts), default=0) / NUM_STEPS  # then the rest is shorter
+        if self._random.random() < _AT_ANY_INSTANT:
+            return Aim(self._random.uniform(0, self._unbroken_s[run.placement] * (1 - 0.7 * max(0, done))))
+        (phase,) = self._random.choices(list(AIMS), list(AIMS.values()))
+        num_saves = max(1, round((1 - done) * NUM_STEPS / run.save_steps))
+        nth = 1 if phase in ("loading", "exporting") else self._random.randint(1, num_saves)
+        return Aim(self._random.uniform(0, seconds[phase]), phase, nth)
+
+    def _start(self, run: Run, aim: Aim | None, number: int) -> Start:
+        assert threading.active_count() == 1, threading.enumerate()
+        self._board.clear()
+        pid = os.fork()
+        if pid == 0:
+            run_child(run.folder)
+        where, code, is_hung = self._strike(pid, aim, number)
+        return Start(number, where, code, self._board.step("resumed"), self._board.step("reported"), is_hung)
+
+    def _strike(self, pid: int, aim: Aim | None, number: int) -> tuple[str | None, int, bool]:
+        """Send a child the signal when the time has come, and wait for its end."""
+        start_s = time.monotonic()
+        due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
+        where: str | None = None
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            now_s = time.monotonic()
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                is_hit = where is not None and (code < 0 or number != signal.SIGKILL)
+                return (self._board.where() if number == signal.SIGKILL else where) if is_hit else None, code, False
+            if now_s - start_s > HUNG_AFTER_S:
+                os.kill(pid, signal.SIGABRT)  # its faulthandler says where all threads are
+                os.waitpid(pid, 0)
+                return where, -signal.SIGABRT, True
+            if aim is not None and aim.phase and due_s is None and self._board.figures(aim.phase)[0] >= aim.nth:
+                due_s = now_s + aim.delay_s
+            if where is None and due_s is not None and now_s >= due_s:
+                where = self._board.where()
+                os.kill(pid, number)
+            time.sleep(_POLL_S)
+
+
+def codes_allowed(start: Start) -> tuple[int, ...]:
+    """Return the exit statuses that are right."""
+    if start.where is None:
+        return (0,)
+    if start.number == signal.SIGKILL:
+        return (-start.number,)
+    main = start.where.partition(",")[0]
+    if main in ("starting", "loading"):  # nobody listens yet, or, when all is done, any more
+        return (-start.number, 75, 0)
+    return (75, 0)
+
+
+def format_tables(runs: Sequence[Run], number: int) -> str:
+    """Return where a signal hit, and from where the runs went on, by placement."""
+    starts = [(run.placement, start) for run in runs for start in run.starts]
+    hits = Counter((str(s.where), placement) for placement, s in starts if s.number == number and s.where is not None)
+    resumed = Counter((s.resumed, placement) for placement, s in starts if s.resumed >= 0)
+    steps = {step: "the beginning" if step == 0 else f"step {step}" for step, _ in sorted(resumed)}
+    where = {text: text for text, _ in sorted(hits)}
+    return _table(f"{signal.Signals(number).name} hit in", where, hits) + "\n" + _table("started from", steps, resumed)
+
+
+def _table(title: str, rows: Mapping[Any, str], counts: Mapping[tuple[Any, str], int]) -> str:
+    names = list(PLACEMENTS)
+    lines = [f"{title:34}" + "".join(f"{name:>9}" for name in (*names, "all"))]
+    for row, text in rows.items():
+        numbers = [counts.get((row, name), 0) for name in names]
+        lines.append(f"{text:34}" + "".join(f"{number:9}" for number in (*numbers, sum(numbers))))
+    totals = [sum(count for (_, name), count in counts.items() if name == each) for each in names]
+    lines.append(f"{'all':34}" + "".join(f"{number:9}" for number in (*totals, sum(totals))))
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Disturb runs and print the tables; 1 if anything was not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=12, help="SIGKILLs that must hit")
+    parser.add_argument("--stops", type=int, default=3, help="SIGTERMs that must hit")
+    parser.add_argument("--per-run", type=int, default=12, help="signals to one run, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, required=True, help="folder with weights and tokenizer")
+    parser.add_argument("--result", type=Path, help="file for the figures, JSON")
+    parser.add_argument("--scratch", type=Path, help="folder for the runs; the one that failed stays there")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kills-", dir=arguments.scratch))
+    preload(arguments.model, folder / "preload")
+    killer = Killer(arguments.model, folder, seed=arguments.seed, most_per_run=arguments.per_run)
+    figures: dict[str, Any] = {}
+    for number, times in ((signal.SIGKILL, arguments.kills), (signal.SIGTERM, arguments.stops)):
+        first, start_s = len(killer.runs), time.monotonic()
+        killer.disturb(number, times)
+        print(format_tables(killer.runs[first:], number))
+        hits = [s.where for run in killer.runs[first:] for s in run.starts if s.number == number and s.where]
+        figures[number.name] = {"hits": hits, "runs": len(killer.runs) - first, "seconds": time.monotonic() - start_s}
+        print(f"{len(hits)} hits in {figures[number.name]['runs']} runs, {figures[number.name]['seconds']:.0f} s\n")
+    for text in killer.problems:
+        print(f"PROBLEM {text}")
+    if arguments.result is not None:
+        arguments.result.write_text(json.dumps({"problems": killer.problems, **figures}))
+    if killer.problems:
+        print(f"the folders stay in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Tiny runs through the real command that save checkpoints; what tests of checkpoints start from."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner, Result
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart"
+SMALLER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CONFIG = """task = "pretrain"
+output_dir = "{out}"
+device = "cpu"
+{top}
+[model]
+model_name_or_path = "model"
+{model}
+[precision]
+compute_dtype = "{dtype}"
+[data]
+max_length = 32
+[[data.train]]
+path = "data.txt"
+[training]
+per_device_train_batch_size = 2
+max_steps = {steps}
+[optimizer]
+learning_rate = 1e-3
+lr_scheduler_type = "constant"
+[checkpoint]
+save_steps = 2
+save_total_limit = 3
+min_free_disk = "1MiB"
+{checkpoint}
+[placement]
+{placement}
+[tiers.ram]
+size = "{ram}"
+{more}
+"""
+NVME = '[[tiers.nvme]]\npath = "drive"\nsize = "40MiB"\n'
+ON_NVME = 'weights = "nvme"\noptimizer = "nvme"\n'
+
+
+def command_group() -> Any:
+    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+    return importlib.import_module(f"{package}.main").command_group
+
+
+def command_words() -> list[str]:
+    """Return the words that start the command in a process of its own."""
+    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+    return [sys.executable, "-m", package]
+
+
+@dataclass
+class SavedRun:
+    """A folder with a model and data, and runs in it."""
+
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def write_config(self, *, out: str = "out", steps: int = 6, **tables: str) -> Path:
+        values = {"dtype": "float32", "ram": "64MiB", "more": ""} | tables
+        for name in ("top", "model", "checkpoint", "placement"):
+            values.setdefault(name, "")
+        path = self.folder / "run.toml"
+        path.write_text(CONFIG.format(out=out, steps=steps, **values))
+        return path
+
+    def run(self, *options: str, **config: Any) -> Result:
+        """Train in this process."""
+        return self.call("run", self.write_config(**config), *options)
+
+    def start(self, *options: str, **config: Any) -> subprocess.Popen[str]:
+        """Train in a process of its own."""
+        words = [*command_words(), "run", str(self.write_config(**config)), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment)
+
+    def call(self, *words: object) -> Result:
+        """Give a command in this process."""
+        return CliRunner().invoke(command_group(), [str(word) for word in words])
+
+    def copy(self, folder: Path) -> SavedRun:
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return SavedRun(folder)
+
+
+def make_run(folder: Path) -> SavedRun:
+    """Make the folder with a random model of 0.1 M parameters and some text; nothing is trained yet."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(QUICKSTART / "model", folder / "model")
+    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
+    path = folder / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
+    return SavedRun(folder)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that a failed test left."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()

@@ -1,0 +1,65 @@
+"""A transfer that ends before anybody can wait for it wakes nobody, and nobody may wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiered import MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import TransferError
+from tiered.links.files import FileReadLink, FileWriteLink
+from tiered.transfer import Transfer
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredStore]:
+    def at_once(link: Any) -> None:
+        submit = link.submit
+
+        def submit_and_end(*arguments: object) -> Transfer:
+            transfer: Transfer = submit(*arguments)
+            assert transfer._done.wait(60)
+            return transfer
+
+        monkeypatch.setattr(link, "submit", submit_and_end)
+
+    at_once(FileReadLink)
+    at_once(FileWriteLink)
+    with TieredStore([RamTier(MiB, pin_memory=False), NvmeTier([tmp_path], MiB)]) as store:
+        store.register("a", (1000,), torch.float32, home="nvme")
+        with store.acquire("a", "ram", "w") as lease:
+            lease.tensor.fill_(7)
+        yield store
+
+
+def forbid_waiting(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(timeout: float | None = None) -> bool:
+        raise AssertionError("waits for something that has ended: nobody would wake it")
+
+    monkeypatch.setattr(store._movement.changed, "wait", wait)
+
+
+def test_a_fetch_that_ends_at_once_is_not_waited_for(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.evict("a", "ram").wait(20)
+    forbid_waiting(store, monkeypatch)
+    with store.acquire("a", "ram") as lease:
+        assert lease.tensor[0] == 7
+
+
+def test_an_error_that_comes_at_once_is_raised(
+    store: TieredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.evict("a", "ram").wait(20)
+    (tmp_path / "live/a/c/0").unlink()
+    forbid_waiting(store, monkeypatch)
+    with pytest.raises(TransferError, match="read failed"):
+        store.acquire("a", "ram")
+
+
+def test_a_commit_of_blocks_written_at_once_does_not_wait(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_waiting(store, monkeypatch)
+    store.commit().wait(60)

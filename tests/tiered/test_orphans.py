@@ -1,0 +1,88 @@
+"""Generations that nobody knows any more."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import LockedError
+from tiered.manifest import forget_generation, list_generations
+from tiered.reader import GenerationReader
+from tiered.tiers.orphans import find_orphans, remove_orphans
+from tiered.tiers.ownership import StoreIdentity
+
+SLOT_BYTES = 48 * KiB
+
+
+def make_store(root: Path, name: str, *, on: str = "drive") -> TieredStore:
+    tier = NvmeTier([root / on], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
+    store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=3)
+    for key in ("a", "b"):
+        store.register(key, (10_000,), torch.float32, home="nvme")
+    return store
+
+
+def commit(store: TieredStore, *keys: str) -> None:
+    for key in keys:
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(3)
+    store.commit().wait(60)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    """A drive with generations 1 and 2 of one store, which share a block, and 3 of another."""
+    with make_store(tmp_path, "one") as store:
+        commit(store, "a", "b")
+        commit(store, "b")
+    with make_store(tmp_path, "two") as store:
+        commit(store, "a", "b")
+    return tmp_path / "drive"
+
+
+def test_what_is_known_is_no_orphan(drive: Path) -> None:
+    assert find_orphans(drive) == [] and remove_orphans(drive, of_stores_that_are_gone=True) == []
+    assert len(list(drive.glob("snap/0*"))) == 3
+
+
+def test_what_its_store_forgot_is_one(drive: Path) -> None:
+    forget_generation(drive.parent / "one", 1)
+    (orphan,) = find_orphans(drive)
+    assert (orphan.folder, orphan.generation, orphan.is_store_gone) == (drive / "snap/00000001", 1, False)
+    assert orphan.store_path == drive.parent / "one"
+    assert orphan.nbytes == SLOT_BYTES, "the other block is in generation 2 too"
+    assert remove_orphans(drive) == [orphan]
+    assert find_orphans(drive) == [] and not orphan.folder.exists()
+    for name in ("one", "two"):
+        for number in list_generations(drive.parent / name):
+            assert list(GenerationReader(drive.parent / name, number).problems()) == []
+
+
+def test_those_of_a_store_that_is_gone_are_told_apart(drive: Path) -> None:
+    shutil.rmtree(drive.parent / "one")
+    orphans = find_orphans(drive)
+    assert [(o.generation, o.is_store_gone) for o in orphans] == [(1, True), (2, True)]
+    assert sum(orphan.nbytes for orphan in orphans) == 3 * SLOT_BYTES, "each file once"
+    assert remove_orphans(drive) == []
+    assert remove_orphans(drive, of_stores_that_are_gone=True) == orphans
+    assert list(GenerationReader(drive.parent / "two").problems()) == []
+    assert [folder.name for folder in drive.glob("snap/0*")] == ["00000003"]
+
+
+def test_living_stores_are_left_alone(drive: Path) -> None:
+    StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # a commit under way, or a crash
+    with make_store(drive.parent, "two"):
+        assert find_orphans(drive) == []
+        with pytest.raises(LockedError):
+            remove_orphans(drive)
+    with make_store(drive.parent, "one", on="other") as store:
+        commit(store, "a", "b")
+        assert find_orphans(drive) == [] and remove_orphans(drive) == []
+    assert [orphan.generation for orphan in find_orphans(drive)] == [9]
+    (drive / "snap/00000009/OWNER.json").write_text("{}")
+    (drive / "snap/00000010").mkdir()
+    assert find_orphans(drive) == [], "nobody knows whose these are"

@@ -1,0 +1,189 @@
+"""Stores that share a path of a file tier, one after the other: each keeps its own generations and no others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import GenerationError
+from tiered.manifest import list_generations, newest_first
+from tiered.reader import GenerationReader, remove_generation_everywhere
+from tiered.tiers.ownership import StoreIdentity, read_owner, read_store_id
+
+KEYS = ["a/weight", "b"]
+
+
+def make_store(root: Path, name: str, keep: int = 2) -> TieredStore:
+    """Return a store with its own directory on the drives that all of them use."""
+    tier = NvmeTier([root / "drive0", root / "drive1"], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
+    store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=keep)
+    for key in KEYS:
+        store.register(key, (10_000,), torch.float32, home="nvme")
+    return store
+
+
+def commit(store: TieredStore, value: float) -> int:
+    for key in KEYS:
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(value)
+    done = store.commit()
+    done.wait(60)
+    return done.generation
+
+
+def contents(root: Path, name: str) -> dict[int, float]:
+    """Return the value of every generation of a store, all of them sound."""
+    found = {}
+    for number in newest_first(root / name):
+        reader = GenerationReader(root / name, number)
+        assert list(reader.problems()) == []
+        out = torch.empty(10_000)
+        reader.read(KEYS[0], out)
+        found[number] = float(out[0])
+    return found
+
+
+def on_drives(root: Path) -> list[int]:
+    numbers = [sorted(int(folder.name) for folder in root.glob(f"drive{n}/snap/0*")) for n in (0, 1)]
+    assert numbers[0] == numbers[1]
+    return numbers[0]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_ownership import commit, make_store
+from tiered import generations
+with make_store(Path(sys.argv[1]), sys.argv[2]) as store:
+    store.load()
+    generations.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    commit(store, 99)
+"""
+
+
+def killed_commit(root: Path, name: str) -> None:
+    command = [sys.executable, "-c", _KILLED, str(root), name, str(Path(__file__).parent)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == -9
+
+
+def test_stores_that_take_turns_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    with make_store(tmp_path, "one") as store:
+        assert [commit(store, value) for value in (1, 2, 3)] == [1, 2, 3]
+    with make_store(tmp_path, "two", keep=1) as store:
+        assert [commit(store, value) for value in (11, 12)] == [4, 5], "numbers are used once on a drive"
+    assert contents(tmp_path, "one") == {3: 3, 2: 2} and contents(tmp_path, "two") == {5: 12}
+    assert on_drives(tmp_path) == [2, 3, 5]
+    killed_commit(tmp_path, "two")
+    assert on_drives(tmp_path) == [2, 3, 5, 6]
+    with make_store(tmp_path, "one") as store:
+        store.load(2)
+        assert on_drives(tmp_path) == [2, 3, 5, 6], "what the other one left half-written is its own to remove"
+        assert commit(store, 4) == 7
+    assert contents(tmp_path, "one") == {7: 4, 2: 2} and contents(tmp_path, "two") == {5: 12}
+    killed_commit(tmp_path, "one")
+    with make_store(tmp_path, "two") as store:
+        store.load()
+        assert on_drives(tmp_path) == [5, 7, 8]
+        assert commit(store, 13) == 9
+    assert contents(tmp_path, "one") == {7: 4} and contents(tmp_path, "two") == {9: 13, 5: 12}
+    with make_store(tmp_path, "one") as store:
+        store.load()
+        assert on_drives(tmp_path) == [5, 7, 9]
+    remove_generation_everywhere(tmp_path / "two", 9)
+    assert contents(tmp_path, "one") == {7: 4} and contents(tmp_path, "two") == {5: 12}
+    assert on_drives(tmp_path) == [5, 7]
+
+
+def test_a_new_store_in_a_used_place_touches_nothing(tmp_path: Path) -> None:
+    with make_store(tmp_path, "one") as store:
+        commit(store, 1)
+    (tmp_path / "one").rename(tmp_path / "away")
+    with make_store(tmp_path, "one") as store:
+        with pytest.raises(GenerationError, match="nothing was committed"):
+            store.load()
+        assert commit(store, 2) == 2
+    assert on_drives(tmp_path) == [1, 2]
+    assert contents(tmp_path, "away") == {1: 1}
+    with make_store(tmp_path, "away") as store:
+        store.load()
+        assert commit(store, 3) == 3
+        owner = read_owner(tmp_path / "drive1/snap/00000001")
+        assert owner is not None and owner.path == str(tmp_path / "away"), "it was moved"
+    assert contents(tmp_path, "one") == {2: 2} and contents(tmp_path, "away") == {1: 1, 3: 3}
+
+
+def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) -> None:
+    with make_store(tmp_path, "one") as store:
+        for value in (1, 2):
+            commit(store, value)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with make_store(tmp_path, "copy", keep=1) as store:
+        store.load()
+        for value in (3, 4):
+            commit(store, value)
+    assert contents(tmp_path, "one") == {1: 1, 2: 2} and contents(tmp_path, "copy") == {4: 4}
+    remove_generation_everywhere(tmp_path / "copy", 4)
+    assert on_drives(tmp_path) == [1, 2]
+
+
+def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path: Path) -> None:
+    """A drive that was away meanwhile has a generation of the same number, of somebody else."""
+    with make_store(tmp_path, "one") as store:
+        commit(store, 1)
+    for number in (0, 1):
+        (tmp_path / f"drive{number}").rename(tmp_path / f"away{number}")
+    with make_store(tmp_path, "two") as store:
+        commit(store, 2)
+    with make_store(tmp_path, "one") as store, pytest.raises(GenerationError, match="has no array"):
+        store.load()
+    assert contents(tmp_path, "two") == {1: 2}
+
+
+def test_the_first_path_of_a_tier_can_be_a_directory_of_others_too(tmp_path: Path) -> None:
+    def make(path: Path | None) -> TieredStore:
+        tier = NvmeTier([tmp_path / "drive"], MiB, chunk_bytes=16 * KiB)
+        store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=None if path is None else str(path))
+        store.register(KEYS[0], (10_000,), torch.float32, home="nvme")
+        store.register(KEYS[1], (10_000,), torch.float32, home="ram")
+        return store
+
+    for turn in (1, 2, 3):
+        for name, path in (("drive", None), ("other", tmp_path / "other")):
+            with make(path) as store:
+                if turn > 1:
+                    store.load()
+                commit(store, 10 * turn + (path is not None))
+            assert len(contents(tmp_path, name)) == min(turn, 2)
+    assert list(contents(tmp_path, "drive").values()) == [30, 20]
+    assert list(contents(tmp_path, "other").values()) == [31, 21]
+
+
+def test_a_lost_note_of_the_store_is_found_in_its_generations(tmp_path: Path) -> None:
+    with make_store(tmp_path, "one") as store:
+        commit(store, 1)
+    identity = read_store_id(tmp_path / "one")
+    for text in ("", "{}", '{"id": "x"}', "[]"):
+        (tmp_path / "one/STORE.json").write_text(text)
+        with make_store(tmp_path, "one") as store:
+            store.load()
+        assert read_store_id(tmp_path / "one") == identity is not None
+    assert contents(tmp_path, "one") == {1: 1}
+
+
+def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
+    with make_store(tmp_path, "one", keep=1) as store:
+        commit(store, 1)
+        note = tmp_path / "drive0/snap/00000001/OWNER.json"
+        note.write_text(json.dumps({**json.loads(note.read_text()), "path": "/elsewhere"}))
+        commit(store, 2)
+    assert (tmp_path / "drive0/snap/00000001").is_dir() and not (tmp_path / "drive1/snap/00000001").exists()
+    assert list_generations(tmp_path / "one") == [2]
+    assert not StoreIdentity("0" * 32, tmp_path / "one").owns(tmp_path / "drive0/snap/00000001")

@@ -1,0 +1,240 @@
+"""GenerationReader: reading and checking a generation without a store; removing one everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, LockedError
+from tiered.manifest import current_generation, list_generations, newest_first
+from tiered.reader import GenerationReader, remove_generation_everywhere
+
+#: key -> (home, contents); the large ones have several checksums or several files.
+BLOCKS = {
+    "layer.0/weight": ("nvme", torch.arange(300_000, dtype=torch.float32)),
+    "layer.0/m": ("ram", torch.arange(70_000, dtype=torch.int64).reshape(70, 1000)),
+    "bias": ("nvme", torch.full((7,), 2.5, dtype=torch.bfloat16)),
+    "large": ("ram", torch.arange(18 * MiB).to(torch.uint8)),
+    "empty": ("ram", torch.empty((0, 3))),
+}
+
+
+def make_store(path: Path) -> TieredStore:
+    nvme = NvmeTier([path / "a", path / "b"], 8 * MiB, chunk_bytes=256 * KiB)
+    return TieredStore([RamTier(64 * MiB, pin_memory=False), nvme], path=str(path / "generations"), keep_generations=4)
+
+
+def write(store: TieredStore, times: int = 1) -> None:
+    for key, (_, tensor) in BLOCKS.items():
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.copy_(tensor * times)
+
+
+def register(store: TieredStore) -> None:
+    for key, (home, tensor) in BLOCKS.items():
+        store.register(key, tensor.shape, tensor.dtype, home=home)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    root = folder / "run"
+    with make_store(root) as store:
+        register(store)
+        for times in (1, 2):
+            write(store, times)
+            store.commit({"times": times}).wait(60)
+    root.rename(folder / "archive")  # so that a copy of it is the only one of its kind
+    return root
+
+
+@pytest.fixture
+def root(original: Path, tmp_path: Path) -> Path:
+    """The run, moved; its links from drive to drive lead to the new place."""
+    shutil.copytree(original.parent / "archive", tmp_path / "run", symlinks=True)
+    for link in (tmp_path / "run").rglob("c/*"):
+        if link.is_symlink():
+            target = os.readlink(link).replace(str(original), str(tmp_path / "run"))
+            link.unlink()
+            link.symlink_to(target)
+    return tmp_path / "run"
+
+
+def check(reader: GenerationReader, times: int) -> None:
+    for key, (_, tensor) in BLOCKS.items():
+        out = torch.empty_like(tensor)
+        reader.read(key, out)
+        assert torch.equal(out, tensor * times), key
+
+
+def test_every_block_can_be_read_beside_a_living_store(root: Path) -> None:
+    with make_store(root) as store:
+        register(store)
+        store.load(1)
+        reader = GenerationReader(root / "generations")
+        assert (reader.generation, reader.manifest.meta) == (2, {"times": 2})
+        assert {key: record.home for key, record in reader.blocks.items()} == {
+            k: home for k, (home, _) in BLOCKS.items()
+        }
+        assert [Path(path).name for path in reader.manifest.paths["nvme"]] == ["a", "b"]
+        check(reader, 2)
+        check(GenerationReader(root / "generations", 1), 1)
+        assert list(reader.problems()) == []
+
+
+def test_mistakes_are_refused(root: Path) -> None:
+    reader = GenerationReader(root / "generations")
+    with pytest.raises(BlockNotFoundError, match=r"'no' is registered.*generation 2 has 5 blocks"):
+        reader.read("no", torch.empty(1))
+    for out in (torch.empty(8, dtype=torch.bfloat16), torch.empty(7), torch.empty(14, dtype=torch.bfloat16)[::2]):
+        with pytest.raises(ValueError, match=r"'bias' is \(7,\) of torch.bfloat16, not"):
+            reader.read("bias", out)
+    with pytest.raises(GenerationError, match="no generation 9"):
+        GenerationReader(root / "generations", 9)
+    with pytest.raises(GenerationError, match="nothing was committed"):
+        GenerationReader(root / "a")
+
+
+def test_drives_that_moved_are_searched(root: Path) -> None:
+    shutil.move(root / "b", root / "deep")  # the links of ``a`` dangle now
+    reader = GenerationReader(root / "generations")
+    with pytest.raises(
+        GenerationError, match=r"'layer\.0/weight' is missing: '.*a/snap/00000002/layer\.0/weight/c/1', a "
+    ):
+        check(reader, 2)
+    assert any("a link to" in problem and "/b/snap/" in problem for problem in reader.problems())
+    check(GenerationReader(root / "generations", search=[root / "deep"]), 2)
+    assert list(GenerationReader(root / "generations", search=[root / "deep"]).problems()) == []
+    shutil.move(root / "a", root / "deeper")
+    reader = GenerationReader(root / "generations", search=[root / "deep", root / "deeper"])
+    check(reader, 2)
+    assert list(reader.problems()) == []
+
+
+def test_a_folder_of_another_store_is_not_taken_for_ones_own(root: Path, tmp_path: Path) -> None:
+    """Both have a generation 2 with the same blocks."""
+    with make_store(tmp_path / "other") as store:
+        register(store)
+        for times in (3, 4):
+            write(store, times)
+            store.commit().wait(60)
+    shutil.rmtree(root / "a")
+    shutil.rmtree(root / "b")
+    with pytest.raises(GenerationError, match="has no array"):
+        check(GenerationReader(root / "generations", search=[tmp_path / "other/a", tmp_path / "other/b"]), 2)
+
+
+def files_of_generation(root: Path) -> list[Path]:
+    """Return every file that belongs to generation 2, and what is above it; no symbolic links."""
+    top = [root / "generations/MANIFEST.json", root / "generations/STORE.json"]
+    documents = [root / f"{name}/{rest}zarr.json" for name in ("a", "generations") for rest in ("", "snap/")]
+    inside = [path for path in root.glob("*/snap/00000002/**/*") if path.is_file() and not path.is_symlink()]
+    return sorted([*top, *documents, *inside])
+
+
+def open_and_check(root: Path) -> list[str]:
+    try:
+        return list(GenerationReader(root / "generations", 2).problems())
+    except GenerationError as error:
+        return [str(error)]
+
+
+def test_every_damaged_and_every_missing_file_is_named(root: Path) -> None:
+    assert open_and_check(root) == []
+    files = files_of_generation(root)
+    assert len(files) > 25
+    for path in files:
+        good = path.read_bytes()
+        is_contents = path.name.isdigit()
+        flipped = bytearray(good)
+        flipped[5 if is_contents else len(good) // 2] ^= 1
+        for bad in (bytes(flipped), good[: len(good) // 2], b"", None):
+            path.unlink()
+            if bad is not None:
+                path.write_bytes(bad)
+            problems = open_and_check(root)
+            assert problems, (path, bad and len(bad))
+            is_named = any(str(path) in problem for problem in problems)
+            assert is_named or path.name == "MANIFEST.json", (path, problems)
+            path.unlink(missing_ok=True)
+            path.write_bytes(good)
+    assert open_and_check(root) == []
+
+
+def test_all_damages_are_told_not_only_the_first(root: Path) -> None:
+    snap = root / "generations/snap/00000002"
+    (root / "b/snap/00000002/layer.0/weight/c/1").unlink()
+    (snap / "layer.0/zarr.json").write_text("{}")
+    large = bytearray((snap / "large/c/0").read_bytes())
+    large[100] ^= 1
+    large[17 * MiB] ^= 1
+    (snap / "large/c/0").write_bytes(large)
+    seen: list[str] = []
+    problems = list(GenerationReader(root / "generations").problems(lambda record: seen.append(record.key)))
+    assert seen == list(BLOCKS)
+    assert len(problems) == 4
+    for part in ("weight/c/1", "layer.0/zarr.json", "large/c/0' bytes 0 to 16777216", "bytes 16777216 to 18874368"):
+        assert sum(part in problem for problem in problems) == 1, (part, problems)
+
+
+def test_reading_damaged_contents_is_refused(root: Path) -> None:
+    path = root / "generations/snap/00000002/layer.0/m/c/0"
+    contents = bytearray(path.read_bytes())
+    contents[3] ^= 128
+    path.write_bytes(contents)
+    with pytest.raises(CorruptBlockError, match=r"'layer\.0/m' of generation 2 is damaged.*generations/snap") as caught:
+        check(GenerationReader(root / "generations"), 2)
+    assert caught.value.generation == 2
+    path.write_bytes(contents[:4096])
+    with pytest.raises(CorruptBlockError):
+        check(GenerationReader(root / "generations"), 2)
+
+
+def snapshots(root: Path) -> set[str]:
+    return {str(folder.relative_to(root)) for folder in root.glob("*/snap/0*")}
+
+
+def test_a_generation_is_removed_from_all_drives(root: Path) -> None:
+    assert len(snapshots(root)) == 6
+    remove_generation_everywhere(root / "generations", 2)
+    assert newest_first(root / "generations") == [1] and current_generation(root / "generations") == 1
+    assert not any("00000002" in folder for folder in snapshots(root))
+    check(GenerationReader(root / "generations"), 1)
+    remove_generation_everywhere(root / "generations", 1)
+    assert not snapshots(root)
+    assert current_generation(root / "generations") is None and list_generations(root / "generations") == []
+    with pytest.raises(GenerationError, match=r"nothing was committed|there are: none"):
+        remove_generation_everywhere(root / "generations", 1)
+    with make_store(root) as store:
+        register(store)
+        write(store, 5)
+        store.commit().wait(60)
+    check(GenerationReader(root / "generations"), 5)
+
+
+def test_one_whose_manifest_is_damaged_can_be_removed(root: Path) -> None:
+    (root / "generations/snap/00000002/MANIFEST.json").write_text("?")
+    (root / "generations/MANIFEST.json").write_text("?")
+    remove_generation_everywhere(root / "generations", 2)
+    assert len(snapshots(root)) == 3
+    check(GenerationReader(root / "generations"), 1)
+
+
+def test_nothing_is_removed_under_a_living_store_or_from_another_one(root: Path) -> None:
+    note = root / "a/snap/00000001/OWNER.json"
+    foreign = json.loads(note.read_text())
+    note.write_text(json.dumps({**foreign, "id": "0" * 32}))
+    with make_store(root) as store:
+        register(store)
+        store.load(2)
+        with pytest.raises(LockedError):
+            remove_generation_everywhere(root / "generations", 1)
+    assert len(snapshots(root)) == 6
+    remove_generation_everywhere(root / "generations", 1)
+    assert {name for name in snapshots(root) if "00000001" in name} == {"a/snap/00000001"}
