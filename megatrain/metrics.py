@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -87,24 +88,47 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointMetrics:
+    """Figures of one checkpoint, once it is on disk.
+
+    Attributes:
+        step: steps done when it was taken. path: directory of the checkpoints.
+        nbytes: contents of all blocks. written_bytes: of those copied out of memory; linked_bytes: of those on drives.
+        seconds: from its start until it survives a power cut. stall_s: of these, how long training stood still.
+    """
+
+    step: int
+    path: Path
+    nbytes: int
+    written_bytes: int
+    linked_bytes: int
+    seconds: float
+    stall_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """What a run did.
 
     Attributes:
-        num_steps: steps done now. first_loss, last_loss: of the first and the last step.
-        seconds: from the first step's start to the end, without the export.
+        num_steps: steps done, those before it was continued too. first_loss, last_loss: of the first and the last step.
+        seconds: of training, without the export, over all starts.
         num_real_tokens, num_trained_tokens: over all steps.
         tier_peak_bytes, tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
         link_bytes: ``"ram->nvme"`` -> bytes moved in the whole run.
         written_bytes: path on a drive -> bytes written to it in all steps.
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
-        interrupted: whether the user stopped it early.
+        interrupted: whether the user stopped it early. saved_step: step of the newest checkpoint, None without one.
     """
 
     num_steps: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     seconds: float
     num_real_tokens: int
     num_trained_tokens: int
@@ -114,6 +138,7 @@ class RunSummary:
     peak_rss_bytes: int = 0
     export_dir: Path | None = None
     interrupted: bool = False
+    saved_step: int | None = None
     written_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -129,6 +154,9 @@ class RunObserver(Protocol):
 
     def on_step(self, metrics: StepMetrics) -> None:
         """A step is done."""
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """A checkpoint is on disk."""
 
     def on_message(self, text: str) -> None:
         """Something happened that a person should know."""
@@ -151,6 +179,10 @@ class Observers:
         for observer in self._observers:
             observer.on_step(metrics)
 
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        for observer in self._observers:
+            observer.on_checkpoint(metrics)
+
     def on_message(self, text: str) -> None:
         for observer in self._observers:
             observer.on_message(text)
@@ -161,13 +193,22 @@ class Observers:
 
 
 class MetricsLog:
-    """An observer that appends one JSON object per step to a file; each line is flushed when written.
+    """An observer that appends a JSON object per step, and one per checkpoint, to a file; each is flushed at once.
+
+    Lines of checkpoints have ``"event": "checkpoint"``; those of steps have no event.
 
     Args:
-        path: the file; its folder must exist. Lines of an earlier run stay.
+        path: the file; its folder must exist.
+        continued_from: steps done before, if this run goes on; lines of later steps, which come again, are dropped. A
+            run that starts anew moves the file of an earlier one to ``metrics.old.jsonl``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
+        if path.exists():
+            if continued_from is None:
+                os.replace(path, path.with_suffix(".old.jsonl"))
+            else:
+                _drop_later_steps(path, continued_from)
         self._stream = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -177,15 +218,22 @@ class MetricsLog:
         self.close()
 
     def on_start(self, info: RunInfo) -> None:
-        """Write nothing: the file holds steps only."""
+        """Write nothing: the file holds figures only."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Append the step."""
-        self._stream.write(json.dumps(metrics.to_json(), allow_nan=False) + "\n")
+        self._write(metrics.to_json())
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """Append the checkpoint."""
+        self._write({"event": "checkpoint", **metrics.to_json()})
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(values, allow_nan=False) + "\n")
         self._stream.flush()
 
     def on_message(self, text: str) -> None:
-        """Write nothing: the file holds steps only."""
+        """Write nothing: the file holds figures only."""
 
     def on_end(self, summary: RunSummary) -> None:
         """Close the file."""
@@ -194,6 +242,30 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file. Safe to call twice."""
         self._stream.close()
+
+
+def _drop_later_steps(path: Path, last_step: int) -> None:
+    """Rewrite the file without what comes after a step, and without a line that a crash has cut off."""
+    partial = path.with_name(path.name + ".partial")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+        new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
+    os.replace(partial, path)
+
+
+def _is_of_steps_up_to(last_step: int, line: str) -> bool:
+    try:
+        return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def format_checkpoint(metrics: CheckpointMetrics) -> str:
+    """Return the line that a console shows for a checkpoint."""
+    return (
+        f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)} "
+        f"({format_size(metrics.written_bytes)} written, {format_size(metrics.linked_bytes)} linked) "
+        f"in {metrics.seconds:.1f} s, training stood still for {metrics.stall_s:.1f} s"
+    )
 
 
 def format_step(metrics: StepMetrics) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.checkpoint.catalog import search_paths
+from megatrain.checkpoint.resume import Checkpoint
+from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.models.export import export_model
@@ -18,14 +21,17 @@ from megatrain.models.initialize import init_weights
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
-from megatrain.plan.machine import existing_parent
+from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.planner import Plan
-from megatrain.plan.solve import DoesNotFitError
+from megatrain.plan.solve import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
 from megatrain.precision import decode, encode, high_half
+from megatrain.run_folder import CHECKPOINTS_NAME
 from megatrain.timeline import Timeline
+from tiered.errors import CorruptBlockError, GenerationError
 from tiered.policies import LRU, Belady
+from tiered.reader import GenerationReader
 from tiered.store import TieredStore
-from tiered.tiers.directory import reusable_bytes
+from tiered.tiers.directory import files_below
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
@@ -37,9 +43,6 @@ if TYPE_CHECKING:
 
     from megatrain.config.schema import RunConfig
     from tiered.tiers.base import Tier
-
-#: Kinds of blocks whose contents outlive a step.
-DURABLE_KINDS = ("weights", "optimizer")
 
 
 class Session:
@@ -58,6 +61,7 @@ class Session:
 
     def __init__(self, config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> None:
         self.config, self.plan = config, plan
+        self._on_notice = on_notice or (lambda text: None)
         self.timeline = Timeline()
         self._engine: StepEngine | None = None
         self._weights: WeightLoader | None = None
@@ -67,7 +71,15 @@ class Session:
         policy = LRU() if config.advanced.eviction_policy == "lru" else Belady()
         self._tiers = make_tiers(config, plan, on_notice)
         try:
-            self.store = TieredStore(self._tiers, policy, on_event=self.timeline.on_event)
+            self.store = TieredStore(
+                self._tiers,
+                policy,
+                path=str(config.output_dir / CHECKPOINTS_NAME),
+                keep_generations=config.checkpoint.save_total_limit,
+                on_full=config.tiers.on_disk_full,
+                on_notice=on_notice,
+                on_event=self.timeline.on_event,
+            )
         except BaseException:
             for tier in self._tiers:
                 tier.close()
@@ -83,22 +95,61 @@ class Session:
 
     # -- before training ---------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Bring in weights unit by unit and zero the optimizer state, then reserve what only steps need.
+    def prepare(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
+        """Bring in weights and optimizer state unit by unit, then reserve what only steps need.
 
         The fp32 copy of a unit that is on its way in takes the room that its gradient has in a step: so a run that
         fits also starts.
 
+        Args:
+            candidates: checkpoints to start from, best first; one that is damaged is named and passed over.
+
+        Returns:
+            The checkpoint that the run goes on from; None: it starts from the model's weights.
+
         Raises:
-            ModelFolderError, InitializationError: the weights cannot be had.
+            ModelFolderError, InitializationError: the weights cannot be had. CheckpointError: no candidate is whole.
         """
+        for tier, nbytes in self.plan.placement.generation_bytes.items():
+            if nbytes:
+                self.store.reserve(tier, nbytes)
         self._register(durable=True)
-        self._fill_weights()
-        self._zero_state()
+        checkpoint = self._load(candidates) if candidates else None
+        if checkpoint is None:
+            self._fill_weights()
+            self._zero_state()
+        elif self._weights is not None:
+            self._weights.load_buffers()
         self._register(durable=False)
         for tier, nbytes in self.plan.placement.workspace_bytes.items():
             if nbytes:
                 self.store.reserve(tier, nbytes)
+        return checkpoint
+
+    def _load(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
+        problem: Exception | None = None
+        for checkpoint in candidates:
+            try:
+                self._load_one(checkpoint)
+            except (CorruptBlockError, GenerationError) as error:
+                problem = problem or error
+                self._on_notice(f"{checkpoint} cannot be used: {error}")
+            else:
+                return checkpoint
+        raise CheckpointError(
+            f"none of the {len(candidates)} checkpoints in '{candidates[0].path}' can be used; the newest: {problem}"
+        )
+
+    def _load_one(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.is_own:
+            self.store.load(checkpoint.generation)
+            return
+        reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
+        for key, block in self.plan.program.blocks.items():
+            if block.kind in DURABLE_KINDS:
+                with self.store.acquire(key, "ram", "w") as lease:
+                    reader.read(key, lease.tensor)
+                self._leave(key)
 
     def _register(self, *, durable: bool) -> None:
         for block in self.plan.program.blocks.values():
@@ -163,14 +214,22 @@ class Session:
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def make_engine(self, num_steps: int) -> StepEngine:
-        """Return the engine, with the prefetcher told the schedule of ``num_steps`` steps."""
-        plan, table = self.plan, self.config.optimizer
-        prefetch = self.config.advanced.prefetch
+    def schedule(self, first_step: int, num_steps: int) -> None:
+        """Tell the prefetcher that ``num_steps`` steps follow, the first of which finds nothing to update."""
+        plan, prefetch = self.plan, self.config.advanced.prefetch
         self.store.set_schedule(
-            plan.program.schedule(plan.placement.homes, num_steps),
+            plan.program.schedule(plan.placement.homes, num_steps, first_step=first_step),
             lookahead_bytes=prefetch if isinstance(prefetch, int) else None,
         )
+
+    def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:
+        """Return the engine, with the prefetcher told the schedule of ``num_steps`` steps.
+
+        Args:
+            first_step: steps done before. num_updates: those of them whose gradient was used.
+        """
+        plan, table = self.plan, self.config.optimizer
+        self.schedule(first_step, num_steps)
         self._engine = StepEngine(
             self.store,
             plan.graph,
@@ -187,6 +246,7 @@ class Session:
             seed=self.config.seed,
             timeline=self.timeline,
         )
+        self._engine.num_updates = num_updates
         return self._engine
 
     # -- afterwards --------------------------------------------------------------------------------------------
@@ -228,8 +288,12 @@ class Session:
         with self._room_for_master(layout), self.master_weights(layout) as weights:
             yield weights
 
-    def export(self, folder: Path) -> Path:
-        """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
+    def export(self, folder: Path, record: Mapping[str, int] | None = None) -> Path:
+        """Write the Hugging Face folder of the trained model, unit by unit. No step can follow.
+
+        Args:
+            record: what else to write into the folder's record.
+        """
         self._end_training()
         table = self.config.export
         dtype = self.plan.graph.dtype if table.dtype == "auto" else getattr(torch, table.dtype)
@@ -240,6 +304,7 @@ class Session:
             dtype=dtype,
             max_shard_nbytes=table.max_shard_size,
             copy_from=Path(self.config.model.tokenizer_name_or_path or self.config.model.model_name_or_path),
+            record=record,
         )
 
 
@@ -274,19 +339,35 @@ def check_drives(config: RunConfig, plan: Plan) -> None:
     Raises:
         DoesNotFitError: with the bytes that the drive would need.
     """
-    rates = tuple(plan.nvme_rates)
-    needs = Counter[int]()
+    checkpoints = config.output_dir / CHECKPOINTS_NAME
+    generations = max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0
+    needs = _drive_needs(config, plan, generations)
+    owned = {table.path: own_drive_bytes(table.path, checkpoints) for table in config.tiers.nvme}
+    owned[checkpoints] = sum(file.lstat().st_blocks * 512 for file in files_below(checkpoints))
+    drives: dict[int, list[Path]] = {}
+    for path in needs:
+        drives.setdefault(existing_parent(path).stat().st_dev, []).append(path)
+    for paths in drives.values():
+        have = shutil.disk_usage(existing_parent(paths[0])).free + sum(owned[path] for path in paths)
+        need = sum(needs[path] for path in paths)
+        if need > have:
+            tier = "output_dir" if paths == [checkpoints] else "nvme"
+            advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
+            if generations:
+                advice += f" {generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+            raise DoesNotFitError(tier, need, have, advice)
+
+
+def _drive_needs(config: RunConfig, plan: Plan, generations: int) -> Counter[Path]:
+    """Return path -> bytes that the run may come to hold there."""
+    rates, paths = tuple(plan.nvme_rates), [table.path for table in config.tiers.nvme]
+    needs = Counter[Path]()
     for key, block in plan.program.blocks.items():
         if plan.placement.homes[key] == "nvme":
             cut = plan_chunks(block.nbytes, rates, config.advanced.file_size)
-            needs.update({path: cut.chunk_bytes * count for path, count in Counter(cut.path_of_chunk).items()})
-    drives: dict[int, list[int]] = {}
-    for number, table in enumerate(config.tiers.nvme):
-        drives.setdefault(existing_parent(table.path).stat().st_dev, []).append(number)
-    for numbers in drives.values():
-        paths = [config.tiers.nvme[number].path for number in numbers]
-        have = shutil.disk_usage(existing_parent(paths[0])).free + sum(reusable_bytes(path) for path in paths)
-        need = sum(needs[number] for number in numbers)
-        if need > have:
-            advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
-            raise DoesNotFitError("nvme", need, have, advice)
+            sets = 1 + (generations if block.kind in DURABLE_KINDS else 0)
+            for path_index, count in Counter(cut.path_of_chunk).items():
+                needs[paths[path_index]] += sets * cut.chunk_bytes * count
+    if generations:
+        needs[config.output_dir / CHECKPOINTS_NAME] += generations * plan.checkpoint_bytes_in_output_dir
+    return needs

@@ -2,8 +2,18 @@
 
 from megatrain.config.load import LoadedConfig, load_config
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolved import to_toml, write_resolved
+from megatrain.config.resolved import config_from_toml, to_toml, write_resolved
 from megatrain.config.schema import RunConfig
 from megatrain.config.sizes import Size
 
-__all__ = ["ConfigError", "LoadedConfig", "Problem", "RunConfig", "Size", "load_config", "to_toml", "write_resolved"]
+__all__ = [
+    "ConfigError",
+    "LoadedConfig",
+    "Problem",
+    "RunConfig",
+    "Size",
+    "config_from_toml",
+    "load_config",
+    "to_toml",
+    "write_resolved",
+]

@@ -11,6 +11,8 @@ MEGATRAIN = "MegaTrain"
 TRL = "TRL"
 TRANSFORMERS = "transformers"
 DEEPSPEED = "DeepSpeed"
+TORCHTITAN = "torchtitan"
+TORCHTUNE = "torchtune"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,35 @@ ACCEPTED: dict[str, str] = {
 ALWAYS_ON: dict[str, str] = {
     "gradient_checkpointing": "every layer is recomputed once in the backward pass",
     "activation_checkpointing": "every layer is recomputed once in the backward pass",
+}
+
+_RESUME, _WHOLE = "checkpoint.resume_from_checkpoint", "a checkpoint holds all that the run needs to continue"
+_CHECKPOINTS: dict[str, Translation] = {
+    "overwrite_output_dir": Translation(
+        TRANSFORMERS, _RESUME, "nothing saved is overwritten: remove it with `megatrain-tier ckpt rm`"
+    ),
+    "save_safetensors": Translation(TRANSFORMERS, "", "the [export] is safetensors, checkpoints are plain zarr arrays"),
+    "save_only_model": Translation(TRANSFORMERS, "", f"{_WHOLE}; [export] writes the model alone"),
+    "ignore_data_skip": Translation(TRANSFORMERS, "", "the data goes on where it stopped, without reading it again"),
+    "enable_jit_checkpoint": Translation(TRANSFORMERS, "checkpoint.save_on_signal"),
+    "saves_per_epoch": Translation(AXOLOTL, "checkpoint.save_strategy", '1 is "epoch"; else count steps in save_steps'),
+    "auto_resume_from_checkpoints": Translation(AXOLOTL, _RESUME, 'true is "auto"'),
+    "load_universal": Translation(DEEPSPEED, "", "a checkpoint opens with any tiers and placement"),
+    "tag_validation": Translation(DEEPSPEED, "", "checkpoints are verified when they are opened"),
+    "use_node_local_storage": Translation(DEEPSPEED, "tiers.nvme.0.path", "state on a drive is checkpointed there"),
+    "parallel_write": Translation(DEEPSPEED, "checkpoint.async_save"),
+    "interval": Translation(TORCHTITAN, "checkpoint.save_steps"),
+    "keep_latest_k": Translation(TORCHTITAN, "checkpoint.save_total_limit"),
+    "async_mode": Translation(TORCHTITAN, "checkpoint.async_save"),
+    "enable_checkpoint": Translation(TORCHTITAN, "checkpoint.save_strategy", 'false is "no"'),
+    "initial_load_path": Translation(TORCHTITAN, _RESUME),
+    "last_save_model_only": Translation(TORCHTITAN, "", f"{_WHOLE}; [export] writes the model alone"),
+    "export_dtype": Translation(TORCHTITAN, "export.dtype"),
+    "save_every_n_steps": Translation(TORCHTUNE, "checkpoint.save_steps"),
+    "keep_last_n_checkpoints": Translation(TORCHTUNE, "checkpoint.save_total_limit"),
+    "enable_async_checkpointing": Translation(TORCHTUNE, "checkpoint.async_save"),
+    "recipe_checkpoint": Translation(TORCHTUNE, _RESUME, "the output_dir of a run"),
+    "checkpoint_dir": Translation(TORCHTUNE, "model.model_name_or_path"),
 }
 
 #: Leaf names of other tools -> how it is written here.
@@ -97,28 +128,26 @@ TRANSLATIONS: dict[str, Translation] = {
     "offload_optimizer": Translation(DEEPSPEED, "placement.optimizer"),
     "offload_param": Translation(DEEPSPEED, "placement.weights"),
     "nvme_path": Translation(DEEPSPEED, "tiers.nvme.0.path"),
+    **_CHECKPOINTS,
 }
 
 #: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
 NOT_YET: frozenset[str] = frozenset(
     {
         "evaluation",
-        "checkpoint",
-        "profile",
         "data.eval",
         "data.val_size",
         "data.streaming",
         "data.cache_dir",
-        "data.dataset_num_proc",
         "data.train.weight",
         "data.train.split",
+        "data.dataset_num_proc",
         "model.model_revision",
         "placement.override",
         "precision.master_dtype",
         "precision.optimizer_dtype",
         "full_determinism",
         "torch_compile",
-        "resume_from_checkpoint",
     }
 )
 

@@ -23,6 +23,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_gradients(config),
         *_check_schedule(config),
         *_check_attention(config),
+        *_check_checkpoint(config),
         *_check_tiers(config),
         *_check_paths(config),
     ]
@@ -43,6 +44,12 @@ def find_warnings(config: RunConfig) -> list[str]:
         for key, users in OPTIMIZERS_WITH_KEY.items()
         if optimizer.optim not in users and getattr(optimizer, key) != type(optimizer).model_fields[key].default
     )
+    checkpoint = config.checkpoint
+    usual_steps = type(checkpoint).model_fields["save_steps"].default
+    if checkpoint.save_strategy != "steps" and checkpoint.save_steps != usual_steps:
+        warnings.append(f'checkpoint.save_steps has no effect with save_strategy = "{checkpoint.save_strategy}"')
+    if checkpoint.save_strategy == "no" and checkpoint.save_interval is not None:
+        warnings.append('checkpoint.save_interval has no effect with save_strategy = "no"')
     if config.device == "cpu" and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
     if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
@@ -176,6 +183,22 @@ def _check_attention(config: RunConfig) -> Iterator[Problem]:
             "flash_attention_2 separates packed documents only in micro-batches of one row, "
             f"but training.per_device_train_batch_size = {config.micro_batch_size}",
             'Write per_device_train_batch_size = 1 with a longer data.max_length, or "sdpa"',
+        )
+
+
+def _check_checkpoint(config: RunConfig) -> Iterator[Problem]:
+    table = config.checkpoint
+    if table.save_strategy == "time" and table.save_interval is None:
+        yield Problem(
+            "checkpoint.save_strategy",
+            'checkpoint.save_strategy = "time" needs checkpoint.save_interval',
+            'Write save_interval = "45min"',
+        )
+    if table.save_interval is not None and table.save_strategy in ("steps", "epoch"):
+        yield Problem(
+            "checkpoint.save_interval",
+            f'checkpoint.save_interval has no effect with save_strategy = "{table.save_strategy}"',
+            'Leave it out, or write save_strategy = "time"',
         )
 
 

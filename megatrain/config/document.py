@@ -6,8 +6,9 @@ import typing
 from types import UnionType
 from typing import Any, Literal
 
+from megatrain.config.fields import Duration, PlainSize, Preference, PrefetchSize, Rate, ResumeSource
 from megatrain.config.keys import ARRAY_TABLES, nested_model
-from megatrain.config.schema import PlainSize, Preference, PrefetchSize, Rate, RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.config.sizes import Size, exact_size
 
 if typing.TYPE_CHECKING:
@@ -22,15 +23,17 @@ Made from the schema by `python -m megatrain.config.document > docs/config.md`; 
 The file is TOML. Later values win: defaults < CONFIG < each `-c FILE` < `--set KEY=VALUE`. Tables merge, arrays are
 replaced. In `--set`, a last name that is unique is enough (`--set learning_rate=2e-5`); items of a list have numbers
 (`--set data.train.0.max_samples=100`). Paths are relative to the file they stand in, those in `--set` to the current
-directory. Sizes need a unit: `"120GiB"` (2^30), `"120GB"` (10^9), and `"90%"` where a share makes sense. Every problem
-is reported at once, with its line, and exit code 2. `output_dir/config.resolved.toml` holds every default and
-reproduces the run.
+directory. Sizes need a unit: `"120GiB"` (2^30), `"120GB"` (10^9), and `"90%"` where a share makes sense; so do
+durations: `"45min"`, `"30s"`, `"1h30min"`. Every problem is reported at once, with its line, and exit code 2.
+`output_dir/config.resolved.toml` holds every default and reproduces the run.
 """
 _NAMED_TYPES: tuple[tuple[Any, str], ...] = (
     (Preference, '"auto" or list of tiers'),
     (PrefetchSize, '"auto", "unlimited" or size'),
     (PlainSize, "size"),
     (Rate, "size per second"),
+    (Duration, "duration"),
+    (ResumeSource, '"auto", "no" or path'),
 )
 
 
@@ -48,7 +51,8 @@ def _tables(model: type[BaseModel], name: str) -> list[str]:
     for key, field in model.model_fields.items():
         nested = nested_model(field.annotation)
         if nested is None:
-            rows.append(f"| `{key}` | {_type(hints[key])} | {_default(field)} | {_cell(field.description or '')} |")
+            cells = (f"`{key}`", _type(hints[key]), _default(field, hints[key]), _cell(field.description or ""))
+            rows.append(f"| {' | '.join(cells)} |")
         else:
             inner.extend(_tables(nested, f"{name}.{key}" if name else key))
     header = [
@@ -81,13 +85,13 @@ def _type(annotation: Any) -> str:
     return {str: "text", int: "whole number", float: "number", bool: "true, false"}.get(annotation, "path")
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, annotation: Any) -> str:
     if field.is_required():
         return "see meaning" if (field.description or "").startswith(("Default:", "Order of")) else "required"
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None:
         return "not set"
-    if field.description and field.description.startswith("Largest file"):
+    if annotation == PlainSize:
         return _toml(exact_size(value))
     return _toml(value.text if isinstance(value, Size) else value)
 

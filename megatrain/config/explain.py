@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import typing
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config.data_tables import ColumnName
 from megatrain.config.keys import dotted, known_keys, plain
 from megatrain.config.problems import Problem
 
@@ -73,7 +75,7 @@ def explain_error(detail: ErrorDetails, values: Mapping[str, Any]) -> Problem | 
         return Problem(
             key,
             f"{key}: `{value}` is not a field of ours",
-            'Write ours = "yours", ours being one of messages, prompt, completion, text',
+            'Write ours = "yours", ours being one of ' + ", ".join(typing.get_args(ColumnName)),
         )
     if kind in ("literal_error", "enum"):
         return _explain_choice(key, shown, value, str(context.get("expected", "")))

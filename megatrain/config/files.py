@@ -16,7 +16,7 @@ _KEY_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
 _ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 _LOOKS_LIKE_BARE_TEXT = re.compile(r"=\s*(?!true\b|false\b)([0-9.]*[A-Za-z][\w./%-]*|[0-9.]+%)\s*(#.*)?$")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
 @dataclass
@@ -132,30 +132,33 @@ def _with_numbers(name: str, counts: dict[str, int]) -> str:
 def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
     """Make every path in a tree of config values absolute, in place, as seen from ``folder``."""
 
-    def change(table: Any, key: str, *, may_be_a_name: bool = False, keep: str = "") -> None:
-        if isinstance(table, dict) and isinstance(table.get(key), str) and table[key] not in ("", keep):
-            table[key] = _absolute(table[key], folder, may_be_a_name)
+    def change(table: Any, key: str, *, names: re.Pattern[str] | None = None, keep: tuple[str, ...] = ()) -> None:
+        if isinstance(table, dict) and isinstance(table.get(key), str) and table[key] not in ("", *keep):
+            table[key] = _absolute(table[key], folder, names)
 
     change(values, "output_dir")
     model = values.get("model")
-    change(model, "model_name_or_path", may_be_a_name=True)
-    change(model, "tokenizer_name_or_path", may_be_a_name=True)
-    change(model, "chat_template", keep="auto")
-    for section, name in (("data", "train"), ("tiers", "nvme")):
-        tables = values.get(section)
-        for table in _listed(tables.get(name)) if isinstance(tables, dict) else ():
-            change(table, "path")
+    change(model, "model_name_or_path", names=_MODEL_NAME)
+    change(model, "tokenizer_name_or_path", names=_MODEL_NAME)
+    change(model, "chat_template", keep=("auto",))
+    change(values.get("checkpoint"), "resume_from_checkpoint", keep=("auto", "no"))
+    data = values.get("data")
+    for table in _listed(data.get("train")) if isinstance(data, dict) else ():
+        change(table, "path")
+    tiers = values.get("tiers")
+    for table in _listed(tiers.get("nvme")) if isinstance(tiers, dict) else ():
+        change(table, "path")
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _absolute(text: str, folder: Path, may_be_a_name: bool) -> str:
+def _absolute(text: str, folder: Path, names: re.Pattern[str] | None) -> str:
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
-    if may_be_a_name and not path.is_absolute() and not candidate.exists() and _HUB_NAME.fullmatch(text):
-        return text  # the name of a model, not a folder here
+    if names is not None and not path.is_absolute() and not candidate.exists() and names.fullmatch(text):
+        return text  # a name on the hub, not a folder here
     return str(Path(_normalised(candidate)))
 
 

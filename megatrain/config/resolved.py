@@ -1,4 +1,4 @@
-"""Writes a config with every default filled in, as a TOML file that reproduces the run."""
+"""A config with every default filled in, as TOML that reproduces the run: written to a file, and read back."""
 
 from __future__ import annotations
 
@@ -7,27 +7,70 @@ import json
 import math
 import os
 import tempfile
+import tomllib
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from megatrain.config.explain import explain_error
+from megatrain.config.keys import dotted
 from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from megatrain.config.schema import RunConfig
+    from pydantic_core import ErrorDetails
 
 FILE_NAME = "config.resolved.toml"
+_NEWER = "A newer version of megatrain-tier wrote it: upgrade"
 
 
 def to_toml(config: RunConfig) -> str:
     """Return ``config`` as TOML. Loading it gives an equal config."""
+    lines: list[str] = []
+    _write_table(resolved_values(config), "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def resolved_values(config: RunConfig) -> dict[str, Any]:
+    """Return the nested tables of ``config``, without keys that others of it replace."""
     values = config.model_dump(mode="python")
     if config.training.train_batch_tokens is not None:
         del values["training"]["per_device_train_batch_size"]
         del values["training"]["gradient_accumulation_steps"]
-    lines: list[str] = []
-    _write_table(values, "", lines)
-    return "\n".join(lines).lstrip("\n") + "\n"
+    return values
+
+
+def config_from_toml(text: str, source: str = "the config in the checkpoint") -> RunConfig:
+    """Return the config that :func:`to_toml` wrote. No file is looked at; keys that it lacks have their default.
+
+    Args:
+        source: where the text is from, for messages.
+
+    Raises:
+        ConfigError: it is no TOML, or has keys or values that this version does not know.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problem = Problem("", f"this is not TOML: {error}", "It is damaged; use another checkpoint")
+        raise ConfigError(source, [problem]) from None
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_unknown_here(detail, values) for detail in error.errors(include_url=False)]
+        raise ConfigError(source, [problem for problem in problems if problem is not None]) from None
+
+
+def _unknown_here(detail: ErrorDetails, values: Mapping[str, Any]) -> Problem | None:
+    """Return the problem behind one complaint about a config that was valid where it was written."""
+    key = dotted(detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return Problem(key, f"unknown key `{key}`", _NEWER)
+    problem = explain_error(detail, values)
+    return None if problem is None else Problem(problem.key, problem.message, _NEWER)
 
 
 def write_resolved(config: RunConfig) -> Path:
@@ -82,7 +125,7 @@ def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
         if is_table or (isinstance(value, list | tuple) and value and isinstance(value[0], dict)):
             inner.append((key, value))
         elif not (isinstance(value, dict) and not value):
-            lines.append(f"{key} = {_format(value)}")
+            lines.append(f"{key} = {format_value(value)}")
     for key, value in inner:
         full = f"{name}.{key}" if name else key
         for item in value if isinstance(value, list | tuple) else (value,):
@@ -95,7 +138,8 @@ def _is_free_table(table: str, key: str) -> bool:
     return f"{table}.{key}" in ("data.train.columns", "optimizer.lr_scheduler_kwargs")
 
 
-def _format(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """Return a value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -104,8 +148,8 @@ def _format(value: Any) -> str:
         assert math.isfinite(value), value
         return repr(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_format(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_format(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(key)} = {format_value(item)}" for key, item in value.items()) + " }"
     # A JSON string is a TOML basic string, except that TOML also wants DEL escaped.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -9,63 +9,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from megatrain.config.sizes import Size, exact_size, parse_rate
-from tiered.units import parse_size
-
-TierName = Literal["gpu", "ram", "nvme"]
-AUTO_SIZE = Size("auto")
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _as_path(value: object) -> object:
-    return Path(value) if isinstance(value, str) and value else value
-
-
-def _as_placement(value: object) -> object:
-    """Accept "auto", one tier, or several in order of preference."""
-    if isinstance(value, str) and value != "auto":
-        return (value,)
-    return _as_tuple(value)
-
-
-def _plain_size(value: object) -> object:
-    if isinstance(value, str):
-        return parse_size(value)
-    return Size.parse(value).nbytes  # a bare number: refused with the advice to add a unit
-
-
-def _prefetch(value: object) -> object:
-    """Return None for "unlimited", "auto", or bytes."""
-    if value in ("auto", "unlimited") or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
-        return value
-    if isinstance(value, str) and value.strip() == "0":
-        return 0
-    return _plain_size(value)
-
-
-StringTuple = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-ConfigPath = Annotated[Path, BeforeValidator(_as_path), PlainSerializer(str)]
-PlainSize = Annotated[int, BeforeValidator(_plain_size), PlainSerializer(exact_size)]
-Rate = Annotated[float, BeforeValidator(parse_rate), PlainSerializer(lambda rate: exact_size(round(rate)) + "/s")]
-Preference = Annotated[
-    Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)], BeforeValidator(_as_placement)
-]
-PrefetchSize = Annotated[
-    Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
-    BeforeValidator(_prefetch),
-    PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
-]
-
-
-class Table(BaseModel):
-    """Base of every table: immutable, unknown keys refused, no silent conversion of types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from megatrain.config.data_tables import DataConfig
+from megatrain.config.fields import (
+    AUTO_SIZE,
+    ConfigPath,
+    Duration,
+    PlainSize,
+    Preference,
+    PrefetchSize,
+    Rate,
+    ResumeSource,
+    StringTuple,
+    Table,
+    as_tuple,
+)
+from megatrain.config.sizes import Size
+from tiered.units import GiB
 
 
 class ModelConfig(Table):
@@ -99,39 +60,6 @@ class PrecisionConfig(Table):
     )
 
 
-class DatasetConfig(Table):
-    """``[[data.train]]``: one source of training rows."""
-
-    path: str = Field(min_length=1, description="File, glob or folder of .jsonl, .json or .txt files.")
-    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
-        default="auto", description="What a row holds; auto: seen from its fields, row by row."
-    )
-    columns: dict[Literal["messages", "prompt", "completion", "text"], str] = Field(
-        default_factory=dict,
-        description='Our field -> your column, e.g. { prompt = "question", completion = "answer" }.',
-    )
-    max_samples: int | None = Field(default=None, ge=1, description="Use at most this many rows, from the start.")
-
-
-class DataConfig(Table):
-    """``[data]``: rows, masks and their arrangement."""
-
-    max_length: int = Field(default=1024, ge=2, description="Tokens in a row of a micro-batch.")
-    packing: bool = Field(default=True, description="Several documents share a row and never attend to each other.")
-    train_on: Literal["assistant", "completion", "all"] = Field(
-        default="assistant",
-        description="assistant: all of the assistant's turns; completion: the last one; all: every token. "
-        "Plain text is always trained on whole. Default: assistant (sft), all (pretrain).",
-    )
-    overlong: Literal["truncate", "drop", "error"] = Field(
-        default="truncate",
-        description="What happens to conversations longer than max_length. Plain text is cut into pieces.",
-    )
-    train: Annotated[tuple[DatasetConfig, ...], BeforeValidator(_as_tuple)] = Field(
-        min_length=1, description="The sources of training rows."
-    )
-
-
 class TrainingConfig(Table):
     """``[training]``: size of a step and length of the run."""
 
@@ -149,7 +77,7 @@ class TrainingConfig(Table):
 class ParameterGroupConfig(Table):
     """``[[optimizer.groups]]``: parameters with settings of their own."""
 
-    params: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
+    params: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1)] = Field(
         description="Globs of parameter names. Of the groups that match a parameter the first one counts."
     )
     learning_rate: float | None = Field(
@@ -200,7 +128,7 @@ class OptimizerConfig(Table):
         default_factory=dict, description="Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }."
     )
     warmup_steps: float = Field(default=0.03, ge=0, description=">= 1: steps. < 1: fraction of all steps.")
-    groups: Annotated[tuple[ParameterGroupConfig, ...], BeforeValidator(_as_tuple)] = Field(
+    groups: Annotated[tuple[ParameterGroupConfig, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="Parameters with a learning rate or a decay of their own."
     )
 
@@ -210,6 +138,40 @@ class OptimizerConfig(Table):
         if isinstance(values, dict) and values.get("optim") == "lion":
             return {"adam_beta2": 0.99, **values}
         return values
+
+
+class CheckpointConfig(Table):
+    """``[checkpoint]``: when the run is saved, how often that is kept, and what a run starts from."""
+
+    save_strategy: Literal["steps", "time", "epoch", "no"] = Field(
+        default="steps",
+        description="When to save. Unless no, also at the end. Default: time where save_interval is given, else steps.",
+    )
+    save_steps: int = Field(default=200, ge=1, description="steps: optimizer steps between two saves.")
+    save_interval: Duration | None = Field(default=None, description='time: between two saves, e.g. "45min".')
+    save_total_limit: int = Field(default=2, ge=1, description="Checkpoints that are kept, the newest ones.")
+    save_on_signal: bool = Field(
+        default=True, description="SIGTERM and SIGINT: finish the step, save, exit with 75. false: end at once."
+    )
+    resume_from_checkpoint: ResumeSource = Field(
+        default="auto",
+        description='"auto": continue the run in output_dir if there is one; "no": start at the beginning, '
+        "refused where output_dir holds checkpoints; or the output_dir of another run, to start from its newest one.",
+    )
+    async_save: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
+    min_free_disk: PlainSize = Field(default=GiB, ge=0, description="Space that a save leaves free on its drive.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_strategy(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "save_interval" in values:
+            return {"save_strategy": "time", **values}
+        return values
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this run may save at all."""
+        return self.save_strategy != "no" or self.save_on_signal
 
 
 class ExportConfig(Table):
@@ -279,7 +241,7 @@ class TiersConfig(Table):
     )
     gpu: GpuTierConfig = Field(default_factory=GpuTierConfig, description="GPU memory.")
     ram: RamTierConfig = Field(default_factory=RamTierConfig, description="Host memory.")
-    nvme: Annotated[tuple[NvmeTierConfig, ...], BeforeValidator(_as_tuple)] = Field(
+    nvme: Annotated[tuple[NvmeTierConfig, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="Folders on drives; none: nothing is kept in files."
     )
 
@@ -314,7 +276,7 @@ class AdvancedConfig(Table):
 class ProfileConfig(Table):
     """``[profile]``: timelines."""
 
-    trace_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple)] = Field(
+    trace_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="Steps, from 1, whose timeline is written to output_dir/trace.json, for Perfetto."
     )
 
@@ -334,6 +296,7 @@ class RunConfig(Table):
     data: DataConfig = Field(description="Rows, masks and their arrangement.")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="Size and number of steps.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The update and its schedule.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and continuing.")
     export: ExportConfig = Field(default_factory=ExportConfig, description="The folder written at the end.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and kept.")
     tiers: TiersConfig = Field(default_factory=TiersConfig, description="What this run may use.")

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.errors import DataError
 from megatrain.data.formats import Document, Row, read_rows
+from tiered.checksums import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,6 +73,11 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def fingerprint(self) -> str:
+        """Return a checksum of all that a run sees of the data."""
+        parts = (checksum(array.view(np.uint8)) for array in (self.tokens, self.trained, self.starts))
+        return "-".join(parts)
 
     def lengths(self) -> list[int]:
         """Return the tokens of each document."""

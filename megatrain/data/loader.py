@@ -94,6 +94,11 @@ class BatchLoader:
         self.seek(position)
 
     @property
+    def dataset(self) -> TokenDataset:
+        """The documents."""
+        return self._dataset
+
+    @property
     def num_rows(self) -> int:
         """Rows in an epoch."""
         return len(self._rows)

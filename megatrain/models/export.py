@@ -75,6 +75,7 @@ def export_model(
     max_shard_nbytes: int = 5_000_000_000,
     tokenizer: PreTrainedTokenizerBase | None = None,
     copy_from: Path | str | None = None,
+    record: Mapping[str, int] | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder that ``from_pretrained`` opens.
 
@@ -86,6 +87,7 @@ def export_model(
         max_shard_nbytes: weight bytes in one file.
         tokenizer: saved into the folder; otherwise the tokenizer files of ``copy_from`` are copied.
         copy_from: the folder the model came from: tokenizer, generation config and licence are copied from it.
+        record: more keys for ``export.json``, e.g. the step.
 
     Returns:
         The absolute path of the finished folder.
@@ -115,7 +117,7 @@ def export_model(
         _write_companions(partial, model, dtype, tokenizer, None if copy_from is None else Path(copy_from))
         writer.finish()
         writer.verify()
-        _write_record(partial, dtype, writer.checksums)
+        _write_record(partial, dtype, writer.checksums, record or {})
         _put_in_place(partial, out)
     except (OSError, DamagedShardError) as error:
         raise ExportError(f"{out} was not written: {error}") from error
@@ -269,9 +271,10 @@ def _fresh_sibling(out: Path, word: str) -> Path:
     return sibling
 
 
-def _write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str]) -> None:
+def _write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     record = {
+        **more,
         "program": _PROGRAM,
         "dtype": str(dtype).removeprefix("torch."),
         "files": files,

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from megatrain.run_folder import CHECKPOINTS_NAME
+from tiered.tiers.directory import files_below, reusable_bytes
+from tiered.tiers.ownership import read_owner, read_store_id, snapshot_folders
+
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
 
@@ -77,13 +81,35 @@ def gpu_capacity_bytes(config: RunConfig, device: torch.device) -> int:
 
 
 def nvme_capacity_bytes(config: RunConfig) -> int:
-    """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin."""
+    """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin.
+
+    What this run left there before counts as free.
+    """
     capacity = 0
     for table in config.tiers.nvme:
         disk = shutil.disk_usage(existing_parent(table.path))
         margin = config.tiers.safety_margin.resolve(disk.total)
-        capacity += table.size.resolve(disk.total, auto_bytes=max(0, disk.free - margin))
+        free = disk.free + own_drive_bytes(table.path, config.output_dir / CHECKPOINTS_NAME)
+        capacity += table.size.resolve(disk.total, auto_bytes=max(0, free - margin))
     return capacity
+
+
+def own_drive_bytes(path: Path, checkpoints: Path) -> int:
+    """Return the bytes on an NVMe path that a run has the use of: its own checkpoints, and files of dead runs.
+
+    Args:
+        checkpoints: the run's directory of generations. Other runs' checkpoints on the path do not count.
+    """
+    store_id = read_store_id(checkpoints)
+    owned = reusable_bytes(path)
+    seen = {file.lstat().st_ino for file in files_below(path / "live")}
+    for _, folder in snapshot_folders([path]):
+        owner = read_owner(folder)
+        for file in files_below(folder) if owner is not None and owner.id == store_id else ():
+            status = file.lstat()
+            owned += status.st_size if status.st_ino not in seen else 0
+            seen.add(status.st_ino)
+    return owned
 
 
 def existing_parent(path: Path) -> Path:

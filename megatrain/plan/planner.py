@@ -17,7 +17,14 @@ from megatrain.plan import machine
 from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_drive_rates
 from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.plan.solve import Placement, PlacementSolver, TierBudget
+from megatrain.plan.solve import (
+    DURABLE_KINDS,
+    MIN_GENERATIONS,
+    DoesNotFitError,
+    Placement,
+    PlacementSolver,
+    TierBudget,
+)
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, format_size, round_up
 
@@ -87,6 +94,10 @@ class Plan:
         ]
         rows.append(("working set", self.placement.working_bytes, "copies away from home that one tick needs at once"))
         estimate = "" if self.trace.exact else ", estimated: this model looks at values"
+        if any(self.placement.generation_bytes.values()):
+            count = max(budget.generations for budget in self.budgets_by_tier.values())
+            note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
+            rows.append(("checkpoints", self.placement.generation_bytes, note))
         rows.append(("workspace", self.placement.workspace_bytes, f"activations inside one unit, logits{estimate}"))
         return rows
 
@@ -102,6 +113,12 @@ class Plan:
     def traffic(self) -> Mapping[str, int]:
         """Bytes that cross each link in one step."""
         return self.placement.traffic_bytes
+
+    @property
+    def checkpoint_bytes_in_output_dir(self) -> int:
+        """Bytes of one checkpoint that are written to ``output_dir``: of durable blocks at home in no file tier."""
+        homes, blocks = self.placement.homes, self.program.blocks.values()
+        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] != "nvme")
 
     @property
     def messages(self) -> Sequence[str]:
@@ -195,7 +212,11 @@ def with_open_room(plan: Plan, allowed: Mapping[Kind, Sequence[str]]) -> Iterato
     budgets = list(plan.budgets_by_tier.values())
     for share in OPEN_SHARES:
         room = {"ram": int(share * plan.budgets["ram"])}
-        yield replace(plan, placement=PlacementSolver(plan.program, budgets, allowed, room, STAY_SHARE).solve())
+        try:
+            placement = PlacementSolver(plan.program, budgets, allowed, room, STAY_SHARE).solve()
+        except DoesNotFitError:  # the drive has no room for what RAM keeps open
+            continue
+        yield replace(plan, placement=placement)
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:
@@ -270,7 +291,12 @@ def tier_budgets(
         shares = check_rates(rates, len(config.tiers.nvme))
         capacity = machine.nvme_capacity_bytes(config)
         file_size = config.advanced.file_size
-        budgets["nvme"] = TierBudget("nvme", capacity, lambda n: plan_chunks(n, shares, file_size).slot_bytes)
+        budgets["nvme"] = TierBudget(
+            "nvme",
+            capacity,
+            lambda n: plan_chunks(n, shares, file_size).slot_bytes,
+            generations=max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0,
+        )
     return budgets
 
 

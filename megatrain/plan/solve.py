@@ -8,7 +8,7 @@ training such static residency is within one block of the optimum (docs/decision
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
@@ -17,6 +17,10 @@ from megatrain.plan.traffic import Traffic, route
 from tiered.schedule import Mode
 from tiered.units import format_size
 
+#: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
+DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
+#: Fewest generations that a run which saves needs room for: the last one, and the one being written.
+MIN_GENERATIONS = 2
 #: Bytes that a slot of a tier takes for contents of so many bytes.
 SlotBytes = Callable[[int], int]
 
@@ -38,12 +42,22 @@ class DoesNotFitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """What the planner may use of a tier: its capacity, its slot rounding, and bytes taken by workspace."""
+    """What the planner may use of a tier: its capacity, its slot rounding, and what else it must hold.
+
+    Attributes:
+        workspace_bytes: taken by what is no block.
+        generations: committed sets of the durable blocks at home there, beside the live one.
+    """
 
     name: str
     capacity_bytes: int
     slot_bytes: SlotBytes
     workspace_bytes: int = 0
+    generations: int = 0
+
+    def generation_bytes(self, block: BlockPlan) -> int:
+        """Return what the generations of a block take that is at home here."""
+        return self.generations * self.slot_bytes(block.nbytes) if block.kind in DURABLE_KINDS else 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ class Placement:
         last_traffic_bytes: the same for the updates after the last step.
         lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
         workspace_bytes: tier -> bytes outside blocks. stays: copies that wait for their next use.
+        generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
     """
 
     homes: Mapping[str, str]
@@ -71,6 +86,7 @@ class Placement:
     lookahead: bool
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     stays: Stays = field(default_factory=dict)
+    generation_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
         """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
@@ -82,7 +98,8 @@ class Placement:
 
     def peak_bytes(self, tier: str) -> int:
         """Return the smallest capacity of ``tier`` with which this placement runs."""
-        return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + self.workspace_bytes.get(tier, 0)
+        beside = self.workspace_bytes.get(tier, 0) + self.generation_bytes.get(tier, 0)
+        return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + beside
 
 
 class PlacementSolver:
@@ -120,19 +137,34 @@ class PlacementSolver:
         Raises:
             DoesNotFitError: some tier is too small whatever goes where; it names the capacity that would do.
         """
+        state, ahead = self._best_fill()
+        full = state.overfull(ahead=False)
+        if full is not None:
+            raise self._does_not_fit(full, state)
+        return self._describe(state, ahead=ahead)
+
+    def _best_fill(self) -> tuple[_Fill, bool]:
+        """Return the homes that save most; where the last tier cannot hold theirs, those that leave least there."""
+        state, ahead = self._fill(self._promotion_key)
+        last = self._order[-1]
+        if self._tiers[last].generations and state.overfull(ahead=False) == last:
+            tight, tight_ahead = self._fill(self._relief_key)
+            if tight.peak(last, ahead=False) < state.peak(last, ahead=False):
+                return tight, tight_ahead
+        return state, ahead
+
+    def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> tuple[_Fill, bool]:
+        """Return every block's home, those first in ``order`` moved up first, and whether copies fit side by side."""
         homes = {key: self._slowest(block.kind) for key, block in self._program.blocks.items()}
         state = _Fill(self, homes)
         for ahead in (True, False):
             if state.overfull(ahead=ahead) in (None, self._order[-1]):
                 break
-        for block in sorted(self._program.blocks.values(), key=self._promotion_key):
+        for block in sorted(self._program.blocks.values(), key=order):
             for tier in self._allowed[block.kind]:
                 if tier == homes[block.key] or state.try_move(block, tier, ahead=ahead):
                     break
-        full = state.overfull(ahead=False)
-        if full is not None:
-            raise self._does_not_fit(full, state)
-        return self._describe(state, ahead=ahead)
+        return state, ahead
 
     def open_bytes(self, tier: str) -> int:
         """Return the bytes of a tier that no home may take besides what the ticks need."""
@@ -141,11 +173,15 @@ class PlacementSolver:
     def _slowest(self, kind: Kind) -> str:
         return max(self._allowed[kind], key=self._order.index)
 
-    def _promotion_key(self, block: BlockPlan) -> tuple[float, int]:
+    def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
         """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
         modes = [mode for number in self._uses[block.key] for mode in _modes(self._program.ticks[number], block.key)]
         moves = sum((mode != "w") + (mode != "r") for mode in modes)
         return (-float(moves), KINDS.index(block.kind))
+
+    def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
+        """Blocks with generations first: these take their bytes several times."""
+        return (block.kind not in DURABLE_KINDS, *self._promotion_key(block))
 
     def route(self, src: str, dst: str) -> list[tuple[str, str]]:
         """Return the links that a copy takes from one tier to another, neighbour by neighbour."""
@@ -162,7 +198,26 @@ class PlacementSolver:
             advice = (
                 f"Give tiers.{tier}.size that much, add a [[tiers.nvme]] path, or lower data.max_length or the batch."
             )
-        return DoesNotFitError(tier, need, have, advice)
+        return DoesNotFitError(tier, need, have, advice + self._less_for_checkpoints(tier, state))
+
+    def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:
+        """Return what less or no checkpoints on a tier would need, as sentences."""
+        generations = self._tiers[tier].generations
+        if not state.generation_bytes(tier):
+            return ""
+        text = f" {format_size(state.generation_bytes(tier))} of it are for {generations} checkpoints:"
+        if generations > MIN_GENERATIONS:
+            need = self._need_with(MIN_GENERATIONS, tier)
+            text += f" checkpoint.save_total_limit = {MIN_GENERATIONS} would need {need} ({format_size(need)}),"
+        need = self._need_with(0, tier)
+        text += ' checkpoint.save_strategy = "no" with save_on_signal = false'
+        return f"{text} would need {need} ({format_size(need)})."
+
+    def _need_with(self, generations: int, tier: str) -> int:
+        """Return the smallest capacity of a tier if it kept so many generations."""
+        tiers = [replace(t, generations=generations) if t.name == tier else t for t in self._tiers.values()]
+        solver = PlacementSolver(self._program, tiers, self._allowed, self._open_bytes, self._stay_share)
+        return solver._best_fill()[0].peak(tier, ahead=False)
 
     def _describe(self, state: _Fill, *, ahead: bool) -> Placement:
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self._order}
@@ -184,6 +239,7 @@ class PlacementSolver:
             lookahead=ahead,
             stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
+            generation_bytes={name: state.generation_bytes(name) for name in self._order},
         )
 
 
@@ -195,8 +251,9 @@ class _Fill:
         self._ticks = solver._program.ticks
         self._tiers = solver._tiers
         self._home_bytes = dict.fromkeys(solver._order, 0)
+        self._generation_bytes = dict.fromkeys(solver._order, 0)
         for key, block in solver._program.blocks.items():
-            self._home_bytes[homes[key]] += self._tiers[homes[key]].slot_bytes(block.nbytes)
+            self._count(block, homes[key], 1)
         self._working = {name: [self._working_set(name, tick) for tick in self._ticks] for name in solver._order}
 
     def _working_set(self, tier: str, tick: Tick) -> int:
@@ -222,7 +279,12 @@ class _Fill:
         return max(sets, default=0)
 
     def peak(self, tier: str, *, ahead: bool) -> int:
-        return self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.largest_working_set(tier, ahead=ahead)
+        beside = self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
+        return self._home_bytes[tier] + beside + self.largest_working_set(tier, ahead=ahead)
+
+    def generation_bytes(self, tier: str) -> int:
+        """Return what the committed generations on a tier take beside its live blocks."""
+        return self._generation_bytes[tier]
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
         """Return for every tick the bytes that copies which stay may take beside it and the next one's."""
@@ -254,12 +316,16 @@ class _Fill:
 
     def _move(self, block: BlockPlan, tier: str) -> None:
         before = self.homes[block.key]
-        self._home_bytes[before] -= self._tiers[before].slot_bytes(block.nbytes)
-        self._home_bytes[tier] += self._tiers[tier].slot_bytes(block.nbytes)
+        self._count(block, before, -1)
+        self._count(block, tier, 1)
         self.homes[block.key] = tier
         for number in self.solver._uses[block.key]:
             for name in self.solver._order:
                 self._working[name][number] = self._working_set(name, self._ticks[number])
+
+    def _count(self, block: BlockPlan, tier: str, times: int) -> None:
+        self._home_bytes[tier] += times * self._tiers[tier].slot_bytes(block.nbytes)
+        self._generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
 
 
 def _modes(tick: Tick, key: str) -> Iterable[Mode]:

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from megatrain.metrics import MetricsLog, Observers, RunInfo, RunSummary, StepMetrics, format_step
+from megatrain.metrics import CheckpointMetrics, MetricsLog, Observers, RunInfo, RunSummary, StepMetrics, format_step
 from tiered.units import GiB
 
 STEP = StepMetrics(
@@ -24,18 +24,34 @@ def test_step_line_is_that_of_the_design() -> None:
     )
 
 
-def test_log_is_flushed_line_by_line_and_appends(tmp_path: Path) -> None:
+def test_log_is_flushed_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.on_step(STEP)
         (first,) = path.read_text().splitlines()
         assert json.loads(first)["loss"] == 1.28412
         assert json.loads(first)["real_tokens_per_s"] == 1348.454
-    with MetricsLog(path) as log:
         log.on_step(replace(STEP, step=413, loss=math.nan))
+    assert json.loads(path.read_text().splitlines()[1])["loss"] == "nan"
+
+
+def test_a_log_goes_on_where_the_run_does(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for step in (1, 2, 3):
+            log.on_step(replace(STEP, step=step))
+            log.on_checkpoint(CheckpointMetrics(step, tmp_path, 3, 1, 2, 0.5, 0.1))
+    with path.open("a") as torn:
+        torn.write('{"step": 2, "los')
+    with MetricsLog(path, continued_from=2) as log:
+        log.on_step(replace(STEP, step=3))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [412, 413]
-    assert lines[1]["loss"] == "nan"
+    assert [(line["step"], line.get("event")) for line in lines] == [
+        (1, None), (1, "checkpoint"), (2, None), (2, "checkpoint"), (3, None),
+    ]  # fmt: skip
+    with MetricsLog(path):
+        assert path.read_text() == ""
+    assert len((tmp_path / "metrics.old.jsonl").read_text().splitlines()) == 5
 
 
 def test_observers_are_told_in_order(tmp_path: Path) -> None:

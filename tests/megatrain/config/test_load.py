@@ -152,6 +152,11 @@ max_steps = 10
 weight_decay_exclude = []
 lr_scheduler_type = "cosine_with_min_lr"
 lr_scheduler_kwargs = { min_lr_rate = 0.1 }
+[checkpoint]
+save_interval = "1h30min"
+save_total_limit = 3
+resume_from_checkpoint = "../other"
+min_free_disk = "20GB"
 [export]
 max_shard_size = "1500MB"
 [tiers]
@@ -191,11 +196,51 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
     optional = {
         "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "optimizer.lr_scheduler_kwargs",
         "optimizer.groups.params", "optimizer.groups.learning_rate", "optimizer.groups.weight_decay",
-        "training.train_batch_tokens", "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate",
-        "tiers.nvme.max_written", "advanced.file_size",
+        "checkpoint.save_interval", "training.train_batch_tokens", "advanced.file_size",
+        "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate", "tiers.nvme.max_written",
     }  # fmt: skip
     for key in known_keys() - optional:
         assert f"\n{key.rsplit('.', 1)[-1]} = " in "\n" + text, key
+
+
+def test_when_a_run_is_saved(smallest: Path, tmp_path: Path) -> None:
+    usual = load_config(smallest).config.checkpoint
+    assert (usual.save_strategy, usual.save_steps, usual.save_total_limit) == ("steps", 200, 2)
+    assert (usual.resume_from_checkpoint, usual.min_free_disk) == ("auto", 1 << 30)
+    timed = load_config(smallest, overrides=["save_interval=45min"]).config.checkpoint
+    assert (timed.save_strategy, timed.save_interval) == ("time", 2700.0)
+    never = load_config(smallest, overrides=["save_strategy=no", "save_on_signal=false"]).config.checkpoint
+    assert (usual.is_on, timed.is_on, never.is_on) == (True, True, False)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", "auto"), ("false", "no"), ("auto", "auto"), ("no", "no")])
+def test_whether_a_run_is_continued(smallest: Path, value: str, expected: str) -> None:
+    table = load_config(smallest, overrides=[f"resume_from_checkpoint={value}"]).config.checkpoint
+    assert table.resume_from_checkpoint == expected
+
+
+def test_the_run_to_continue_is_relative_to_the_file(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, SMALLEST + '[checkpoint]\nresume_from_checkpoint = "../other"\n', "next.toml")
+    monkeypatch.chdir("/")
+    assert load_config(path).config.checkpoint.resume_from_checkpoint == str(tmp_path.parent / "other")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    config = load_config(smallest, overrides=["resume_from_checkpoint=auto/../other"]).config
+    assert config.checkpoint.resume_from_checkpoint == str(tmp_path / "here/other")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["save_strategy=epoch", "save_steps=7"], "checkpoint.save_steps"),
+        (["save_strategy=no", "save_interval=1h"], "checkpoint.save_interval"),
+    ],
+)
+def test_keys_of_another_strategy_have_no_effect(smallest: Path, overrides: list[str], key: str) -> None:
+    warnings = load_config(smallest, overrides=overrides).warnings
+    assert any(line.startswith(f"{key} has no effect with save_strategy") for line in warnings), warnings
 
 
 def test_unwritable_output_is_a_config_problem(tmp_path: Path) -> None:

@@ -74,6 +74,18 @@ BAD = {
     "same folder": ('[[tiers.nvme]]\npath = "a"\n[[tiers.nvme]]\npath = "./a"', "line 10: tiers.nvme.1.path is the folder of tiers.nvme.0"),
     "half the rates": ('[[tiers.nvme]]\npath = "a"\nrate = "1GB/s"\n[[tiers.nvme]]\npath = "b"', "only some of [[tiers.nvme]] have a rate"),
     "pinned": ('[tiers.ram]\nsize = "1GiB"\npinned = "2GiB"', 'line 9: tiers.ram.pinned = "2GiB" is more than tiers.ram.size = "1GiB"'),
+    "interval without unit": ("[checkpoint]\nsave_interval = 45", 'line 8: checkpoint.save_interval: 45 has no unit. Write "45min" or "45s"'),
+    "no interval": ('[checkpoint]\nsave_strategy = "time"', 'line 8: checkpoint.save_strategy = "time" needs checkpoint.save_interval. Write save_interval = "45min"'),
+    "two rhythms": ('[checkpoint]\nsave_strategy = "epoch"\nsave_interval = "1h"', 'line 9: checkpoint.save_interval has no effect with save_strategy = "epoch"'),
+    "nothing kept": ("[checkpoint]\nsave_total_limit = 0", "line 8: checkpoint.save_total_limit = 0 is out of range. It must be at least 1"),
+    "no source": ("[checkpoint]\nresume_from_checkpoint = 3", "line 8: checkpoint.resume_from_checkpoint = 3 is a number. Write it in quotes"),
+    "free disk": ("[checkpoint]\nmin_free_disk = 20", 'line 8: checkpoint.min_free_disk: 20 has no unit. Write "20GiB" or "20GB"'),
+    "saves elsewhere": ("[training]\nsave_steps = 50", "line 8: unknown key `training.save_steps`. `save_steps` belongs in [checkpoint]: write checkpoint.save_steps"),
+    "overwrite": ("[training]\noverwrite_output_dir = true", "That is transformers' name; here: checkpoint.resume_from_checkpoint (nothing saved is overwritten"),
+    "model only": ("[checkpoint]\nsave_only_model = true", "line 8: unknown key `checkpoint.save_only_model`. That is transformers' name; not needed here"),
+    "saves per epoch": ("[training]\nsaves_per_epoch = 2", "That is Axolotl's name; here: checkpoint.save_strategy"),
+    "interval of torchtitan": ("[checkpoint]\ninterval = 50", "line 8: unknown key `checkpoint.interval`. That is torchtitan's name; here: checkpoint.save_steps"),
+    "universal": ("[checkpoint]\nload_universal = true", "That is DeepSpeed's name; not needed here (a checkpoint opens with any tiers and placement)"),
     "off": ("[training]\ngradient_checkpointing = false", "line 8: unknown key `training.gradient_checkpointing`"),
 }  # fmt: skip
 

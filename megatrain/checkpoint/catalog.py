@@ -1,0 +1,220 @@
+"""The checkpoints in a folder: listed, found by step, checked byte by byte, removed. No store is opened."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.checkpoint.resume import Checkpoint
+from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.config.resolved import FILE_NAME
+from megatrain.run_folder import CHECKPOINTS_NAME, living_owner
+from tiered.errors import GenerationError, TieredError
+from tiered.manifest import SNAPSHOT_FOLDER, BlockRecord, list_generations, newest_first, read_manifest
+from tiered.reader import GenerationReader, remove_generation_everywhere
+
+__all__ = [
+    "CheckpointInfo",
+    "check_not_in_use",
+    "checkpoints_folder",
+    "find_checkpoint",
+    "list_checkpoints",
+    "remove_checkpoint",
+    "search_paths",
+    "verify_checkpoints",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One checkpoint, as its manifest describes it.
+
+    Attributes:
+        step: steps done; None where the manifest cannot be read. generation: its number in the folder.
+        saved_at: date and time, ISO 8601. nbytes: of all blocks. loss: of the last step.
+        is_newest: whether a run in this folder would continue from it.
+        problem: why it cannot be used, as far as its manifest tells; None: nothing is known against it.
+    """
+
+    step: int | None
+    generation: int
+    saved_at: str | None
+    nbytes: int
+    loss: float | None
+    is_newest: bool
+    problem: str | None
+
+
+def checkpoints_folder(run: Path | str) -> Path:
+    """Return the directory of generations for an ``output_dir``, or for that directory itself.
+
+    Raises:
+        CheckpointError: there is no such folder, or no checkpoint was ever saved in it.
+    """
+    folder = Path(os.path.abspath(run))
+    for candidate in (folder / CHECKPOINTS_NAME, folder):
+        if (candidate / SNAPSHOT_FOLDER).is_dir():
+            return candidate
+    if not folder.is_dir():
+        raise CheckpointError(f"'{folder}' is not a folder. Give the output_dir of a run")
+    raise CheckpointError(f"'{folder}' holds no checkpoint. Give the output_dir of a run that saved")
+
+
+def list_checkpoints(run: Path | str) -> list[CheckpointInfo]:
+    """Return all checkpoints of a run, the one saved last at the end; damaged ones with their problem.
+
+    Reads manifests only. Works beside a living run.
+
+    Args:
+        run: ``output_dir``, or its folder of checkpoints.
+
+    Raises:
+        CheckpointError: no checkpoint was ever saved there.
+    """
+    folder = checkpoints_folder(run)
+    infos = [info for generation in list_generations(folder) if (info := _describe(folder, generation)) is not None]
+    whole = {info.generation for info in infos if info.problem is None}
+    newest = next((generation for generation in newest_first(folder) if generation in whole), None)
+    return [
+        CheckpointInfo(i.step, i.generation, i.saved_at, i.nbytes, i.loss, i.generation == newest, i.problem)
+        for i in infos
+    ]
+
+
+def _describe(folder: Path, generation: int) -> CheckpointInfo | None:
+    """Return what a manifest tells; None if a living run has just removed it."""
+    try:
+        manifest = read_manifest(folder, generation)
+        state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{folder}'")
+    except (GenerationError, CheckpointError) as error:
+        if generation not in list_generations(folder):
+            return None
+        return CheckpointInfo(None, generation, None, 0, None, False, str(error))
+    nbytes = sum(record.nbytes for record in manifest.blocks)
+    return CheckpointInfo(state.step, generation, state.saved_at, nbytes, state.last_loss, False, None)
+
+
+def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint of a step, default the newest, whose manifest is whole.
+
+    Args:
+        run_or_folder: ``output_dir``, its folder of checkpoints, or the folder ``snap/<generation>`` of one.
+        step: of several checkpoints of one step the newest is taken.
+
+    Raises:
+        CheckpointError: there is none; the message lists the steps that there are.
+    """
+    given = Path(os.path.abspath(run_or_folder))
+    if given.parent.name == SNAPSHOT_FOLDER and given.name.isdigit():
+        folder, generations = given.parent.parent, [int(given.name)]
+    else:
+        folder = checkpoints_folder(given)
+        generations = newest_first(folder)
+        if step is not None:  # also one that a crash kept from becoming the current one
+            generations += [n for n in reversed(list_generations(folder)) if n not in generations]
+    steps: list[int] = []
+    problem: Exception | None = None
+    for generation in generations:
+        try:
+            state = RunState.from_meta(
+                read_manifest(folder, generation).meta, where=f"generation {generation} in '{folder}'"
+            )
+        except (GenerationError, CheckpointError) as error:
+            problem = problem or error
+            continue
+        if step is None or state.step == step:
+            return Checkpoint(folder, generation, state)
+        steps.append(state.step)
+    if steps:
+        known = ", ".join(map(str, sorted(set(steps))))
+        raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. There are those of steps {known}")
+    if problem is not None:
+        raise CheckpointError(f"no checkpoint in '{folder}' can be used: {problem}") from problem
+    raise CheckpointError(f"'{folder}' holds no checkpoint. Give the output_dir of a run that saved")
+
+
+def search_paths(folder: Path) -> list[Path]:
+    """Return the drives that the config of the last run in ``output_dir`` names: parts of checkpoints may have moved.
+
+    Args:
+        folder: of the checkpoints, inside ``output_dir``.
+    """
+    try:
+        values = tomllib.loads((folder.parent / FILE_NAME).read_text(encoding="utf-8"))
+        return [Path(table["path"]) for table in values["tiers"]["nvme"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def verify_checkpoints(
+    run: Path | str, step: int | None = None, on_block: Callable[[int, str], None] | None = None
+) -> Iterator[tuple[CheckpointInfo, list[str]]]:
+    """Read every byte of the checkpoints and yield each with its problems; none: it is sound.
+
+    Works beside a living run. A checkpoint that the run prunes meanwhile is left out.
+
+    Args:
+        run: ``output_dir``, or its folder of checkpoints. step: only that one.
+        on_block: told the generation and the block after each block.
+
+    Raises:
+        CheckpointError: there is no checkpoint (of that step).
+    """
+    folder = checkpoints_folder(run)
+    infos = [info for info in list_checkpoints(run) if step is None or info.step == step]
+    if not infos:
+        find_checkpoint(run, step)  # says what there is
+    for info in infos:
+        problems = [info.problem] if info.problem is not None else _problems(folder, info.generation, on_block)
+        if not problems or info.generation in list_generations(folder):
+            yield info, problems
+
+
+def _problems(folder: Path, generation: int, on_block: Callable[[int, str], None] | None) -> list[str]:
+    def tell(record: BlockRecord) -> None:
+        if on_block is not None:
+            on_block(generation, record.key)
+
+    try:
+        return list(GenerationReader(folder, generation, search_paths(folder)).problems(tell))
+    except (TieredError, OSError) as error:
+        return [str(error)]
+
+
+def remove_checkpoint(run: Path | str, generation: int, *, force: bool = False) -> int:
+    """Remove one checkpoint, what lies of it on other drives included; return the bytes of its blocks.
+
+    Args:
+        run: ``output_dir``, or its folder of checkpoints. generation: as ``list_checkpoints`` gives it.
+        force: also the only one that can be used.
+
+    Raises:
+        CheckpointError: it is the only one that can be used, or a living run has the folder. LockedError: a run that
+            has just started has it. OSError: a file cannot be removed; calling it again goes on.
+    """
+    folder = checkpoints_folder(run)
+    check_not_in_use(folder)
+    infos = {info.generation: info for info in list_checkpoints(folder)}
+    info = infos.get(generation)
+    if info is None:
+        raise CheckpointError(f"'{folder}' holds no generation {generation}")
+    others = [other for other in infos.values() if other.problem is None and other.generation != generation]
+    if info.problem is None and not others and not force:
+        raise CheckpointError(
+            f"the checkpoint of step {info.step} is the only one in '{folder}' that can be used. Remove it with --all"
+        )
+    remove_generation_everywhere(folder, generation)
+    return info.nbytes
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Raise ``CheckpointError`` if a living run has the folder of checkpoints, or the ``output_dir`` above it."""
+    for place in (folder, folder.parent) if folder.name == CHECKPOINTS_NAME else (folder,):
+        owner = living_owner(place)
+        if owner is not None:
+            raise CheckpointError(
+                f"'{place}' is in use by {owner.text}: nothing was removed. Stop that run first: megatrain-tier stop"
+            )

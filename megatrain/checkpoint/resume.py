@@ -1,0 +1,187 @@
+"""What a run starts from: the newest checkpoint that is whole and belongs to this config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.config.changes import compare
+from megatrain.config.resolved import config_from_toml
+from megatrain.data.loader import LoaderPosition
+from megatrain.metrics import RunSummary
+from megatrain.models.export import RECORD_FILE
+from megatrain.run_folder import CHECKPOINTS_NAME, FINAL_NAME
+from tiered.errors import GenerationError
+from tiered.manifest import newest_first, read_manifest
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+
+__all__ = [
+    "Checkpoint",
+    "ConfigChangedError",
+    "already_done",
+    "check_changes",
+    "continued_position",
+    "find_candidates",
+]
+
+
+#: What of ``RunState.model`` changes results -> how it is called in a message.
+WHAT_DECIDES = {
+    "config_xxh3_64": "the model's config.json, as a checksum",
+    "dtype": "precision.compute_dtype as resolved",
+    "device": "device as resolved",
+    "attention": "model.attn_implementation as resolved",
+}
+
+
+class ConfigChangedError(Exception):
+    """The config would continue a checkpoint in another way than the run that wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed generation that is a checkpoint; its blocks are not read yet.
+
+    Attributes:
+        path: directory of generations. generation: its number. state: where the run stands.
+        is_own: whether it lies in the run's own folder, else in that of the run it is to start from.
+    """
+
+    path: Path
+    generation: int
+    state: RunState
+    is_own: bool = True
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.state.step} in '{self.path}' (generation {self.generation})"
+
+
+def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list[Checkpoint]:
+    """Return the checkpoints that the run may start from, best first; none: it starts at the beginning.
+
+    Those of its own folder come before those of ``checkpoint.resume_from_checkpoint``.
+
+    Args:
+        on_notice: told of checkpoints whose manifest is damaged.
+
+    Raises:
+        CheckpointError: the folder holds checkpoints and the config says "no"; or those it names are not there.
+    """
+    source = config.checkpoint.resume_from_checkpoint
+    own = config.output_dir / CHECKPOINTS_NAME
+    found = _whole(own, True, on_notice)
+    if source == "no":
+        if found:
+            raise CheckpointError(
+                f"'{config.output_dir}' holds a run that was saved at step {found[0].state.step}, and "
+                'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, name another output_dir, or '
+                f"remove its checkpoints: megatrain-tier ckpt rm {config.output_dir} --all"
+            )
+        return []
+    if found or source == "auto":
+        return found
+    other = Path(source)
+    folder = other / CHECKPOINTS_NAME if (other / CHECKPOINTS_NAME).is_dir() else other
+    found = _whole(folder, False, on_notice)
+    if not found:
+        raise CheckpointError(
+            f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
+        )
+    return found
+
+
+def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
+    """Return the checkpoints in a folder whose manifests can be read, newest first."""
+    checkpoints = []
+    refused: CheckpointError | None = None
+    for generation in newest_first(folder):
+        try:
+            manifest = read_manifest(folder, generation)
+            state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{folder}'")
+        except GenerationError as error:
+            on_notice(f"a checkpoint is passed over: {error}")
+        except CheckpointError as error:
+            refused = refused or error
+        else:
+            checkpoints.append(Checkpoint(folder, generation, state, is_own))
+    if refused is not None and not checkpoints:
+        raise refused
+    return checkpoints
+
+
+def check_changes(
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    model: Mapping[str, Any],
+    data_fingerprint: str,
+    *,
+    allow: bool,
+    on_notice: Callable[[str], None],
+) -> None:
+    """Compare the config, the model and the data with those of a checkpoint.
+
+    Args:
+        model: as in ``RunState``, of this run.
+
+    Raises:
+        ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
+    """
+    changes = compare(config_from_toml(checkpoint.state.config_toml), config)
+    altering = [str(change) for change in changes.altering]
+    altering += [
+        f"{WHAT_DECIDES[key]}: {checkpoint.state.model.get(key)} -> {value}"
+        for key, value in model.items()
+        if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value
+    ]
+    if checkpoint.state.data_fingerprint != data_fingerprint:
+        altering.append("data: the rows of [[data.train]] are others, or in another order")
+    if altering and not allow:
+        raise ConfigChangedError(
+            f"this config would continue {checkpoint} with other results:\n"
+            + "".join(f"  {line}\n" for line in altering)
+            + "Undo that, name another output_dir, or accept it with --allow-config-change"
+        )
+    if altering:
+        on_notice("continuing with changes that alter results: " + "; ".join(altering))
+    if changes.free:
+        on_notice("changed, without effect on results: " + "; ".join(map(str, changes.free)))
+
+
+def continued_position(
+    state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
+) -> LoaderPosition:
+    """Return where the data goes on: the same place; after a change of the batch or of the data the nearest one."""
+    step = state.epoch_step * rows_per_step_before // rows_per_step
+    if step >= steps_per_epoch:
+        return LoaderPosition(state.epoch + 1, 0)
+    return LoaderPosition(state.epoch, step)
+
+
+def already_done(config: RunConfig, checkpoint: Checkpoint, num_steps: int) -> RunSummary | None:
+    """Return the summary of a run that has nothing left to do: all steps are done and their model is written."""
+    state, folder = checkpoint.state, config.output_dir / FINAL_NAME
+    if not checkpoint.is_own or state.step < num_steps:
+        return None
+    try:
+        record = json.loads((folder / RECORD_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    wanted = state.model["dtype"] if config.export.dtype == "auto" else config.export.dtype
+    if record.get("step") != state.step or record.get("dtype") != wanted:
+        return None
+    return RunSummary(
+        num_steps=state.step,
+        first_loss=state.first_loss,
+        last_loss=state.last_loss,
+        seconds=state.seconds,
+        num_real_tokens=state.num_real_tokens,
+        num_trained_tokens=state.num_trained_tokens,
+        export_dir=folder,
+        saved_step=state.step,
+    )

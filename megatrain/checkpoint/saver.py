@@ -1,0 +1,139 @@
+"""When a run is saved, and the saving: one checkpoint at a time, written while training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.metrics import CheckpointMetrics, RunObserver
+from tiered.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain.config.schema import RunConfig
+    from tiered.commit import Commit
+    from tiered.store import TieredStore
+
+#: Seconds between two looks at a drive that has too little free space.
+RETRY_S = 1.0
+
+
+class Saver:
+    """Saves a run. Used by the thread that trains.
+
+    Args:
+        begin: makes weights and state those after the last step, and nothing but the next step changes them again.
+        written_bytes: what one checkpoint writes to the drive of ``output_dir``.
+        saved_step: step of the newest checkpoint that there is, None without one.
+
+    Attributes:
+        saved_step: as above, kept current. is_waiting: for somebody to free space.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: TieredStore,
+        observer: RunObserver,
+        begin: Callable[[], None],
+        *,
+        written_bytes: int,
+        steps_per_epoch: int,
+        saved_step: int | None = None,
+    ) -> None:
+        self.saved_step = saved_step
+        self.is_waiting = False
+        self._table, self._on_full = config.checkpoint, config.tiers.on_disk_full
+        self._store, self._observer, self._begin = store, observer, begin
+        self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
+        self._path = Path(store.path or config.output_dir)
+        self._last_s = time.monotonic()
+        self._in_flight: tuple[Commit, int, float] | None = None  # step, seconds of standing still
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
+        strategy = self._table.save_strategy
+        if strategy == "steps":
+            return step % self._table.save_steps == 0
+        if strategy == "epoch":
+            return step % self._steps_per_epoch == 0
+        interval_s = self._table.save_interval
+        return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
+
+    def save(self, state: RunState, *, wait: bool = False) -> None:
+        """Save the run as it stands, unless this step is saved already.
+
+        Returns once nothing but memory that is still to be written is held; the rest is done by a thread, except with
+        ``wait`` or ``checkpoint.async_save = false``.
+
+        Raises:
+            CheckpointError: too little free space, with ``on_disk_full = "error"``.
+            TransferError: it could not be written, or the one before could not. The newest whole one stays.
+        """
+        in_flight_step = self._in_flight[1] if self._in_flight is not None else self.saved_step
+        if in_flight_step != state.step:
+            start_s = time.perf_counter()
+            self.finish()
+            self._wait_for_room()
+            self._begin()
+            commit = self._store.commit(state.to_meta())
+            self._in_flight = commit, state.step, time.perf_counter() - start_s
+            self._last_s = time.monotonic()
+        if wait or not self._table.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Report a checkpoint that has ended meanwhile. Raises as ``finish``."""
+        if self._in_flight is not None and self._in_flight[0].is_done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in flight, if there is one, and report it.
+
+        Raises:
+            TransferError: it could not be written.
+        """
+        if self._in_flight is None:
+            return
+        commit, step, stall_s = self._in_flight
+        wait_start_s = time.perf_counter()
+        commit.wait()
+        stall_s += time.perf_counter() - wait_start_s
+        self._in_flight = None
+        self.saved_step = step
+        figures = commit.figures
+        self._observer.on_checkpoint(
+            CheckpointMetrics(
+                step,
+                self._path,
+                figures.nbytes,
+                figures.written_bytes,
+                figures.linked_bytes,
+                figures.freeze_s + figures.seconds,
+                stall_s,
+            )
+        )
+
+    def _wait_for_room(self) -> None:
+        """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``."""
+        need = self._written_bytes + self._table.min_free_disk
+        self._path.mkdir(parents=True, exist_ok=True)
+        while (free := shutil.disk_usage(self._path).free) < need:
+            text = (
+                f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, one takes "
+                f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
+                f"{format_size(self._table.min_free_disk)}. Free {format_size(need - free)}"
+            )
+            if self._on_full == "error":
+                raise CheckpointError(f"{text}, or lower min_free_disk. The checkpoint before is whole")
+            if not self.is_waiting:
+                self.is_waiting = True
+                self._observer.on_message(f"{text}: paused, nothing is lost; the run goes on by itself")
+            time.sleep(RETRY_S)
+        if self.is_waiting:
+            self.is_waiting = False
+            self._observer.on_message("there is room for a checkpoint again: the run goes on")

@@ -1,0 +1,297 @@
+"""The steps of a run, with checkpoints between them, what is told about them, and the export at the end."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from megatrain.checkpoint.resume import Checkpoint, continued_position
+from megatrain.checkpoint.saver import Saver
+from megatrain.checkpoint.state import RunState, installed_versions, now_text
+from megatrain.config.resolved import config_from_toml, to_toml
+from megatrain.data.loader import BatchLoader, StepBatch
+from megatrain.engine.step import StepEngine, StepResult
+from megatrain.metrics import RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.optim import clip
+from megatrain.optim.lr import num_warmup_steps
+from megatrain.run_folder import FINAL_NAME
+from megatrain.signals import RunSignals
+from tiered.checksums import checksum
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+    from megatrain.plan.planner import Plan
+    from megatrain.session import Session
+    from tiered.events import StoreStats
+
+
+class Progress:
+    """Where a run stands, as ``RunState``, kept current step by step."""
+
+    def __init__(self, state: RunState, *, is_continued: bool = False) -> None:
+        self.state = state
+        self.is_continued = is_continued
+        self.saved_step = state.step if is_continued else None
+
+    @classmethod
+    def start(cls, config: RunConfig, plan: Plan, loader: BatchLoader, num_steps: int) -> Progress:
+        """Return the beginning of a run."""
+        return cls(
+            RunState(
+                step=0,
+                max_steps=num_steps,
+                num_updates=0,
+                epoch=0,
+                epoch_step=0,
+                num_real_tokens=0,
+                num_trained_tokens=0,
+                seconds=0.0,
+                first_loss=None,
+                last_loss=None,
+                seed=config.seed,
+                data_seed=config.data_seed,
+                lr_schedule={
+                    "type": config.optimizer.lr_scheduler_type,
+                    "learning_rate": config.optimizer.learning_rate,
+                    "num_steps": num_steps,
+                    "warmup_steps": num_warmup_steps(config.optimizer.warmup_steps, num_steps),
+                },
+                config_toml=to_toml(config),
+                data_fingerprint=loader.dataset.fingerprint(),
+                model=describe_model(config, plan),
+                run_name=config.run_name,
+                saved_at="",
+                versions=installed_versions(),
+            )
+        )
+
+    def continue_from(self, checkpoint: Checkpoint, loader: BatchLoader, rows_per_step: int) -> Progress:
+        """Return this run at a checkpoint, and let the loader go on there."""
+        before = checkpoint.state
+        rows_before = config_from_toml(before.config_toml).rows_per_step
+        position = continued_position(before, rows_before, rows_per_step, loader.steps_per_epoch)
+        loader.seek(position)
+        state = replace(
+            self.state,
+            step=before.step,
+            num_updates=before.num_updates,
+            epoch=position.epoch,
+            epoch_step=position.step,
+            num_real_tokens=before.num_real_tokens,
+            num_trained_tokens=before.num_trained_tokens,
+            seconds=before.seconds,
+            first_loss=before.first_loss,
+            last_loss=before.last_loss,
+        )
+        progress = Progress(state, is_continued=True)
+        progress.saved_step = before.step if checkpoint.is_own else None
+        return progress
+
+    def count(self, batch: StepBatch, result: StepResult, num_updates: int, step_s: float) -> None:
+        """Take in one step."""
+        before = self.state
+        self.state = replace(
+            before,
+            step=before.step + 1,
+            num_updates=num_updates,
+            epoch=batch.position.epoch,
+            epoch_step=batch.position.step,
+            num_real_tokens=before.num_real_tokens + batch.num_real_tokens,
+            num_trained_tokens=before.num_trained_tokens + result.num_trained_tokens,
+            seconds=before.seconds + step_s,
+            first_loss=result.loss if before.first_loss is None else before.first_loss,
+            last_loss=result.loss,
+        )
+
+
+def describe_model(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
+    graph = plan.graph
+    return {
+        "name": config.model.model_name_or_path,
+        "class": type(graph.model).__name__,
+        "num_parameters": graph.num_parameters,
+        "dtype": str(graph.dtype).removeprefix("torch."),
+        "device": plan.device.type,
+        "attention": graph.model.config._attn_implementation,
+        "config_xxh3_64": checksum(Path(config.model.model_name_or_path, "config.json").read_bytes()),
+    }
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step as it was run."""
+
+    batch: StepBatch
+    result: StepResult
+    lr: float
+    step_s: float
+    window: StoreStats
+
+
+class Loop:
+    """Runs what is left of a run.
+
+    Args:
+        session: prepared. loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        session: Session,
+        loader: BatchLoader,
+        observer: RunObserver,
+        progress: Progress,
+        learning_rate: Callable[[int], float],
+    ) -> None:
+        self._config, self._plan = config, plan
+        self._session, self._loader, self._observer = session, loader, observer
+        self._progress, self._lr = progress, learning_rate
+        self._num_steps = progress.state.max_steps
+        self._first_step = progress.state.step
+        self._signals = RunSignals(stops_after_step=config.checkpoint.save_on_signal)
+        self._saver = Saver(
+            config,
+            session.store,
+            observer,
+            self._begin_checkpoint,
+            written_bytes=plan.checkpoint_bytes_in_output_dir,
+            steps_per_epoch=loader.steps_per_epoch,
+            saved_step=progress.saved_step,
+        )
+
+    def run(self) -> RunSummary:
+        """Run the steps that are left, then export; or less, if somebody asks for a stop."""
+        self._plan.optimizer.warm_up()
+        clip.warm_up()
+        config, store = self._config, self._session.store
+        places = config.rows_per_step * config.data.max_length
+        name, device = config.run_name, str(self._plan.device)
+        self._observer.on_start(RunInfo(name, config.task, device, config.output_dir, self._num_steps, places))
+        if self._progress.is_continued:
+            self._observer.on_message(f"continuing after step {self._first_step} of {self._num_steps}")
+        store.wait_idle()  # what loading still writes is not part of any step
+        before = store.stats()
+        engine = self._session.make_engine(
+            self._num_steps - self._first_step,
+            first_step=self._first_step,
+            num_updates=self._progress.state.num_updates,
+        )
+        self._signals.is_stuck = self.is_paused
+        with self._signals:
+            self._run_steps(engine)
+            engine.finish_updates()
+            self._write_trace()
+            self._save_at_the_end()
+            store.wait_idle()
+            moved = store.stats() - before
+            if self._signals.stop_requested:
+                return self._summary(moved, interrupted=True)
+            return self._export(moved)
+
+    def is_paused(self) -> bool:
+        """Whether the run waits for somebody to free space on a drive."""
+        return self._session.store.is_paused or self._saver.is_waiting
+
+    def _export(self, moved: StoreStats) -> RunSummary:
+        step = self._progress.state.step
+        self._signals.is_stuck = lambda: True  # no step can end any more: stop at once
+        try:
+            folder = self._session.export(self._config.output_dir / FINAL_NAME, {"step": step})
+        except KeyboardInterrupt:
+            if self._saver.saved_step != step:
+                raise
+            return self._summary(moved, interrupted=True)
+        return self._summary(moved, export_dir=folder)
+
+    def _run_steps(self, engine: StepEngine) -> None:
+        start_s = time.perf_counter()
+        for number in range(self._first_step, self._num_steps):
+            step = self._run_step(engine, number)
+            self._progress.count(step.batch, step.result, engine.num_updates, step.step_s)
+            eta_s = (time.perf_counter() - start_s) / (number + 1 - self._first_step) * (self._num_steps - number - 1)
+            self._tell(step, eta_s)
+            self._saver.poll()
+            if self._signals.stop_requested:
+                return
+            done = number + 1
+            if (self._saver.is_due(done) and done < self._num_steps) or self._signals.save_requested:
+                self._signals.save_requested = False
+                self._saver.save(self._state())
+
+    def _run_step(self, engine: StepEngine, number: int) -> _Step:
+        start_s, stats = time.perf_counter(), self._session.store.stats()
+        batch = next(self._loader)
+        self._session.timeline.is_on = number + 1 in self._config.profile.trace_steps
+        lr = self._lr(number)
+        result = engine.step(batch.micro_batches, number=number, lr=lr)
+        return _Step(batch, result, lr, time.perf_counter() - start_s, self._session.store.stats() - stats)
+
+    def _begin_checkpoint(self) -> None:
+        """Make the update that is pending; the steps that follow start as the first one does, with none."""
+        self._session.finish_updates()
+        step = self._progress.state.step
+        self._session.schedule(step, self._num_steps - step)
+
+    def _save_at_the_end(self) -> None:
+        is_on = self._config.checkpoint.save_strategy != "no"
+        if is_on or (self._signals.stop_requested and self._config.checkpoint.save_on_signal):
+            self._saver.save(self._state(), wait=True)
+        self._saver.finish()
+
+    def _state(self) -> RunState:
+        return replace(self._progress.state, saved_at=now_text())
+
+    def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:
+        state = self._progress.state
+        return RunSummary(
+            num_steps=state.step,
+            first_loss=state.first_loss,
+            last_loss=state.last_loss,
+            seconds=state.seconds,
+            num_real_tokens=state.num_real_tokens,
+            num_trained_tokens=state.num_trained_tokens,
+            tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes=dict(self._plan.budgets),
+            link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            written_bytes=dict(moved.written_bytes),
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            export_dir=export_dir,
+            interrupted=interrupted,
+            saved_step=self._saver.saved_step,
+        )
+
+    def _write_trace(self) -> None:
+        if self._session.timeline.spans:
+            path = self._session.timeline.write(self._config.output_dir / "trace.json")
+            self._observer.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
+
+    def _tell(self, step: _Step, eta_s: float) -> None:
+        position, window = step.batch.position, step.window
+        self._observer.on_step(
+            StepMetrics(
+                step=self._progress.state.step,
+                max_steps=self._num_steps,
+                epoch=position.epoch + position.step / self._loader.steps_per_epoch,
+                loss=step.result.loss,
+                grad_norm=step.result.grad_norm,
+                lr=step.lr,
+                num_real_tokens=step.batch.num_real_tokens,
+                num_trained_tokens=step.result.num_trained_tokens,
+                step_s=step.step_s,
+                eta_s=eta_s,
+                tier_used_bytes={name: tier.used_bytes for name, tier in window.tiers.items()},
+                tier_capacity_bytes={name: tier.capacity_bytes for name, tier in window.tiers.items()},
+                stall_s=dict(window.stall_s),
+                written_bytes=dict(window.written_bytes),
+                rss_bytes=psutil.Process().memory_info().rss,
+            )
+        )

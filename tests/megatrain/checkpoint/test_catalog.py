@@ -1,0 +1,241 @@
+"""Checkpoints listed, found, verified and removed, in folders that real runs saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.checkpoint.catalog import (
+    CheckpointInfo,
+    checkpoints_folder,
+    find_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    verify_checkpoints,
+)
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.run_folder import RunFolder
+from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
+from tiered import MiB, NvmeTier, RamTier, TieredStore
+from tiered.manifest import MANIFEST_NAME, generation_folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A run of 6 steps, all in RAM, saved at 2, 4 and 6."""
+    run = make_run(tmp_path_factory.mktemp("trained") / "w")
+    result = run.run(steps=6)
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.fixture
+def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
+    return trained.copy(tmp_path / "w")
+
+
+@pytest.fixture
+def on_nvme(trained: SavedRun, tmp_path: Path) -> SavedRun:
+    """A run whose blocks lie on a drive; its folder must not be copied: the manifests name the drive."""
+    run = SavedRun(tmp_path / "w")
+    run.folder.mkdir()
+    for name in ("model", "data.txt"):
+        source = trained.folder / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, run.folder / name)
+    result = run.run(placement=ON_NVME, more=NVME, dtype="bfloat16")
+    assert result.exit_code == 0, result.output
+    return run
+
+
+def steps(infos: list[CheckpointInfo]) -> list[int | None]:
+    return [info.step for info in infos]
+
+
+def manifest_of(run: SavedRun, generation: int) -> Path:
+    return generation_folder(run.out / "checkpoints", generation) / MANIFEST_NAME
+
+
+def damage(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 2
+    path.write_bytes(data)
+
+
+def chunk_of(folder: Path, key: str) -> Path:
+    return next(path for path in sorted((folder / key / "c").iterdir()))
+
+
+def test_listed_oldest_first(run: SavedRun) -> None:
+    infos = list_checkpoints(run.out)
+    assert steps(infos) == [2, 4, 6]
+    assert [info.is_newest for info in infos] == [False, False, True]
+    metrics = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in metrics if "loss" in line}
+    for info in infos:
+        assert info.step is not None and info.loss == losses[info.step]
+        assert info.problem is None and info.nbytes > MiB and info.saved_at is not None
+        assert info.saved_at.endswith("+00:00")
+    assert list_checkpoints(run.out / "checkpoints") == infos
+
+
+def test_a_damaged_manifest_is_listed_with_its_problem(run: SavedRun) -> None:
+    damage(manifest_of(run, 3))
+    infos = list_checkpoints(run.out)
+    assert steps(infos) == [2, 4, None] and [info.is_newest for info in infos] == [False, True, False]
+    assert infos[-1].problem is not None and str(manifest_of(run, 3)) in infos[-1].problem
+    assert find_checkpoint(run.out).state.step == 4
+
+
+def test_a_damaged_file_at_the_top_hides_nothing(run: SavedRun) -> None:
+    damage(run.out / "checkpoints" / MANIFEST_NAME)
+    assert [info.is_newest for info in list_checkpoints(run.out)] == [False, False, True]
+    assert find_checkpoint(run.out).generation == 3
+
+
+def test_found_by_folder_and_step(run: SavedRun) -> None:
+    folder = run.out / "checkpoints"
+    for given, step, generation in (
+        (run.out, None, 3), (run.out, 2, 1), (folder, None, 3), (folder, 4, 2),
+        (folder / "snap/00000001", None, 1), (folder / "snap/00000001", 2, 1),
+    ):  # fmt: skip
+        found = find_checkpoint(given, step)
+        assert (found.path, found.generation, found.state.step) == (folder, generation, 2 * generation), (given, step)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. There are those of steps 2, 4, 6"):
+        find_checkpoint(run.out, 3)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 4\. There are those of steps 2$"):
+        find_checkpoint(folder / "snap/00000001", 4)
+
+
+def test_nothing_there(tmp_path: Path, run: SavedRun) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        list_checkpoints(tmp_path / "nowhere")
+    (tmp_path / "snap").mkdir()
+    assert list_checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    for generation in (1, 2, 3):
+        damage(manifest_of(run, generation))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*snap/00000003/MANIFEST.json"):
+        find_checkpoint(run.out)
+
+
+def test_blocks_of_another_program_are_no_checkpoint(tmp_path: Path) -> None:
+    with TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path)) as store:
+        store.register("a", (10,), torch.float32, home="ram")
+        with store.acquire("a", "ram", "w") as lease:
+            lease.tensor.fill_(1)
+        store.commit({"step": 3}).wait()
+    (info,) = list_checkpoints(tmp_path)
+    assert info.problem is not None and "another program" in info.problem and not info.is_newest
+    with pytest.raises(CheckpointError, match="another program"):
+        find_checkpoint(tmp_path)
+
+
+def test_verify_reads_every_block(run: SavedRun) -> None:
+    read: list[tuple[int, str]] = []
+    results = list(verify_checkpoints(run.out, on_block=lambda generation, key: read.append((generation, key))))
+    assert [(info.step, problems) for info, problems in results] == [(2, []), (4, []), (6, [])]
+    assert {generation for generation, _ in read} == {1, 2, 3}
+    assert {key for _, key in read} >= {"model.embed_tokens/weight", "model.layers.1/m"}
+    assert [info.step for info, _ in verify_checkpoints(run.out, 4)] == [4]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5"):
+        list(verify_checkpoints(run.out, 5))
+
+
+def test_verify_names_what_is_damaged(run: SavedRun) -> None:
+    chunk = chunk_of(generation_folder(run.out / "checkpoints", 2), "model.layers.0/weight")
+    damage(chunk)
+    lost = chunk_of(generation_folder(run.out / "checkpoints", 2), "model.layers.1/m")
+    lost.unlink()
+    results = {info.step: problems for info, problems in verify_checkpoints(run.out)}
+    assert results[2] == results[6] == []
+    assert len(results[4]) == 2
+    assert str(chunk) in results[4][0] and "model.layers.0/weight" in results[4][0]
+    assert str(lost) in results[4][1]
+    damage(manifest_of(run, 3))
+    *_, (info, problems) = verify_checkpoints(run.out)
+    assert info.generation == 3 and str(manifest_of(run, 3)) in problems[0]
+
+
+def test_verify_on_a_drive(on_nvme: SavedRun) -> None:
+    assert all(not problems for _, problems in verify_checkpoints(on_nvme.out))
+    damage(chunk_of(on_nvme.folder / "drive/snap/00000003", "model.layers.0/low"))
+    results = {info.step: problems for info, problems in verify_checkpoints(on_nvme.out)}
+    assert results[2] == results[4] == []
+    assert "model.layers.0/low" in results[6][0] and str(on_nvme.folder / "drive") in results[6][0]
+
+
+def test_moved_to_another_place(on_nvme: SavedRun, tmp_path: Path) -> None:
+    on_nvme.folder.rename(tmp_path / "elsewhere")
+    moved = SavedRun(tmp_path / "elsewhere")
+    assert all(not problems for _, problems in verify_checkpoints(moved.out)), "output_dir and drive moved together"
+    (moved.folder / "drive").rename(tmp_path / "another drive")
+    assert all(problems for _, problems in verify_checkpoints(moved.out))
+    path = moved.out / "config.resolved.toml"
+    text = path.read_text()
+    assert text.count(f'"{on_nvme.folder / "drive"}"') == 1
+    path.write_text(text.replace(f'"{on_nvme.folder / "drive"}"', f'"{tmp_path / "another drive"}"'))
+    assert all(not problems for _, problems in verify_checkpoints(moved.out)), "as the config names it now"
+
+
+def test_removed(run: SavedRun) -> None:
+    nbytes = list_checkpoints(run.out)[0].nbytes
+    assert remove_checkpoint(run.out, 1) == nbytes
+    assert steps(list_checkpoints(run.out)) == [4, 6]
+    assert not generation_folder(run.out / "checkpoints", 1).exists()
+    remove_checkpoint(run.out, 3)
+    assert [(info.step, info.is_newest) for info in list_checkpoints(run.out)] == [(4, True)], "the one before counts"
+    with pytest.raises(CheckpointError, match="step 4 is the only one"):
+        remove_checkpoint(run.out, 2)
+    assert steps(list_checkpoints(run.out)) == [4]
+    remove_checkpoint(run.out, 2, force=True)
+    assert list_checkpoints(run.out) == []
+    with pytest.raises(CheckpointError, match="holds no generation 2"):
+        remove_checkpoint(run.out, 2)
+
+
+def test_a_run_goes_on_from_what_is_left(run: SavedRun) -> None:
+    weights = (run.out / "final/model.safetensors").read_bytes()
+    remove_checkpoint(run.out, 3)
+    shutil.rmtree(run.out / "final")
+    result = run.run(steps=6)
+    assert result.exit_code == 0, result.output
+    assert "step 5/6" in result.output and "step 4/6" not in result.output
+    assert (run.out / "final/model.safetensors").read_bytes() == weights
+
+
+def test_the_only_one_that_is_whole_stays(run: SavedRun) -> None:
+    damage(manifest_of(run, 1))
+    damage(manifest_of(run, 2))
+    with pytest.raises(CheckpointError, match="step 6 is the only one"):
+        remove_checkpoint(run.out, 3)
+    remove_checkpoint(run.out, 2)  # damaged: it may go
+    assert [info.generation for info in list_checkpoints(run.out)] == [1, 3]
+
+
+def test_removed_from_the_drive_too(on_nvme: SavedRun) -> None:
+    drive = on_nvme.folder / "drive"
+    remove_checkpoint(on_nvme.out, 2)
+    assert sorted(path.name for path in (drive / "snap").iterdir() if path.is_dir()) == ["00000001", "00000003"]
+    assert all(not problems for _, problems in verify_checkpoints(on_nvme.out)), "links that others share stay"
+    tier = NvmeTier([drive], 40 * MiB)  # another run uses the drive now
+    remove_checkpoint(on_nvme.out, 1)
+    tier.close()
+    assert [path.name for path in (drive / "snap").iterdir() if path.is_dir()] == ["00000003"]
+    assert all(not problems for _, problems in verify_checkpoints(on_nvme.out))
+
+
+def test_nothing_is_removed_while_the_run_lives(run: SavedRun) -> None:
+    with RunFolder(run.out), pytest.raises(CheckpointError, match=r"in use by process .* nothing was removed"):
+        remove_checkpoint(run.out, 1, force=True)
+    with RunFolder(run.out / "checkpoints"), pytest.raises(CheckpointError, match="in use by process"):
+        remove_checkpoint(run.out / "checkpoints", 1)
+    assert steps(list_checkpoints(run.out)) == [2, 4, 6]
+    assert checkpoints_folder(run.out) == run.out / "checkpoints"

@@ -1,0 +1,132 @@
+"""What can be said of the GPU kernel without a GPU. All but the first test need Triton, which torch for CPUs lacks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.triton_adamw import DeviceKernelError, TritonAdamW
+from reference.blocks import PALETTES
+from reference.device_update import CONFIG, GRAD_SCALES, SHAPES, differing_blocks
+
+KERNELS = "megatrain.optim.triton_kernels"
+FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernels imported again, and again after the test."""
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    monkeypatch.delattr(sys.modules["megatrain.optim"], KERNELS.rsplit(".", 1)[1], raising=False)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Let kernels run in Triton's interpreter, on tensors of the host."""
+    pytest.importorskip("triton")
+    forget_kernels(monkeypatch)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    yield importlib.import_module(KERNELS)
+    sys.modules.pop(KERNELS)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    pytest.importorskip("triton")
+    forget_kernels(monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield importlib.import_module(KERNELS)
+    sys.modules.pop(KERNELS)
+
+
+def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_kernels(monkeypatch)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(DeviceKernelError, match=r"updates on a GPU need Triton.*let the host make the updates"):
+        TritonAdamW(CONFIG)
+
+
+@pytest.mark.parametrize("palette", PALETTES)
+@pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
+def test_interpreted_bits_equal_the_host_kernel(
+    interpreter: ModuleType, split_master: bool, grad_dtype: torch.dtype, palette: str
+) -> None:
+    assert interpreter.IS_INTERPRETED
+    for size, cuts in SHAPES:
+        for grad_scale in GRAD_SCALES:
+            differing = differing_blocks(
+                TritonAdamW(CONFIG),
+                "cpu",
+                size=size,
+                cuts=cuts,
+                split_master=split_master,
+                grad_dtype=grad_dtype,
+                palette=palette,
+                grad_scale=grad_scale,
+            )
+            assert differing == [], (size, grad_scale)
+
+
+def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> None:
+    assert interpreter.IS_INTERPRETED
+    optimizer, update = TritonAdamW(CONFIG), Update(step=1, lr=1e-2)
+    assert isinstance(optimizer, Optimizer)
+    optimizer.warm_up()
+    assert [kind.name for kind in optimizer.state_kinds(True)] == ["weight", "low", "m", "v"]
+    blocks = {kind: torch.ones(64) for kind in ("weight", "m", "v")}
+    optimizer.update(blocks, torch.ones(64), [Segment(16, 16, 0.1), Segment(16, 40, 0.1)], update)
+    for block in blocks.values():
+        assert (block[:16] == 1).all() and (block[40:] == 1).all()
+    assert (blocks["weight"][16:40] < 1).all()
+    with pytest.raises(AssertionError, match="Segment"):
+        optimizer.update(blocks, torch.zeros(64), [Segment(0, 65, 0.0)], update)
+    with pytest.raises(AssertionError, match="'m'"):
+        optimizer.update({**blocks, "m": torch.zeros(63)}, torch.zeros(64), [], update)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        optimizer.update({**blocks, "m": torch.zeros(64, dtype=torch.bfloat16)}, torch.zeros(64), [], update)
+
+
+def operations(kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype, **options: Any) -> Counter[str]:
+    """Return how often each fp32 operation occurs in the PTX of a device of compute capability 9.0."""
+    triton = importlib.import_module("triton")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    bits = {torch.float32: "*fp32", torch.bfloat16: "*i16"}
+    signature = dict.fromkeys(kernels.adamw.arg_names, "fp32")
+    signature |= {"weight": "*i16" if split_master else "*fp32", "low": "*i16" if split_master else "constexpr"}
+    signature |= {"m": "*fp32", "v": "*fp32", "grad": bits[grad_dtype], "num_elements": "i32"}
+    signature |= {"block_elements": "constexpr"}
+    constants: dict[str, Any] = {"block_elements": kernels.BLOCK_ELEMENTS}
+    if not split_master:
+        constants["low"] = None
+    source = triton.compiler.ASTSource(fn=kernels.adamw, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options}).asm["ptx"]
+    return Counter(re.findall(r"^\s+(?:@\S+ )?([a-z]+(?:\.[a-z0-9]+)*)\.f32\b", ptx, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
+def test_machine_code_rounds_every_operation_to_nearest(
+    kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype
+) -> None:
+    found = operations(kernels, split_master, grad_dtype)
+    # Without a rounding, these three round to nearest as well; for the others it must be said.
+    arithmetic = Counter({name: found[name] + found[f"{name}.rn"] for name in ("mul", "add", "sub")})
+    others = {name for name in found if name.split(".")[0] not in ("mul", "add", "sub", "ld", "st", "mov")}
+    arithmetic.update({name: found[name] for name in others})
+    assert not any("ftz" in name or "approx" in name for name in found), found
+    per_element = {"mul": 7, "add": 3, "sub": 2, "div.rn": 2, "sqrt.rn": 1}
+    elements = kernels.BLOCK_ELEMENTS // (32 * kernels.LAUNCH_OPTIONS["num_warps"])
+    assert arithmetic == {name: elements * count for name, count in per_element.items()}
+
+
+def test_without_the_launch_option_operations_would_be_fused(kernels: ModuleType) -> None:
+    assert operations(kernels, True, torch.float32, enable_fp_fusion=True)["fma.rn"] > 0

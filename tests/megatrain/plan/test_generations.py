@@ -1,0 +1,114 @@
+"""Room for checkpoints on the drive: how much is planned, what it says where there is too little."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.config import load_config
+from megatrain.plan.machine import own_drive_bytes
+from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.solve import DURABLE_KINDS, DoesNotFitError
+from reference.tiered_run import EXAMPLES, config_text
+from tiered.store import TieredStore
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+from tiered.units import MiB
+
+ON_DRIVE = 'weights = "nvme"\noptimizer = "nvme"'
+OFF = ("save_strategy=no", "save_on_signal=false")
+
+
+def make_plan(folder: Path, *overrides: str, **tables: str) -> Plan:
+    text = config_text(folder, EXAMPLES / "quickstart" / "model", **tables)
+    path = folder / "run.toml"
+    path.write_text(text.replace("[model]", "[model]\ntrain_from_scratch = true", 1))
+    return plan_run(load_config(path, overrides=overrides).config)
+
+
+def durable_bytes(plan: Plan, tier: str) -> int:
+    return sum(plan.placement.home_bytes[tier][kind] for kind in DURABLE_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sets"),
+    [
+        ((), 2),
+        (("save_total_limit=1",), 2),
+        (("save_total_limit=5",), 5),
+        (("save_strategy=no",), 2),
+        (("save_on_signal=false",), 2),
+        (OFF, 0),
+    ],
+)
+def test_each_generation_takes_what_is_durable(tmp_path: Path, overrides: tuple[str, ...], sets: int) -> None:
+    plan = make_plan(tmp_path, *overrides, placement=ON_DRIVE)
+    held = durable_bytes(plan, "nvme")
+    assert held > 8 * MiB
+    assert plan.placement.generation_bytes == {"ram": 0, "nvme": sets * held}
+    assert plan.totals["nvme"] == sum(plan.placement.home_bytes["nvme"].values()) + sets * held
+    rows = {kind: sizes for kind, sizes, _ in plan.rows}
+    assert rows.get("checkpoints", {}).get("nvme", 0) == sets * held
+    assert plan.checkpoint_bytes_in_output_dir == 0
+
+
+def test_what_lies_in_ram_goes_to_the_output_folder(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    assert not any(plan.placement.generation_bytes.values())
+    assert "checkpoints" not in [kind for kind, _, _ in plan.rows]
+    blocks = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
+    assert plan.checkpoint_bytes_in_output_dir == sum(block.nbytes for block in blocks)
+
+
+def refused(folder: Path, size: str, *overrides: str, **tables: str) -> DoesNotFitError:
+    with pytest.raises(DoesNotFitError) as caught:
+        make_plan(folder, *overrides, f"tiers.nvme.0.size={size}", **tables)
+    return caught.value
+
+
+@pytest.mark.parametrize(("limit", "ram"), [(2, "256MiB"), (4, "256MiB"), (2, "8MiB"), (4, "7MiB")])
+def test_every_size_that_is_named_is_the_smallest_that_does(tmp_path: Path, limit: int, ram: str) -> None:
+    tables = {"ram": ram, "placement": ON_DRIVE if ram == "256MiB" else ""}
+    error = refused(tmp_path, "4KiB", f"save_total_limit={limit}", **tables)
+    named = [int(size) for size in re.findall(r"(?:needs at least|would need) (\d+) \(", str(error))]
+    assert len(named) == (3 if limit > 2 else 2), str(error)
+    settings = [(f"save_total_limit={limit}",), ("save_total_limit=2",), OFF]
+    for need, overrides in zip(named, settings if limit > 2 else settings[::2], strict=True):
+        assert make_plan(tmp_path, *overrides, f"tiers.nvme.0.size={need}B", **tables).totals["nvme"] <= need
+        below = refused(tmp_path, f"{need - 1}B", *overrides, **tables)
+        assert (below.tier, below.need_bytes) == ("nvme", need)
+    assert named == sorted(named, reverse=True)
+
+
+def test_without_checkpoints_nothing_is_said_of_them(tmp_path: Path) -> None:
+    assert "checkpoint" not in str(refused(tmp_path, "4KiB", *OFF, placement=ON_DRIVE))
+
+
+def test_a_tight_drive_is_relieved_of_what_takes_its_bytes_several_times(tmp_path: Path) -> None:
+    usual = make_plan(tmp_path, ram="8MiB")
+    need = refused(tmp_path, "4KiB", ram="8MiB").need_bytes
+    assert need < usual.totals["nvme"]
+    tight = make_plan(tmp_path, f"tiers.nvme.0.size={need}B", ram="8MiB")
+    assert durable_bytes(tight, "nvme") < durable_bytes(usual, "nvme")
+    assert tight.totals["ram"] <= 8 * MiB
+
+
+def test_a_run_may_use_the_room_of_its_own_checkpoints_again(tmp_path: Path) -> None:
+    text = config_text(tmp_path, EXAMPLES / "quickstart" / "model").replace('size = "256MiB"\n', 'size = "auto"\n')
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(tmp_path / "run.toml").config
+    path, checkpoints = config.tiers.nvme[0].path, config.output_dir / "checkpoints"
+    assert own_drive_bytes(path, checkpoints) == 0
+    tiers = [RamTier(MiB), NvmeTier([path], 64 * MiB)]
+    with TieredStore(tiers, path=str(checkpoints)) as store:
+        store.register("block", (MiB // 4,), torch.float32, home="nvme", durable=True)
+        for _ in range(2):
+            with store.acquire("block", "ram", "w") as lease:
+                lease.tensor.fill_(1.0)
+            store.evict("block", "ram")
+            store.commit({}).wait()
+    assert own_drive_bytes(path, checkpoints) == 2 * MiB
+    assert own_drive_bytes(path, tmp_path / "another run") < 2 * MiB

@@ -1,0 +1,332 @@
+"""A run's folder: one owner at a time, a status that is always whole, and nothing left of a run that never began."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatrain import run_folder
+from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run_folder import (
+    Owner,
+    RunFolder,
+    RunStatus,
+    StatusWriter,
+    UnreachableRunError,
+    catches_signal,
+    committed_step,
+    living_owner,
+    read_status,
+    send_signal,
+)
+from tiered.errors import LockedError
+from tiered.manifest import Manifest, write_manifest
+from tiered.tiers import directory
+
+ROOT = Path(__file__).parents[2]
+METRICS = StepMetrics(
+    step=1, max_steps=9, epoch=0.5, loss=1.25, grad_norm=0.5, lr=1e-5, num_real_tokens=100, num_trained_tokens=50,
+    step_s=0.5, eta_s=4.0, tier_used_bytes={"ram": 10}, tier_capacity_bytes={"ram": 40}, rss_bytes=7,
+)  # fmt: skip
+SUMMARY = RunSummary(
+    num_steps=9, first_loss=1.25, last_loss=1.0, seconds=1.0, num_real_tokens=200, num_trained_tokens=100
+)
+
+
+@contextmanager
+def another_process(path: Path, code: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that has the folder until its standard input ends."""
+    script = f"""
+import signal, sys
+from megatrain.run_folder import *
+with RunFolder({str(path)!r}) as folder:
+    {code or "pass"}
+    print("entered", flush=True)
+    sys.stdin.read()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "entered\n"
+        yield process
+        if process.poll() is None:
+            process.stdin.close()
+            process.wait()
+
+
+def test_one_owner_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert living_owner(path) is None
+    with RunFolder(path) as folder:
+        assert (folder.path, folder.checkpoints, folder.final) == (path, path / "checkpoints", path / "final")
+        owner = living_owner(path)
+        assert owner is not None and owner.pid == os.getpid() and f"process {os.getpid()} on" in owner.text
+        with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"), RunFolder(path):
+            pass
+        assert living_owner(path) == owner, "who was refused leaves the lock alone"
+        (path / "config.resolved.toml").touch()
+    assert living_owner(path) is None
+    with RunFolder(path) as folder:
+        assert folder.dead_owner is None
+
+
+def test_a_dead_owner_is_nobody(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with another_process(tmp_path) as process:
+        owner = living_owner(tmp_path)
+        assert owner is not None and owner.pid == process.pid
+        process.kill()
+        process.wait()
+    assert living_owner(tmp_path) is None
+    assert (tmp_path / "LOCK").read_text().startswith(f"process {process.pid} on")
+    with RunFolder(tmp_path) as folder:
+        assert folder.dead_owner is not None and f"process {process.pid} on" in folder.dead_owner
+
+
+def test_the_name_of_the_lock_is_that_of_the_store() -> None:
+    assert run_folder._LOCK_NAME == directory.LOCK_NAME
+
+
+def test_a_folder_of_a_run_that_never_began_goes(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "a/b/c") as folder:
+        StatusWriter(folder).say("starting")
+        assert (tmp_path / "a/b/c/status.json").exists()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="no data"), RunFolder(tmp_path / "a"):
+        raise RuntimeError("no data")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    with RunFolder(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir(), "it was there before"
+    with RunFolder(tmp_path / "b/c") as folder:
+        (folder.path / "metrics.jsonl").touch()
+    assert sorted(os.listdir(tmp_path / "b/c")) == ["LOCK", "metrics.jsonl"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Not a directory"), RunFolder(tmp_path / "file/run"):
+        pass
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/LOCK").mkdir()
+    with pytest.raises(OSError, match="Is a directory"), RunFolder(tmp_path / "run"):
+        pass
+
+
+def test_a_look_at_the_lock_does_not_keep_a_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = directory.lock_directory, []
+
+    def refuse_once(path: Path) -> tuple[int, str | None]:
+        if not refused:
+            refused.append(path)
+            raise LockedError(str(path), "another process")
+        return real(path)
+
+    monkeypatch.setattr(directory, "lock_directory", refuse_once)
+    with RunFolder(tmp_path):
+        assert refused == [tmp_path]
+        assert living_owner(tmp_path) is not None
+
+
+def test_status_is_what_was_written(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    with RunFolder(tmp_path) as folder:
+        status = RunStatus("training", run_name="r", step=3, max_steps=9, loss=float("nan"), lr=1e-5)
+        folder.write_status(status, force=True)
+        found = read_status(tmp_path)
+        assert found is not None and found.loss != found.loss
+        assert replace(found, loss=None) == replace(status, loss=None, updated_at=found.updated_at)
+        assert found.updated_at and found.pid == os.getpid()
+        values = json.loads((tmp_path / "status.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+        (tmp_path / "status.json").write_text(json.dumps({**values, "of_a_newer_version": 1}))
+        assert read_status(tmp_path) == found or found.loss != found.loss
+        for text in ("", "{", "[]", '{"pid": 3}', '{"state": "done", "loss": "much"}'):
+            (tmp_path / "status.json").write_text(text)
+            assert read_status(tmp_path) is None, text
+        folder.write_status(replace(status, state="done"), force=True)
+
+
+def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(run_folder.time, "monotonic", lambda: now_s)
+    with RunFolder(tmp_path) as folder:
+
+        def written(step: int, *, force: bool = False) -> int:
+            folder.write_status(RunStatus("done", step=step), force=force)
+            found = read_status(tmp_path)
+            assert found is not None
+            return found.step
+
+        assert [written(1), written(2), written(3, force=True), written(4)] == [1, 1, 3, 3]
+        now_s += 1.0
+        assert written(5) == 5
+
+
+def test_a_full_drive_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunFolder(tmp_path) as folder:
+        folder.write_status(RunStatus("training", step=1), force=True)
+        monkeypatch.setattr(os, "replace", refuse)
+        folder.write_status(RunStatus("done", step=2), force=True)
+        found = read_status(tmp_path)
+        assert found is not None and found.step == 1
+        assert sorted(os.listdir(tmp_path)) == ["LOCK", "status.json"]
+
+
+def test_the_writer_follows_a_run(tmp_path: Path) -> None:
+    def status() -> RunStatus:
+        found = read_status(tmp_path)
+        assert found is not None
+        return found
+
+    with RunFolder(tmp_path) as folder:
+        writer = StatusWriter(folder, run_name="r")
+        assert read_status(tmp_path) is None, "untouched until the run is known to start"
+        writer.say("starting")
+        assert (status().state, status().run_name, status().checkpoint_step) == ("starting", "r", None)
+        writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
+        assert (status().state, status().max_steps) == ("training", 9)
+        writer.on_step(METRICS)
+        writer.on_message("careful")
+        assert (status().step, status().loss, status().message) == (1, 1.25, "careful")
+        assert (status().tokens_per_s, status().tier_used_bytes, status().rss_bytes) == (200.0, {"ram": 10}, 7)
+        writer.is_paused = lambda: True
+        writer.on_message("full")
+        assert (status().state, status().message, status().step) == ("paused", "full", 1)
+        writer.is_paused = lambda: False
+        writer.on_message("there is room again")
+        assert status().state == "training"
+        writer.say("exporting", "nearly done")
+        assert (status().state, status().message) == ("exporting", "nearly done")
+        writer.on_step(replace(METRICS, step=9))
+        assert (status().state, status().step) == ("exporting", 9), "the last step is written at once"
+        writer.on_checkpoint(CheckpointMetrics(9, tmp_path, 1, 1, 0, 1.0, 0.0))
+        assert status().checkpoint_step == 9 and status().checkpoint_at == status().updated_at
+        writer.on_end(replace(SUMMARY, interrupted=True, num_steps=8))
+        assert (status().state, status().step) == ("stopped", 8), "the step before was too soon to be written"
+        writer.on_end(SUMMARY)
+        assert (status().state, status().eta_s) == ("done", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "message"),
+    [
+        (RuntimeError("the drive died"), "failed", "the drive died"),
+        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+    ],
+)
+def test_how_it_failed_is_kept(tmp_path: Path, error: BaseException, state: str, message: str) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+
+    def run() -> None:
+        with RunFolder(tmp_path) as folder:
+            StatusWriter(folder).on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    found = read_status(tmp_path)
+    assert found is not None and (found.state, found.message) == (state, message)
+
+
+def test_what_the_run_before_wrote_stands_until_there_is_news(tmp_path: Path) -> None:
+    def starting(step: int | None) -> RunStatus:
+        if step is not None:
+            (tmp_path / "checkpoints").mkdir(exist_ok=True)
+            write_manifest(tmp_path / "checkpoints", Manifest(1, (), {"step": step}))
+        with RunFolder(tmp_path) as folder:
+            StatusWriter(folder, run_name="r").say("starting")
+            folder.write_status(RunStatus("failed", step=7, max_steps=9, checkpoint_step=5, checkpoint_at="then"))
+            found = read_status(tmp_path)
+            folder.write_status(
+                RunStatus("failed", step=7, max_steps=9, checkpoint_step=5, checkpoint_at="then"), force=True
+            )
+        assert found is not None
+        return found
+
+    assert (starting(None).step, starting(None).checkpoint_step) == (0, None), "it starts at the beginning"
+    assert (starting(5).step, starting(5).max_steps, starting(5).checkpoint_at) == (7, 9, "then")
+    assert (starting(4).step, starting(4).checkpoint_step, starting(4).checkpoint_at) == (7, 4, None)
+
+
+def test_news_from_a_signal_handler_do_not_wait_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come in the middle of a write."""
+    real = os.replace
+    with RunFolder(tmp_path) as folder:
+        writer = StatusWriter(folder, run_name="r")
+
+        def interrupted(source: Path, target: Path) -> None:
+            monkeypatch.setattr(os, "replace", real)
+            writer.on_message("stopping after this step")
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", interrupted)
+        writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
+        found = read_status(tmp_path)
+        assert found is not None and (found.state, found.message) == ("training", "stopping after this step")
+        writer.say("done")
+
+
+def test_committed_step_reads_the_manifests(tmp_path: Path) -> None:
+    assert committed_step(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    for generation, step in ((1, 10), (2, 20)):
+        write_manifest(tmp_path / "checkpoints", Manifest(generation, (), {"step": step}))
+    assert committed_step(tmp_path) == 20
+    write_manifest(tmp_path / "checkpoints", Manifest(3, (), {}))
+    assert committed_step(tmp_path) is None, "committed by another program"
+
+
+def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
+    with another_process(tmp_path, "signal.signal(signal.SIGUSR1, lambda *a: print('saved', flush=True))") as process:
+        owner = living_owner(tmp_path)
+        assert owner is not None and owner.pid == process.pid
+        assert catches_signal(process.pid, signal.SIGUSR1)
+        assert not catches_signal(process.pid, signal.SIGUSR2)
+        send_signal(tmp_path, owner, signal.SIGUSR1)
+        assert process.stdout is not None and process.stdout.readline() == "saved\n"
+        with pytest.raises(UnreachableRunError, match=r"process 1 on elsewhere\. Give this command on that machine"):
+            send_signal(tmp_path, Owner(1, "elsewhere", "process 1 on elsewhere"), signal.SIGUSR1)
+        with pytest.raises(UnreachableRunError, match="another process"):
+            send_signal(tmp_path, Owner(None, None, "another process"), signal.SIGUSR1)
+    with pytest.raises(ProcessLookupError):
+        send_signal(tmp_path, owner, signal.SIGUSR1)
+    assert not catches_signal(process.pid, signal.SIGUSR1)
+
+
+def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_path: Path) -> None:
+    """There a lock names a process that here is somebody else's, or nobody."""
+    with another_process(tmp_path), subprocess.Popen(["sleep", "600"]) as bystander:
+        text = (tmp_path / "LOCK").read_text()
+        owner = living_owner(tmp_path)
+        assert owner is not None
+        (tmp_path / "LOCK").write_text(text.replace(f"process {owner.pid} ", f"process {bystander.pid} "))
+        claimed = living_owner(tmp_path)
+        assert claimed is not None and claimed.pid == bystander.pid
+        with pytest.raises(UnreachableRunError, match="in another container"):
+            send_signal(tmp_path, claimed, signal.SIGTERM)
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_looking_imports_nothing_heavy(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from megatrain.run_folder import *
+print(read_status({str(tmp_path)!r}), living_owner({str(tmp_path)!r}), committed_step({str(tmp_path)!r}))
+print([name for name in ("torch", "numpy", "pydantic", "tiered") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.splitlines() == ["None None None", "[]"]

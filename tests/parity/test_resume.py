@@ -1,0 +1,257 @@
+"""A run that was stopped and continued, anywhere and in any placement, gives the bits of one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint.resume import ConfigChangedError
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.config import load_config
+from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.plan.planner import Plan
+from megatrain.trainer import Trainer
+from reference.tiered_run import EXAMPLES, config_text
+from tiered.errors import LockedError
+from tiered.manifest import current_generation, generation_folder, list_generations, read_manifest
+
+NUM_STEPS = 6
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+IN_RAM: dict[str, Any] = {"nvme": 0}
+ON_NVME: dict[str, Any] = {"placement": ALL_NVME, "ram": "7MiB"}
+STRIPED: dict[str, Any] = {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)}
+STATE_ON_NVME: dict[str, Any] = {"placement": 'optimizer = ["nvme"]'}
+TIGHT: dict[str, Any] = {"ram": "5500KiB", "advanced": 'eviction_policy = "lru"'}
+
+
+class Watcher:
+    """An observer that stops the run after a step, as somebody outside would, and keeps what it was told."""
+
+    def __init__(self, stop_after: int | None) -> None:
+        self._stop_after = stop_after
+        self.messages: list[str] = []
+        self.checkpoints: list[CheckpointMetrics] = []
+
+    def on_start(self, info: RunInfo) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step == self._stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self.checkpoints.append(metrics)
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def on_end(self, summary: RunSummary) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """What a person has after a run: its folder, and what the run said."""
+
+    folder: Path
+    summary: RunSummary
+    watcher: Watcher
+    plan: Plan
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        lines = [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.folder / "out/final/model.safetensors").read_bytes()
+
+    @property
+    def state(self) -> dict[str, tuple[str, ...]]:
+        """Checksums of every block of the last checkpoint."""
+        return {block.key: block.xxh3_64 for block in read_manifest(self.folder / "out/checkpoints").blocks}
+
+    def assert_same(self, other: Outcome) -> None:
+        assert self.losses == other.losses
+        assert self.state == other.state
+        assert self.weights == other.weights
+
+
+def train(
+    folder: Path,
+    model: Path,
+    placement: dict[str, Any],
+    *,
+    stop_after: int | None = None,
+    checkpoint: str = "",
+    changes: Mapping[str, str] | None = None,
+    allow: bool = False,
+    **tables: Any,
+) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    text = config_text(folder, model, **{"nvme": 1, **placement, **tables})
+    text = text.replace("[training]\n", f"[training]\nmax_steps = {NUM_STEPS}\n")
+    for old, new in (changes or {}).items():
+        assert old in text, old
+        text = text.replace(old, new)
+    text += f'[checkpoint]\nmin_free_disk = "0MiB"\n{checkpoint}\n'
+    path = folder / "run.toml"
+    path.write_text(text)
+    watcher = Watcher(stop_after)
+    trainer = Trainer(load_config(path).config, observer=watcher, allow_config_change=allow)
+    summary = trainer.train()
+    assert summary.interrupted == (stop_after is not None)
+    return Outcome(folder, summary, watcher, trainer.plan)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train(tmp_path_factory.mktemp("unbroken"), tiny_model, IN_RAM)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (IN_RAM, IN_RAM),
+        (ON_NVME, ON_NVME),
+        (STATE_ON_NVME, STATE_ON_NVME),
+        (IN_RAM, ON_NVME, STRIPED),
+        (STRIPED, TIGHT, IN_RAM),
+        (STATE_ON_NVME, ON_NVME, STATE_ON_NVME),
+    ],
+    ids=["RAM", "NVMe", "mixed", "RAM to NVMe to striped", "striped to tight to RAM", "mixed to NVMe to mixed"],
+)
+def test_continued_in_any_placement(
+    placements: Sequence[dict[str, Any]], tiny_model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    stops = [2, 5] if len(placements) == 3 else [3]
+    for placement, stop in zip(placements, stops, strict=False):
+        stopped = train(tmp_path / "w", tiny_model, placement, stop_after=stop)
+        assert stopped.summary.saved_step == stop and stopped.summary.num_steps == stop
+    done = train(tmp_path / "w", tiny_model, placements[-1])
+    done.assert_same(unbroken)
+    assert done.summary.first_loss == unbroken.summary.first_loss
+    assert done.summary.num_trained_tokens == unbroken.summary.num_trained_tokens
+
+
+@pytest.mark.parametrize("placement", [IN_RAM, ON_NVME, STATE_ON_NVME], ids=["RAM", "NVMe", "mixed"])
+@pytest.mark.parametrize("mode", ["", "async_save = false"], ids=["async", "sync"])
+def test_saving_every_step_changes_no_bit(
+    mode: str, placement: dict[str, Any], tiny_model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    saved = train(tmp_path / "w", tiny_model, placement, checkpoint=f"save_steps = 1\n{mode}")
+    saved.assert_same(unbroken)
+    assert [metrics.step for metrics in saved.watcher.checkpoints] == list(range(1, NUM_STEPS + 1))
+    assert len(list_generations(tmp_path / "w/out/checkpoints")) == 2
+    segments = [saved.plan.placement.run_traffic_bytes(1)] * NUM_STEPS
+    assert saved.summary.link_bytes == {link: sum(moved[link] for moved in segments) for link in segments[0]}
+    first = saved.watcher.checkpoints[0]
+    assert first.nbytes == first.written_bytes + first.linked_bytes
+    assert (first.linked_bytes > 0) == (placement is not IN_RAM) and (first.written_bytes > 0) == (
+        placement is not ON_NVME
+    )
+
+
+@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])
+def test_every_optimizer_continues(optim: str, tiny_model: Path, tmp_path: Path) -> None:
+    tables = {"optimizer": f'optim = "{optim}"', "precision": 'compute_dtype = "bfloat16"'}
+    whole = train(tmp_path / "whole", tiny_model, IN_RAM, **tables)
+    train(tmp_path / "w", tiny_model, STATE_ON_NVME, stop_after=3, **tables)
+    train(tmp_path / "w", tiny_model, ON_NVME, **tables).assert_same(whole)
+
+
+def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_model: Path, tmp_path: Path) -> None:
+    """The data is used up every two steps; the rate changes in every step."""
+    changes = {
+        "gradient_accumulation_steps = 3": "gradient_accumulation_steps = 10",
+        'lr_scheduler_type = "constant"': 'lr_scheduler_type = "cosine"',
+    }
+    whole = train(tmp_path / "whole", tiny_model, IN_RAM, changes=changes)
+    for stop in (1, 4):
+        train(tmp_path / "w", tiny_model, IN_RAM, stop_after=stop, changes=changes)
+    train(tmp_path / "w", tiny_model, IN_RAM, changes=changes).assert_same(whole)
+    lines = [json.loads(line) for line in (tmp_path / "w/out/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert steps[-1]["epoch"] >= 1.5 and len({line["lr"] for line in steps}) == NUM_STEPS
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
+    tiny_model: Path, tmp_path: Path, unbroken: Outcome
+) -> None:
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4, checkpoint="save_steps = 2")
+    path = tmp_path / "w/out/checkpoints"
+    current = current_generation(path)
+    assert current is not None
+    victim = next(file for file in sorted(generation_folder(path, current).rglob("c/0")) if file.stat().st_size > 4096)
+    data = bytearray(victim.read_bytes())
+    data[100] ^= 1
+    victim.write_bytes(bytes(data))
+    done = train(tmp_path / "w", tiny_model, IN_RAM)
+    assert any("step 4" in text and str(victim) in text for text in done.watcher.messages), done.watcher.messages
+    assert any("continuing after step 2" in text for text in done.watcher.messages)
+    done.assert_same(unbroken)
+
+
+def test_no_whole_checkpoint_is_an_error_that_names_them(tiny_model: Path, tmp_path: Path) -> None:
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
+    for file in (tmp_path / "w/out/checkpoints/snap").rglob("c/0"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        train(tmp_path / "w", tiny_model, IN_RAM)
+
+
+def test_a_changed_config_is_refused_unless_allowed(tiny_model: Path, tmp_path: Path) -> None:
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
+    before = sorted((tmp_path / "w/out").rglob("*"))
+    with pytest.raises(ConfigChangedError, match=r"optimizer.weight_decay: 0.1 -> 0.2\n"):
+        train(tmp_path / "w", tiny_model, IN_RAM, optimizer="weight_decay = 0.2")
+    assert sorted((tmp_path / "w/out").rglob("*")) == before
+    done = train(tmp_path / "w", tiny_model, IN_RAM, optimizer="weight_decay = 0.2", allow=True)
+    assert any("weight_decay" in text for text in done.watcher.messages)
+
+
+def test_other_data_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    book = str(EXAMPLES / "quickstart" / "loomings.txt")
+    same, other = tmp_path / "same.txt", tmp_path / "other.txt"
+    same.write_text(Path(book).read_text())
+    other.write_text(Path(book).read_text().replace("Ishmael", "Queequeg"))
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=3, changes={book: str(same)})
+    with pytest.raises(ConfigChangedError, match="data: the rows"):
+        train(tmp_path / "w", tiny_model, IN_RAM, changes={book: str(other)})
+
+
+def test_a_run_that_is_done_does_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    first = train(tmp_path / "w", tiny_model, IN_RAM)
+    again = train(tmp_path / "w", tiny_model, IN_RAM)
+    assert any("this run is done" in text for text in again.watcher.messages)
+    assert again.summary.export_dir == first.summary.export_dir
+    assert not again.watcher.checkpoints
+
+
+def test_starting_anew_in_a_used_folder_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
+    with pytest.raises(CheckpointError, match="saved at step 2"):
+        train(tmp_path / "w", tiny_model, IN_RAM, checkpoint='resume_from_checkpoint = "no"')
+
+
+def test_starting_from_another_run(tiny_model: Path, tmp_path: Path, unbroken: Outcome) -> None:
+    train(tmp_path / "first", tiny_model, STATE_ON_NVME, stop_after=3)
+    source = f'resume_from_checkpoint = "{tmp_path / "first/out"}"'
+    done = train(tmp_path / "w", tiny_model, ON_NVME, checkpoint=source)
+    assert (done.state, done.weights) == (unbroken.state, unbroken.weights)
+    assert done.losses == unbroken.losses[3:]
+    assert read_manifest(tmp_path / "first/out/checkpoints").meta["step"] == 3
+
+
+def test_two_runs_on_one_folder(tiny_model: Path, tmp_path: Path) -> None:
+    from megatrain.run_folder import RunFolder
+
+    with RunFolder(tmp_path / "w/out"), pytest.raises(LockedError, match="in use by process"):
+        train(tmp_path / "w", tiny_model, IN_RAM)
