@@ -36,6 +36,9 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.optim.factory", "ParameterGroupError", EXIT_CONFIG),
     ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
     ("megatrain.doctor.scratch", "UnusablePathError", EXIT_CONFIG),
+    ("megatrain.checkpoint.resume", "ConfigChangedError", EXIT_CONFIG),
+    ("megatrain.checkpoint.state", "CheckpointError", EXIT_FAILED),
+    ("megatrain.run_folder", "UnreachableRunError", EXIT_FAILED),
     ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.data.errors", "DataError", EXIT_DATA),
     ("megatrain.engine.runner", "NoTrainedTokensError", EXIT_DATA),
@@ -45,7 +48,20 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.shards", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
-_COMMANDS = {"clean": ".clean", "doctor": ".doctor", "plan": ".plan", "run": ".run"}
+_COMMANDS = {
+    name: f".{name}"
+    for name in (
+        "ckpt",
+        "clean",
+        "doctor",
+        "export",
+        "plan",
+        "run",
+        "save",
+        "status",
+        "stop",
+    )
+}
 
 
 class RunFailedError(Exception):
@@ -108,8 +124,9 @@ class CommandGroup(click.Group):
         except Exception as error:
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
-            click.echo(f"error: {describe(error)}", err=True)
-            sys.exit(exit_code_of(error) or EXIT_FAILED)
+            code = exit_code_of(error) or EXIT_FAILED
+            click.echo(describe(error) if code == EXIT_INTERRUPTED_AND_SAVED else f"error: {describe(error)}", err=True)
+            sys.exit(code)
         sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
@@ -133,7 +150,8 @@ def command_group() -> None:
     """Train language models larger than the GPU: weights, gradients and optimizer state live in GPU memory, RAM
     and NVMe drives, and move by schedule.
 
-    Exit codes: 0 done, 1 failed, 2 config or usage, 3 does not fit, 4 data.
+    Exit codes: 0 done, 1 failed, 2 config or usage, 3 does not fit, 4 data, 75 interrupted and saved: run it again to
+    continue.
     """
 
 

@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.metrics import (
+    CheckpointMetrics,
     RunInfo,
     RunSummary,
     StepMetrics,
+    format_checkpoint,
     format_stalls,
     format_step,
     format_tiers,
@@ -147,6 +149,8 @@ class QuietObserver:
 
     def on_step(self, metrics: StepMetrics) -> None: ...
 
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
+
     def on_message(self, text: str) -> None: ...
 
     def on_end(self, summary: RunSummary) -> None: ...
@@ -171,6 +175,9 @@ class PlainObserver(QuietObserver):
         if is_shown(metrics, self._logging_steps):
             self._line(format_step(metrics))
 
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self._line(format_checkpoint(metrics))
+
     def on_message(self, text: str) -> None:
         self._line(text)
 
@@ -192,6 +199,9 @@ class JsonObserver(QuietObserver):
     def on_step(self, metrics: StepMetrics) -> None:
         if is_shown(metrics, self._logging_steps):
             self._object({"event": "step", **metrics.to_json()})
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self._object({"event": "checkpoint", **metrics.to_json()})
 
     def on_message(self, text: str) -> None:
         self._object({"event": "message", "text": text})
@@ -279,11 +289,10 @@ def summary_lines(summary: RunSummary) -> list[str]:
     """Return what is said at the end of a run."""
     rate = summary.num_real_tokens / summary.seconds if summary.seconds > 0 else 0.0
     verdict = "stopped" if summary.interrupted else "done"
-    first = (
-        f"{verdict}   {summary.num_steps} steps in {format_duration(summary.seconds)}"
-        f"   loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}   {rate:,.0f} tok/s"
-        f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
-    )
+    first = f"{verdict}   {summary.num_steps} steps in {format_duration(summary.seconds)}"
+    if summary.first_loss is not None and summary.last_loss is not None:
+        first += f"   loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}   {rate:,.0f} tok/s"
+    first += f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
     lines = [first]
     if summary.tier_peak_bytes:
         tiers = format_tiers(summary.tier_peak_bytes, summary.tier_capacity_bytes)

@@ -50,6 +50,8 @@ lr_scheduler_type = "constant"
 [tiers.ram]
 size = "64MiB"
 """
+#: What a run that has not saved leaves in its folder.
+OWN_FILES = ("LOCK", "config.resolved.toml", "status.json")
 NVME = '[[tiers.nvme]]\npath = "scratch"\nsize = "64MiB"\n'
 GPT2 = '{"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 1024}'
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Call me Ishmael."}]
@@ -260,23 +262,31 @@ def test_gradient_that_is_not_finite(work: Work) -> None:
     work.swap("= 1e-3", "= 1e30")
     work.swap("max_steps = 1", "max_steps = 3")
     check_failure(work.run(), 1, "gradient")
-    assert sorted(path.name for path in (work.folder / "out").iterdir()) == ["config.resolved.toml", "metrics.jsonl"]
+    assert sorted(path.name for path in (work.folder / "out").iterdir()) == sorted([*OWN_FILES, "metrics.jsonl"])
 
 
 @pytest.mark.parametrize("drive", ["", NVME], ids=["ram", "nvme"])
-def test_interrupt(work: Work, drive: str, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "does not save"])
+def test_interrupt(work: Work, drive: str, saves: bool, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
     work.file("out/notes.txt")
     work.add(drive)
     work.swap("max_steps = 1", "max_steps = 3")
     monkeypatch.setattr(
         cli_module("render").PlainObserver, "on_step", lambda self, metrics: signal.raise_signal(signal.SIGINT)
     )
-    result = work.run()
-    assert (result.exit_code, result.stderr.strip()) == (1, "interrupted; nothing saved")
+    result = work.run() if saves else work.run("--set", "checkpoint.save_on_signal=false")
     names = sorted(path.name for path in (work.folder / "out").iterdir())
-    assert names == ["config.resolved.toml", "metrics.jsonl", "notes.txt"]
+    if saves:
+        assert result.exit_code == 75
+        assert "interrupted at step 1, saved: run the same command again" in result.stderr
+        assert names == sorted([*OWN_FILES, "checkpoints", "metrics.jsonl", "notes.txt"])
+    else:
+        assert (result.exit_code, result.stderr.strip()) == (1, "error: interrupted; nothing saved")
+        assert names == sorted([*OWN_FILES, "metrics.jsonl", "notes.txt"])
     monkeypatch.undo()
-    assert work.run().exit_code == 0, "the same folders must serve the next run"
+    result = work.run()
+    assert result.exit_code == 0, "the same folders must serve the next run"
+    assert ("continuing after step 1 of 3" in result.stdout) == saves
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,8 +18,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.data.errors import DataError
-from megatrain.metrics import RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from tiered.errors import CapacityError
+from tiered.manifest import Manifest, write_manifest
 from tiered.units import GiB, MiB
 
 CliModule = Callable[[str], ModuleType]
@@ -51,6 +52,9 @@ METRICS = StepMetrics(
     step=1, max_steps=2, epoch=0.5, loss=1.25, grad_norm=0.5, lr=1e-5, num_real_tokens=100, num_trained_tokens=50,
     step_s=0.5, eta_s=0.5, tier_used_bytes={"ram": MiB}, tier_capacity_bytes={"ram": 4 * MiB},
 )  # fmt: skip
+CHECKPOINT = CheckpointMetrics(
+    step=2, path=Path("out/checkpoints"), nbytes=3 * MiB, written_bytes=MiB, linked_bytes=2 * MiB, seconds=1.5, stall_s=0.1
+)  # fmt: skip
 SUMMARY = RunSummary(
     num_steps=2, first_loss=1.25, last_loss=1.0, seconds=1.0, num_real_tokens=200, num_trained_tokens=100,
     tier_peak_bytes={"ram": MiB}, tier_capacity_bytes={"ram": 4 * MiB}, link_bytes={"nvme->ram": 12 * MiB},
@@ -63,8 +67,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
 
     class ReplacedTrainer:
-        def __init__(self, config: Any, *, observer: RunObserver) -> None:
-            asked["config"] = config
+        def __init__(self, config: Any, *, observer: RunObserver, allow_config_change: bool = False) -> None:
+            asked["config"], asked["allow_config_change"] = config, allow_config_change
             self.observer = observer
             self.plan = asked["plan"]
 
@@ -75,7 +79,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             self.observer.on_start(RunInfo("out", "sft", "cpu", Path("out"), 2, 128))
             self.observer.on_step(METRICS)
             self.observer.on_step(replace(METRICS, step=2, loss=1.0, eta_s=0.0))
-            self.observer.on_message("saved")
+            self.observer.on_message("careful")
+            self.observer.on_checkpoint(CHECKPOINT)
             self.observer.on_end(asked["summary"])
             return asked["summary"]  # type: ignore[no-any-return]
 
@@ -112,6 +117,9 @@ def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Pat
     assert "fits." in lines
     step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0.50 s"  # fmt: skip
     assert step in lines
+    assert any(
+        line.startswith("saved  checkpoint at step 2: 3.00 MiB (1.00 MiB written, 2.00 MiB linked)") for line in lines
+    )
     assert lines[-3].startswith("done   2 steps in 1.00 s   loss 1.2500 -> 1.0000   200 tok/s")
     assert "\x1b" not in result.output
 
@@ -120,8 +128,9 @@ def test_run_json_is_one_object_per_line(call: Callable[..., Result], config: Pa
     result = call("run", config, "--json")
     objects = [json.loads(line) for line in result.stdout.splitlines()]
     assert objects[0]["totals"] == {"ram": 3 * MiB + 100, "nvme": 6 * MiB}
-    assert [value.get("event") for value in objects[1:]] == ["step", "step", "message", "end"]
+    assert [value.get("event") for value in objects[1:]] == ["step", "step", "message", "checkpoint", "end"]
     assert objects[1]["loss"] == 1.25
+    assert (objects[4]["step"], objects[4]["path"]) == (2, "out/checkpoints")
 
 
 def test_options_change_the_config(
@@ -187,11 +196,37 @@ def test_debug_variable_shows_the_traceback(
     assert "Traceback" in call("run", config).output
 
 
-def test_interrupted_run_fails(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
-    trainer["summary"] = replace(SUMMARY, interrupted=True)
+def test_interrupted_run(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
+    trainer["summary"] = replace(SUMMARY, interrupted=True, first_loss=None, last_loss=None)
     result = call("run", config)
     assert result.exit_code == 1
     assert "interrupted; nothing saved" in result.stderr
+    trainer["summary"] = replace(SUMMARY, interrupted=True, saved_step=2)
+    result = call("run", config)
+    assert result.exit_code == 75
+    assert "interrupted at step 2, saved: run the same command again to continue" in result.stderr
+
+
+def test_a_run_that_is_ended_at_once_names_what_it_saved_before(
+    call: Callable[..., Result], config: Path, trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer["error"] = KeyboardInterrupt()
+    (tmp_path / "out/checkpoints").mkdir(parents=True)
+    write_manifest(tmp_path / "out/checkpoints", Manifest(1, (), {"step": 40}))
+    result = call("run", config)
+    assert result.exit_code == 1
+    assert "interrupted; saved before, at step 40: run the same command again" in result.stderr
+
+
+def test_resume_options(call: Callable[..., Result], config: Path, trainer: dict[str, Any], tmp_path: Path) -> None:
+    assert call("run", config).exit_code == 0
+    assert not trainer["allow_config_change"]
+    assert trainer["config"].checkpoint.resume_from_checkpoint == "auto"
+    assert call("run", config, "--resume", "no", "--allow-config-change").exit_code == 0
+    assert trainer["allow_config_change"]
+    assert trainer["config"].checkpoint.resume_from_checkpoint == "no"
+    assert call("run", config, "--resume", tmp_path / 'an "odd" run').exit_code == 0
+    assert str(trainer["config"].checkpoint.resume_from_checkpoint) == str(tmp_path / 'an "odd" run')
 
 
 def test_config_problems_exit_2(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
@@ -228,7 +263,14 @@ def test_warnings_go_to_stderr(call: Callable[..., Result], config: Path, traine
     assert json.loads(result.stdout)["fits"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([*name.split(), "--help"] for name in ("run", "plan", "export", "ckpt ls", "status")),
+    ],
+)
 def test_help_does_not_import_torch(cli_package: str, arguments: list[str]) -> None:
     script = (
         "import sys, runpy, atexit\n"

@@ -1,0 +1,176 @@
+"""``megatrain-tier ckpt``: list, check and remove checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .control import run_argument
+from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
+from .options import json_option
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.catalog import CheckpointInfo
+
+step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
+
+
+@click.group("ckpt")
+def command() -> None:
+    """List, check and remove the checkpoints of a run."""
+
+
+@command.command("ls")
+@run_argument
+@json_option
+def list_command(run: Path, as_json: bool) -> int:
+    """List the checkpoints of RUN, its output_dir."""
+    from megatrain.checkpoint.catalog import list_checkpoints
+
+    infos = list_checkpoints(run)
+    if as_json:
+        click.echo(json.dumps({"checkpoints": [dataclasses.asdict(info) for info in infos]}))
+    else:
+        _print(infos)
+    return 0
+
+
+@command.command("verify")
+@run_argument
+@step_option
+@json_option
+def verify_command(run: Path, step: int | None, as_json: bool) -> int:
+    """Read every byte of the checkpoints of RUN and compare with the checksums taken when they were written."""
+    from megatrain.checkpoint.catalog import verify_checkpoints
+
+    is_shown = sys.stderr.isatty() and not as_json
+
+    def show(generation: int, key: str) -> None:
+        click.echo(f"\r\x1b[Kreading {key}", nl=False, err=True)
+
+    results = []
+    for info, problems in verify_checkpoints(run, step, show if is_shown else None):
+        results.append((info, problems))
+        if is_shown:
+            click.echo("\r\x1b[K", nl=False, err=True)
+        if not as_json:
+            count = "sound" if not problems else "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            click.echo(f"{_name(info)} (generation {info.generation}): {count}")
+            for problem in problems:
+                click.echo(f"  {problem}")
+    if as_json:
+        values = [{**dataclasses.asdict(info), "problems": problems} for info, problems in results]
+        click.echo(json.dumps({"checkpoints": values}))
+    num_damaged = sum(bool(problems) for _, problems in results)
+    if num_damaged:
+        are, them = ("is", "it") if num_damaged == 1 else ("are", "them")
+        raise RunFailedError(
+            f"{num_damaged} of {len(results)} checkpoints {are} damaged. A run passes over {them}; remove {them} with "
+            f"megatrain-tier ckpt rm {run} --generation N",
+            EXIT_FAILED,
+        )
+    return 0
+
+
+@command.command("rm")
+@run_argument
+@step_option
+@click.option(
+    "--generation", type=click.IntRange(min=1), metavar="N", help="The checkpoint of this number in `ckpt ls`."
+)
+@click.option("--all", "remove_all", is_flag=True, help="All of them, the last that can be used too.")
+@click.option("--yes", "-y", is_flag=True, help="Remove without asking.")
+@json_option
+def remove_command(
+    run: Path, step: int | None, generation: int | None, remove_all: bool, yes: bool, as_json: bool
+) -> int:
+    """Remove checkpoints of RUN: those of a --step, one --generation, or --all.
+
+    The last one that can be used is only removed with --all. Nothing is removed while the run is alive.
+    """
+    from megatrain.checkpoint.catalog import check_not_in_use, checkpoints_folder, remove_checkpoint
+
+    if (step is not None) + (generation is not None) + remove_all != 1:
+        raise RunFailedError("say which: --step N, --generation N or --all", EXIT_CONFIG)
+    check_not_in_use(checkpoints_folder(run))
+    infos = _chosen(run, step, generation)
+    if infos and not yes and not _is_agreed(infos, as_json=as_json):
+        raise RunFailedError("nothing was removed. Add --yes to remove without being asked", EXIT_CONFIG)
+    for info in infos:
+        remove_checkpoint(run, info.generation, force=remove_all)
+        if not as_json:
+            click.echo(f"removed {_name(info)} (generation {info.generation})")
+    if as_json:
+        click.echo(json.dumps({"removed": [dataclasses.asdict(info) for info in infos]}))
+    elif not infos:
+        click.echo(f"no checkpoint in '{run}'")
+    return 0
+
+
+def _chosen(run: Path, step: int | None, generation: int | None) -> list[CheckpointInfo]:
+    """Return the checkpoints to remove; all where neither is given."""
+    from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
+
+    infos = list_checkpoints(run)
+    if step is not None:
+        find_checkpoint(run, step)  # else says what there is
+        return [info for info in infos if info.step == step]
+    if generation is not None:
+        chosen = [info for info in infos if info.generation == generation]
+        if not chosen:
+            known = ", ".join(str(info.generation) for info in infos) or "none"
+            raise RunFailedError(f"no generation {generation} in '{run}'. There are: {known}", EXIT_FAILED)
+        return chosen
+    return infos
+
+
+def _is_agreed(infos: list[CheckpointInfo], *, as_json: bool) -> bool:
+    if as_json or not _is_terminal():
+        return False
+    return click.confirm(f"Remove {', '.join(map(_name, infos))}?")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _name(info: CheckpointInfo) -> str:
+    return "step ?" if info.step is None else f"step {info.step}"
+
+
+def _print(infos: list[CheckpointInfo]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tiered.units import format_size
+
+    from .render import PLAIN_WIDTH
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    if not infos:
+        console.print("no checkpoint: all were removed")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("loss", "right")):
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column("generation", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for info in infos:
+        note = info.problem or ("newest: a run continues from here" if info.is_newest else "")
+        table.add_row(
+            "?" if info.step is None else str(info.step),
+            info.saved_at or "",
+            format_size(info.nbytes) if info.problem is None else "",
+            "" if info.loss is None else f"{info.loss:.4f}",
+            str(info.generation),
+            Text(note, style="red" if info.problem else "green"),
+        )
+    console.print(table)

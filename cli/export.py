@@ -1,0 +1,86 @@
+"""``megatrain-tier export``: a checkpoint into a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from .main import EXIT_CONFIG, RunFailedError
+from .options import json_option
+
+
+@click.command("export")
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="CKPT")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step. Default: the newest."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of the weights; auto: as the run's config says. float32 keeps every bit.",
+)
+@click.option("--max-shard-size", metavar="SIZE", help='Largest file, e.g. "5GB". Default: as the run\'s config says.')
+@click.option(
+    "--model",
+    "model_folder",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="A copy of the model's folder, where the one that the run started from is gone.",
+)
+@json_option
+def command(
+    checkpoint: Path,
+    out: Path,
+    step: int | None,
+    dtype: str,
+    max_shard_size: str | None,
+    model_folder: Path | None,
+    as_json: bool,
+) -> int:
+    """Write a checkpoint as a Hugging Face folder.
+
+    CKPT is the output_dir of a run, or the folder snap/<number> of one checkpoint. OUT is made. Needs no GPU and the
+    RAM of one layer; works beside a living run.
+    """
+    nbytes = _parse_size(max_shard_size)
+
+    import torch
+
+    from megatrain.checkpoint.export import export_checkpoint
+
+    is_shown = sys.stderr.isatty() and not as_json
+
+    def show(unit: str, number: int, total: int) -> None:
+        click.echo(f"\r\x1b[K{number}/{total} {unit}", nl=number == total, err=True)
+
+    folder = export_checkpoint(
+        checkpoint,
+        out,
+        step=step,
+        dtype=None if dtype == "auto" else getattr(torch, dtype),
+        max_shard_size=nbytes,
+        model_folder=model_folder,
+        on_progress=show if is_shown else None,
+    )
+    click.echo(json.dumps({"model": str(folder)}) if as_json else f"model  {folder}")
+    return 0
+
+
+def _parse_size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from tiered.units import parse_size
+
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise RunFailedError(f"--max-shard-size: {error}", EXIT_CONFIG) from None
+    if nbytes < 1:
+        raise RunFailedError("--max-shard-size: 0 bytes hold nothing. Write for example 5GB", EXIT_CONFIG)
+    return nbytes

@@ -1,0 +1,137 @@
+"""``megatrain-tier ckpt``: what people see of the checkpoints of a run, and what they can remove."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from megatrain.run_folder import RunFolder
+from reference.saved_run import SavedRun, command_group, make_run
+from tiered.manifest import list_generations
+
+CliModule = Callable[[str], ModuleType]
+SOUND = "".join(f"step {2 * number} (generation {number}): sound\n" for number in (1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    run = make_run(tmp_path_factory.mktemp("trained") / "w")
+    result = run.run(steps=6)
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.fixture
+def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
+    return trained.copy(tmp_path / "w")
+
+
+def generations(run: SavedRun) -> list[int]:
+    return list_generations(run.out / "checkpoints")
+
+
+def test_ls(run: SavedRun) -> None:
+    result = run.call("ckpt", "ls", run.out)
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert rows[0] == ["step", "saved", "size", "loss", "generation"]
+    assert [row[0] for row in rows[1:]] == ["2", "4", "6"]
+    assert [" ".join(row[6:]) for row in rows[1:]] == ["", "", "newest: a run continues from here"]
+    assert "\x1b" not in result.output
+    infos = json.loads(run.call("ckpt", "ls", run.out, "--json").stdout)["checkpoints"]
+    assert [(info["step"], info["generation"], info["is_newest"], info["problem"]) for info in infos] == [
+        (2, 1, False, None), (4, 2, False, None), (6, 3, True, None),
+    ]  # fmt: skip
+
+
+def test_ls_beside_a_living_run(run: SavedRun) -> None:
+    with RunFolder(run.out):
+        assert run.call("ckpt", "ls", run.out).exit_code == 0
+
+
+def test_verify(run: SavedRun) -> None:
+    result = run.call("ckpt", "verify", run.out)
+    assert (result.exit_code, result.stdout) == (0, SOUND), result.output
+    chunk = run.out / "checkpoints/snap/00000003/model.layers.0/weight/c/0"
+    chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
+    result = run.call("ckpt", "verify", run.out)
+    assert result.exit_code == 1
+    assert "step 4 (generation 2): sound\nstep 6 (generation 3): 1 problem\n" in result.stdout
+    assert str(chunk) in result.stdout
+    assert f"1 of 3 checkpoints is damaged. A run passes over it; remove it with megatrain-tier ckpt rm {run.out}" in (
+        result.stderr
+    )
+    (one,) = json.loads(run.call("ckpt", "verify", run.out, "--step", 6, "--json").stdout)["checkpoints"]
+    assert one["step"] == 6 and len(one["problems"]) == 1
+    assert run.call("ckpt", "verify", run.out, "--step", 4).stdout == "step 4 (generation 2): sound\n"
+
+
+def test_rm(run: SavedRun) -> None:
+    asked = run.call("ckpt", "rm", run.out, "--step", 2)
+    assert asked.exit_code == 2 and "Add --yes" in asked.stderr and generations(run) == [1, 2, 3]
+    result = run.call("ckpt", "rm", run.out, "--step", 2, "--yes")
+    assert (result.exit_code, result.stdout) == (0, "removed step 2 (generation 1)\n"), result.output
+    assert generations(run) == [2, 3]
+    result = run.call("ckpt", "rm", run.out, "--step", 6, "--yes", "--json")
+    assert [info["step"] for info in json.loads(result.stdout)["removed"]] == [6]
+    last = run.call("ckpt", "rm", run.out, "--step", 4, "--yes")
+    assert last.exit_code == 1 and "the only one" in last.stderr and "--all" in last.stderr and generations(run) == [2]
+    result = run.call("ckpt", "rm", run.out, "--all", "--yes")
+    assert (result.exit_code, result.stdout, generations(run)) == (0, "removed step 4 (generation 2)\n", [])
+    assert run.call("ckpt", "ls", run.out).stdout == "no checkpoint: all were removed\n"
+    assert run.call("ckpt", "rm", run.out, "--all", "--yes").stdout == f"no checkpoint in '{run.out}'\n"
+
+
+def test_rm_of_one_whose_manifest_is_damaged(run: SavedRun) -> None:
+    (run.out / "checkpoints/snap/00000002/MANIFEST.json").write_text("{")
+    assert "MANIFEST.json" in run.call("ckpt", "ls", run.out).stdout
+    result = run.call("ckpt", "rm", run.out, "--generation", 2, "--yes")
+    assert (result.exit_code, result.stdout) == (0, "removed step ? (generation 2)\n"), result.output
+    assert generations(run) == [1, 3]
+
+
+def test_rm_asks_on_a_terminal(run: SavedRun, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["ckpt", "rm", str(run.out), "--step", "2"]
+    monkeypatch.setattr(cli_module("ckpt"), "_is_terminal", lambda: True)
+    refused = CliRunner().invoke(command_group(), words, input="n\n")
+    assert refused.exit_code == 2 and "Remove step 2?" in refused.stdout and generations(run) == [1, 2, 3]
+    assert CliRunner().invoke(command_group(), words, input="y\n").exit_code == 0
+    assert generations(run) == [2, 3]
+
+
+def test_rm_all_of_a_run_that_can_start_anew(run: SavedRun) -> None:
+    refused = run.run("--resume", "no")
+    assert refused.exit_code == 1 and "ckpt rm" in refused.stderr
+    assert run.call("ckpt", "rm", run.out, "--all", "--yes").exit_code == 0
+    result = run.run("--resume", "no")
+    assert result.exit_code == 0 and "step 1/6" in result.output, result.output
+
+
+def test_nothing_is_removed_while_the_run_lives(run: SavedRun) -> None:
+    with RunFolder(run.out):
+        for words in (["--all"], ["--step", 2]):
+            result = run.call("ckpt", "rm", run.out, *words, "--yes")
+            assert result.exit_code == 1 and "in use by process" in result.stderr, result.output
+    assert generations(run) == [1, 2, 3]
+
+
+def test_usage(run: SavedRun, tmp_path: Path) -> None:
+    for words, code, message in (
+        (["rm", run.out], 2, "say which: --step N, --generation N or --all"),
+        (["rm", run.out, "--all", "--step", 2], 2, "say which: --step N, --generation N or --all"),
+        (["rm", run.out, "--step", 3, "--yes"], 1, "There are those of steps 2, 4, 6"),
+        (["rm", run.out, "--generation", 7, "--yes"], 1, "There are: 1, 2, 3"),
+        (["verify", run.out, "--step", 3], 1, "There are those of steps 2, 4, 6"),
+        (["ls", tmp_path], 1, "holds no checkpoint. Give the output_dir of a run that saved"),
+        (["ls", tmp_path / "nowhere"], 2, "does not exist"),
+        (["list", run.out], 2, "No such command 'list'"),
+        (["ls"], 2, "Missing argument 'RUN'"),
+    ):
+        result = run.call("ckpt", *words)
+        assert result.exit_code == code and message in result.stderr, (words, result.output)
+        assert "Traceback" not in result.output

@@ -1,0 +1,162 @@
+"""``megatrain-tier save`` and ``stop``: a living run, in a process of its own, is asked and does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain.run_folder import RunFolder, RunStatus, committed_step, living_owner, read_status
+from reference.saved_run import SavedRun, end, make_run
+
+MANY = 100_000
+NO_STRATEGY = 'save_strategy = "no"'
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return make_run(tmp_path_factory.mktemp("run") / "w")
+
+
+@pytest.fixture
+def run(folder: SavedRun, tmp_path: Path) -> SavedRun:
+    return folder.copy(tmp_path / "w")
+
+
+@pytest.fixture
+def start(run: SavedRun) -> Iterator[Start]:
+    """Start the run in a process that does not outlive the test, and return when a step is done."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str, until_step: int = 1, **config: str) -> subprocess.Popen[str]:
+        process = run.start(*options, **{"steps": MANY, "top": "logging.progress = 'none'", **config})  # type: ignore[arg-type]
+        processes.append(process)
+        while process.poll() is None and ((status := read_status(run.out)) is None or status.step < until_step):
+            time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+        return process
+
+    yield begin
+    for process in processes:
+        end(process)
+
+
+def step_of(run: SavedRun) -> int:
+    status = read_status(run.out)
+    assert status is not None
+    return status.step
+
+
+def test_save_and_go_on_then_stop(run: SavedRun, start: Start) -> None:
+    process = start(checkpoint=NO_STRATEGY)
+    before = step_of(run)
+    result = run.call("save", run.out)
+    assert result.exit_code == 0, result.output
+    assert f"asked process {process.pid}" in result.stderr
+    saved = committed_step(run.out)
+    assert saved is not None and saved > before
+    assert result.stdout == f"saved  checkpoint at step {saved}\n"
+    assert process.poll() is None, "it goes on"
+    again = run.call("save", run.out, "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout) == {"saved_step": committed_step(run.out), "path": str(run.out / "checkpoints")}
+    assert json.loads(again.stdout)["saved_step"] > saved
+    result = run.call("stop", run.out)
+    assert result.exit_code == 0, result.output
+    last = committed_step(run.out)
+    assert last is not None and last > saved
+    assert result.stdout.startswith(f"stopped at step {last}, ")
+    assert result.stdout.endswith(f"run it again to continue from step {last}\n")
+    assert process.wait(60) == 75
+    assert f"interrupted at step {last}, saved: run the same command again to continue" in process.communicate()[1]
+    assert living_owner(run.out) is None
+    assert f"stopped at step {last}" in run.call("status", run.out).stdout
+
+
+def test_stop_without_checkpoints(run: SavedRun, start: Start) -> None:
+    process = start(checkpoint=f"{NO_STRATEGY}\nsave_on_signal = false")
+    result = run.call("stop", run.out, "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert values["saved_step"] is None and values["state"] == "stopped" and values["step"] >= 1
+    assert process.wait(60) == 1
+    assert "interrupted; nothing saved" in process.communicate()[1]
+    assert "nothing was saved; run it again to start over" in run.call("status", run.out).stdout
+
+
+def test_a_killed_run(run: SavedRun, start: Start) -> None:
+    process = start(until_step=12)
+    process.kill()
+    process.wait(60)
+    saved = committed_step(run.out)
+    assert saved is not None and saved % 2 == 0
+    text = run.call("status", run.out).stdout
+    assert "not running; last seen at step" in text and f"run it again to continue from step {saved}" in text
+    for command in ("save", "stop"):
+        result = run.call(command, run.out)
+        assert result.exit_code == 1 and "not running; last seen at step" in result.stderr, command
+    result = run.run(steps=saved + 2)
+    assert f"continuing after step {saved}" in result.output or result.exit_code == 2, result.output
+
+
+def test_a_run_that_cannot_be_asked_is_left_alone(run: SavedRun) -> None:
+    """SIGUSR1 ends a process that does not listen: one that is still starting must not get it."""
+    run.out.mkdir()
+    (run.out / "metrics.jsonl").touch()
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with RunFolder(run.out) as opened:
+            result = run.call("save", run.out, "--timeout", "0.3")
+            assert result.exit_code == 1 and "still starting" in result.stderr
+            opened.write_status(RunStatus("training", step=3), force=True)
+            result = run.call("save", run.out, "--timeout", "0.3")
+            assert result.exit_code == 1 and "still starting" in result.stderr
+            opened.write_status(RunStatus("exporting", step=9, max_steps=9), force=True)
+            result = run.call("save", run.out)
+            assert result.exit_code == 1 and "it saves no more" in result.stderr
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_waiting_ends(run: SavedRun) -> None:
+    """This process has the folder, hears the signals and does nothing."""
+    heard: list[int] = []
+    before = {
+        number: signal.signal(number, lambda n, _: heard.append(n)) for number in (signal.SIGUSR1, signal.SIGTERM)
+    }
+    try:
+        with RunFolder(run.out) as opened:
+            opened.write_status(RunStatus("paused", step=3, message="the drive is full"), force=True)
+            result = run.call("save", run.out, "--timeout", "0.3")
+            assert result.exit_code == 1 and "no checkpoint within 0.3 s: the drive is full" in result.stderr
+            result = run.call("stop", run.out, "--timeout", "0.3")
+            assert result.exit_code == 1 and "has not ended within 0.3 s" in result.stderr
+        assert heard == [signal.SIGUSR1, signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_on_another_machine(run: SavedRun) -> None:
+    with RunFolder(run.out):
+        (run.out / "LOCK").write_text("process 1 on elsewhere, since 2026-01-01\n")
+        for command in ("save", "stop"):
+            result = run.call(command, run.out, "--timeout", "5")
+            assert result.exit_code == 1, result.output
+            assert "in use by process 1 on elsewhere" in result.stderr and "on that machine" in result.stderr
+
+
+def test_no_run(run: SavedRun, tmp_path: Path) -> None:
+    for command in ("save", "stop"):
+        result = run.call(command, tmp_path)
+        assert result.exit_code == 2 and "is not the folder of a run" in result.stderr
+        assert run.call(command, tmp_path / "nowhere").exit_code == 2
+        assert run.call(command, "--help").exit_code == 0
+    assert os.listdir(tmp_path) == ["w"]

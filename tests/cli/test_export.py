@@ -1,0 +1,89 @@
+"""``megatrain-tier export``: options, messages, and a folder that transformers opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reference.saved_run import ROOT, SavedRun, command_words, make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A bf16 run, saved at steps 2 and 4; tests only read it."""
+    made = make_run(tmp_path_factory.mktemp("trained") / "w")
+    result = made.run(steps=4, dtype="bfloat16")
+    assert result.exit_code == 0, result.output
+    return made
+
+
+def test_the_newest(run: SavedRun, tmp_path: Path) -> None:
+    result = run.call("export", run.out, tmp_path / "out")
+    assert (result.exit_code, result.output) == (0, f"model  {tmp_path / 'out'}\n")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (run.out / "final" / name).read_bytes(), name
+
+
+def test_options(run: SavedRun, tmp_path: Path) -> None:
+    folder = run.out / "checkpoints/snap/00000001"
+    result = run.call(
+        "export", folder, tmp_path / "out", "--dtype", "float32", "--max-shard-size", "100kB", "--step", 2, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"model": str(tmp_path / "out")}
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert {value.dtype for shard in shards for value in load_file(shard).values()} == {torch.float32}
+    assert json.loads((tmp_path / "out/export.json").read_text())["step"] == 2
+
+
+def test_the_model_is_elsewhere_now(run: SavedRun, tmp_path: Path) -> None:
+    (run.folder / "model").rename(run.folder / "moved")
+    try:
+        result = run.call("export", run.out, tmp_path / "out")
+        assert result.exit_code == 1 and "--model FOLDER" in result.stderr
+        shutil.copytree(run.folder / "moved", tmp_path / "copy")
+        result = run.call("export", run.out, tmp_path / "out", "--model", tmp_path / "copy")
+        assert result.exit_code == 0, result.output
+    finally:
+        (run.folder / "moved").rename(run.folder / "model")
+
+
+def test_progress_on_a_terminal_only(run: SavedRun, tmp_path: Path) -> None:
+    main, end = pty.openpty()
+    words = [*command_words(), "export", str(run.out), str(tmp_path / "out")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        os.close(end)
+        shown = os.read(main, 1 << 16).decode()
+        assert process.stdout.read() == f"model  {tmp_path / 'out'}\n"
+    os.close(main)
+    assert process.returncode == 0 and "1/4 model.embed_tokens" in shown
+
+
+def test_usage(run: SavedRun, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").touch()
+    out = tmp_path / "out"
+    for words, code, message in (
+        ([run.out], 2, "Missing argument 'OUT'"),
+        ([tmp_path / "nowhere", out], 2, "does not exist"),
+        ([tmp_path, out], 1, "holds no checkpoint"),
+        ([run.out, out, "--step", 3], 1, "no checkpoint of step 3. There are those of steps 2, 4"),
+        ([run.out, out, "--dtype", "int8"], 2, "'int8' is not one of"),
+        ([run.out, out, "--max-shard-size", "5"], 2, '--max-shard-size: 5 has no unit. Write "5GiB" or "5GB"'),
+        ([run.out, out, "--max-shard-size", "0GB"], 2, "0 bytes hold nothing"),
+        ([run.out, out, "--model", tmp_path / "nowhere"], 2, "is not a folder"),
+        ([run.out, tmp_path / "mine"], 1, "is not empty"),
+    ):
+        result = run.call("export", *words)
+        assert result.exit_code == code and message in result.stderr, (words, result.output)
+        assert "Traceback" not in result.output and not out.exists()

@@ -1,0 +1,164 @@
+"""``megatrain-tier status``: living runs, ended ones, and those that died."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatrain.run_folder import RunFolder, RunStatus
+from tiered.manifest import Manifest, write_manifest
+
+CliModule = Callable[[str], ModuleType]
+GIB = 1 << 30
+STATUS = RunStatus(
+    "training", run_name="tiny", step=412, max_steps=1000, loss=1.25, lr=1e-5, grad_norm=0.5, tokens_per_s=1234.0,
+    eta_s=7530.0, tier_used_bytes={"ram": 61 * GIB}, tier_capacity_bytes={"ram": 64 * GIB}, rss_bytes=66 * GIB,
+    checkpoint_step=400, checkpoint_at="2026-01-01T00:00:00+00:00",
+)  # fmt: skip
+
+
+@pytest.fixture
+def call(cli_module: CliModule) -> Callable[..., Result]:
+    group = cli_module("main").command_group
+    return lambda *words: CliRunner().invoke(group, ["status", *map(str, words)])
+
+
+def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: timedelta = timedelta()) -> None:
+    """Leave what a run leaves that ended, or died, some time ago."""
+    with RunFolder(path) as folder:
+        (path / "metrics.jsonl").touch()
+        folder.write_status(status, force=True)
+    if saved_step is not None:
+        (path / "checkpoints").mkdir()
+        write_manifest(path / "checkpoints", Manifest(1, (), {"step": saved_step}))
+    moment = (datetime.now(UTC) - ago).isoformat(timespec="seconds")
+    values = {**json.loads((path / "status.json").read_text()), "updated_at": moment}
+    (path / "status.json").write_text(json.dumps(values))
+
+
+def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
+    with RunFolder(tmp_path / "out") as folder:
+        folder.write_status(replace(STATUS, message="careful"), force=True)
+        result = call(tmp_path / "out")
+        seen = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
+    assert result.exit_code == 0, result.output
+    assert re.sub(r"last wrote \d+ s ago", "last wrote N s ago", result.stdout).splitlines() == [
+        str(tmp_path / "out"),
+        "  training step 412/1000 41.2% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 1,234 tok/s | eta 2 h 5 min",
+        "  memory   ram 61.0/64.0 GiB  process 66.0 GiB",
+        f"  process  {os.getpid()} on {STATUS.host}, last wrote N s ago",
+        "  said     careful",
+    ]
+    assert "\x1b" not in result.output
+    assert len(seen) == 1 and seen[0]["running"] and seen[0]["saved_step"] is None
+    assert seen[0]["status"]["step"] == 412 and seen[0]["owner"].startswith(f"process {os.getpid()} on")
+
+
+def test_what_a_living_run_saved(tmp_path: Path, call: Callable[..., Result]) -> None:
+    leave(tmp_path, STATUS, saved_step=400)
+    with RunFolder(tmp_path) as folder:
+        at = (datetime.now(UTC) - timedelta(minutes=12)).isoformat(timespec="seconds")
+        folder.write_status(replace(STATUS, checkpoint_at=at), force=True)
+        assert "  saved    step 400, 12 min ago" in call(tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "saved_step", "line"),
+    [
+        (STATUS, 400, "not running; last seen at step 412, 3 min ago; run it again to continue from step 400"),
+        (STATUS, None, "not running; last seen at step 412, 3 min ago; nothing was saved; run it again to start over"),
+        (
+            replace(STATUS, state="stopped"),
+            412,
+            "stopped at step 412, 3 min ago; run it again to continue from step 412",
+        ),
+        (
+            replace(STATUS, state="failed", message="the drive died"),
+            400,
+            "failed at step 412, 3 min ago: the drive died",
+        ),
+        (replace(STATUS, state="done", step=1000), 1000, "done, 1000 steps, 3 min ago"),
+    ],
+)
+def test_runs_that_ended(
+    tmp_path: Path, call: Callable[..., Result], status: RunStatus, saved_step: int | None, line: str
+) -> None:
+    leave(tmp_path / "out", status, saved_step=saved_step, ago=timedelta(minutes=3, seconds=20))
+    result = call(tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[:2] == [str(tmp_path / "out"), f"  {line}"]
+    (seen,) = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
+    assert (seen["running"], seen["owner"], seen["saved_step"]) == (False, None, saved_step)
+
+
+def test_the_status_of_the_run_before_is_not_that_of_a_new_one(tmp_path: Path, call: Callable[..., Result]) -> None:
+    leave(tmp_path / "out", replace(STATUS, pid=1))
+    with RunFolder(tmp_path / "out"):
+        lines = call(tmp_path / "out").stdout.splitlines()
+    assert lines[1].startswith(f"  starting process {os.getpid()} on")
+    with RunFolder(tmp_path / "fresh"):
+        assert "starting" in call(tmp_path / "fresh").stdout, "before it wrote anything"
+
+
+def test_all_runs_below_a_folder(tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/run2", "a/run1", ".hidden/run3", "a/run1/inner"):
+        leave(tmp_path / name, STATUS)
+    monkeypatch.chdir(tmp_path)
+    result = call()
+    heads = [line for line in result.stdout.splitlines() if not line.startswith(" ")]
+    assert heads == ["a/run1", "b/run2"]
+    seen = json.loads(call("--json").stdout)["runs"]
+    assert [one["path"] for one in seen] == [str(tmp_path / "a/run1"), str(tmp_path / "b/run2")]
+    assert [line for line in call("b").stdout.splitlines() if not line.startswith(" ")] == ["b/run2"]
+
+
+def test_nothing_there(tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (call().exit_code, call().stdout) == (0, "no run in the current folder or below\n")
+    assert json.loads(call("--json").stdout) == {"runs": []}
+    result = call(tmp_path)
+    assert result.exit_code == 2 and f"no run in '{tmp_path}' or below" in result.stderr
+    assert call(tmp_path / "nowhere").exit_code == 2
+
+
+def test_a_damaged_status_of_a_dead_run_is_passed_over(tmp_path: Path, call: Callable[..., Result]) -> None:
+    leave(tmp_path, STATUS)
+    (tmp_path / "status.json").write_text("{")
+    result = call(tmp_path)
+    assert result.exit_code == 0 and result.stdout.splitlines()[1] == "  not running"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7530, "2 h 5 min"), (200_000, "2 d 7 h")],
+)
+def test_durations(cli_module: CliModule, seconds: float, text: str) -> None:
+    assert cli_module("control").duration(seconds) == text
+
+
+@pytest.mark.parametrize("words", [["status"], ["save"], ["stop"]])
+def test_answers_without_torch(tmp_path: Path, cli_package: str, words: list[str]) -> None:
+    leave(tmp_path / "out", STATUS, saved_step=400)
+    script = (
+        "import sys, runpy, atexit\n"
+        "atexit.register(lambda: print('HEAVY', [name for name in ('torch', 'tiered') if name in sys.modules]))\n"
+        f"sys.argv = ['megatrain-tier', *{[*words, str(tmp_path / 'out')]!r}]\n"
+        f"runpy.run_module('{cli_package}', run_name='__main__')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert "HEAVY []" in result.stdout
+    assert "last seen at step 412" in result.stdout + result.stderr
+    assert result.returncode == (0 if words == ["status"] else 1)
