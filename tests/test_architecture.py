@@ -51,6 +51,7 @@ RESTRICTED = {
     "zarr": (),
     "numba": ("megatrain/optim/kernels.py",),
     "greenlet": ("megatrain/engine/",),
+    "triton": ("megatrain/optim/triton_kernels.py",),
     "safetensors": ("megatrain/models/",),
     "transformers": (
         "megatrain/data/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,10 @@ ARGUMENTS = {
     "freezing": ["--quick"],
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
+    "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
+    "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
+    "checkpoint": ["--quick", "--sizes", "0.002,0.008", "--blocks", "5", "--rounds", "1", "--saves", "1"],
+    "export": ["--quick"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -130,3 +135,46 @@ def test_weights_freeze_in_bf16_and_not_in_ours() -> None:
     assert rows["lr=1e-06.bf16_in_place.moved"] < 0.1 < 0.99 < rows["lr=1e-06.ours.moved"]
     assert rows["lr=1e-06.bf16_in_place.cosine_to_fp32_update"] < 0.5
     assert rows["lr=1e-06.ours.cosine_to_fp32_update"] > 0.999
+
+
+def test_overlapped_and_serial_updates_give_the_same_bits() -> None:
+    rows = {row["name"]: row for row in run("overlap")}
+    for placement in ("ram", "nvme"):
+        for way, clipped in (("never", {0}), ("always", {4}), ("sometimes", {1, 2, 3})):
+            prefix = f"{placement}.{way}"
+            assert rows[f"{prefix}.clipped"]["value"] in clipped
+            assert rows[f"{prefix}.serial/overlapped.losses_that_differ"]["value"] == 0
+            assert rows[f"{prefix}.serial/overlapped.blocks_that_differ"]["value"] == 0
+            assert rows[f"{prefix}.ratio.serial/overlapped"]["value"] > 0
+    assert rows["sometimes.nvme/ram.blocks_that_differ"]["value"] == 0
+    assert rows["nvme.always.overlapped.nvme->ram.moved"]["value"] > 0  # the drive takes part
+
+
+def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
+    command = [sys.executable, str(BENCH / "timeline.py"), "--json", *ARGUMENTS["timeline"]]
+    command += ["--trace", str(trace), "--picture", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row["value"] for row in map(json.loads, done.stdout.splitlines())}
+    assert rows["ticks.missing"] == 0 < rows["busy.layers"] < rows["step"]
+    assert 0 <= rows["links.hidden"] <= 1
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+    assert {"layers", "updates", "waiting", "fetch to ram", "write to nvme", "forward", "backward"} <= set(texts)
+    bars = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(bars) > 40
+    again = tmp_path / "again.svg"
+    command = [sys.executable, str(BENCH / "timeline.py"), "--draw", str(trace), "--picture", str(again)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=200).returncode == 0
+    assert again.read_text().count("<rect") == picture.read_text().count("<rect")
+
+
+def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
+    rows = {row["name"]: row["value"] for row in run("checkpoint")}
+    for size in ("0.002GB", "0.008GB"):
+        assert rows[f"{size}.ram0.written"] == rows[f"{size}.changed10.written"] == rows[f"{size}.ram100.linked"] == 0
+        assert rows[f"{size}.ram100.written"] == rows[f"{size}.ram0.linked"]
+        assert rows[f"{size}.ram0.as_it_stands.seconds"] > rows[f"{size}.ram0.as_it_stands.held"] > 0
+    for mode in ("beside", "waiting"):
+        assert rows[f"save.ram.{mode}.linked"] == 0 < rows[f"save.nvme.{mode}.linked"]
+        assert rows[f"save.nvme.{mode}.step_alone"] > 0

@@ -1,0 +1,299 @@
+"""What a checkpoint costs: time in proportion to what lies in RAM, not to the state; and what training loses meanwhile.
+
+    python bench/checkpoint.py --json
+    python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
+    python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
+
+First, states of several sizes in a store, cut into equally many blocks (the smallest also into ten times as many): all
+at home on NVMe, a tenth or all at home in RAM, or all on NVMe with a tenth changed in RAM and not written back. Each is
+committed as it stands, and again after every block on NVMe was written anew. Then runs of the real trainer: steps
+beside a checkpoint that is being written, and steps with none, of the same run.
+
+Claims: a commit writes the bytes whose home is RAM and links the rest; as it stands, a state of the largest size on
+NVMe takes at most 1.5 times as long as one of the smallest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+import torch
+
+import tiered.commit
+from bench.common import QUICKSTART, Report
+from bench.models import write_llama
+from bench.sides import run_config
+from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.optim.threads import default_num_threads
+from megatrain.trainer import Trainer
+from tiered import NvmeTier, RamTier, TieredStore
+from tiered.commit import CommitFigures
+from tiered.contents import flush_contents
+from tiered.units import PAGE_BYTES, GiB, MiB, round_up
+
+TARGET_RATIO = 1.5
+_SPARE_RAM_BYTES = 2 * GiB  # what is left to the rest of the machine
+
+#: Name -> (share whose home is RAM, share changed in RAM at the time of the commit).
+SHARES = {"ram0": (0.0, 0.0), "ram10": (0.1, 0.0), "ram100": (1.0, 0.0), "changed10": (0.0, 0.1)}
+
+
+def main() -> int:
+    """Run the bench; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    torch.set_num_threads(default_num_threads())
+    default = "0.1,0.4" if arguments.quick else "0.5,2,8"
+    sizes = sorted(float(text) for text in (arguments.sizes or default).split(","))
+    report = Report("checkpoint", as_json=arguments.json, tokens_per_step=None)
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        Costs(arguments, Path(scratch), report).run(sizes)
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        hidden, layers, vocabulary = (128, 4, 1024) if arguments.quick else (512, 8, 8192)
+        model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
+        report.row("model", f"llama {hidden}x{layers}, vocabulary {vocabulary}", "")
+        for placement in ("ram", "nvme"):
+            for mode in ("beside", "waiting"):
+                Stall(model, arguments, Path(scratch), report).run(placement, mode)
+    report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+    return 0 if report.all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="small states, a model of 1 M parameters")
+    parser.add_argument("--sizes", help="states in GB (10^9), with commas between; what does not fit is left out")
+    parser.add_argument("--blocks", type=int, default=50, help="blocks of a state; once ten times as many, too")
+    parser.add_argument("--rounds", type=int, help="commits of each kind, after one that is not measured")
+    parser.add_argument("--saves", type=int, help="checkpoints of each training run")
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One commit: its figures, and the seconds it flushed files that the store had written before."""
+
+    figures: CommitFigures
+    flush_s: float
+
+
+class Costs:
+    """States in a store, committed."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
+        self._arguments, self._folder, self._report = arguments, folder, report
+        self._rounds = arguments.rounds or (2 if arguments.quick else 3)
+
+    def run(self, sizes: Sequence[float]) -> None:
+        """Measure all sizes and shares, and print the rows."""
+        seconds, num_blocks = {}, self._arguments.blocks
+        for size in sizes:
+            for share in SHARES:
+                if (found := self._measure(size, share, num_blocks, f"{size:g}GB.{share}")) is not None:
+                    seconds[size, share] = found
+        self._measure(sizes[0], "ram0", 10 * num_blocks, f"{sizes[0]:g}GB.ram0.{10 * num_blocks}blocks")
+        done = [size for size in sizes if (size, "ram0") in seconds]
+        if len(done) > 1:
+            ratio = seconds[done[-1], "ram0"] / seconds[done[0], "ram0"]
+            name = f"ratio.ram0.{done[-1]:g}GB/{done[0]:g}GB"
+            self._report.row(name, ratio, "x", target=TARGET_RATIO, ok=ratio <= TARGET_RATIO, timing=True)
+
+    def _measure(self, size: float, share: str, num_blocks: int, name: str) -> float | None:
+        """Print the rows of one state; return the median seconds of a commit as it stands, None if it does not fit."""
+        in_ram, _ = SHARES[share]
+        nbytes = round_up(int(size * 1e9) // num_blocks, PAGE_BYTES) * num_blocks
+        ram_bytes, disk_bytes = int(in_ram * nbytes) + _SPARE_RAM_BYTES, 3 * nbytes
+        have_ram, have_disk = psutil.virtual_memory().available, shutil.disk_usage(self._folder).free
+        if ram_bytes > have_ram or disk_bytes > have_disk:
+            text = f"needs {ram_bytes} bytes of RAM, {have_ram} free; {disk_bytes} of disk, {have_disk} free"
+            self._report.row(f"{name}.skipped", text, "")
+            return None
+        with State(self._folder / "state", nbytes, num_blocks, share) as state:
+            state.rewrite(everything=True)
+            state.commit()
+            unchanged = [state.commit() for _ in range(self._rounds)]
+            rewritten = [state.commit(rewrite=True) for _ in range(self._rounds)] if in_ram < 1 else []
+        shutil.rmtree(self._folder / "state")
+        self._tell(name, unchanged, rewritten, state)
+        return statistics.median(cost.figures.seconds for cost in unchanged)
+
+    def _tell(self, name: str, unchanged: Sequence[Cost], rewritten: Sequence[Cost], state: State) -> None:
+        row, (first, *_) = self._report.row, unchanged
+        written, linked = first.figures.written_bytes, first.figures.linked_bytes
+        row(f"{name}.written", written, "bytes", target=state.ram_bytes, ok=written == state.ram_bytes)
+        rest = state.nbytes - state.ram_bytes
+        row(f"{name}.linked", linked, "bytes", target=rest, ok=linked == rest)
+        for kind, costs in (("as_it_stands", unchanged), ("rewritten", rewritten)):
+            if not costs:
+                continue
+            seconds = statistics.median(cost.figures.seconds for cost in costs)
+            flush_s = statistics.median(cost.flush_s for cost in costs)
+            row(f"{name}.{kind}.seconds", seconds, "s")
+            row(f"{name}.{kind}.each", [round(cost.figures.seconds, 4) for cost in costs], "s")
+            row(f"{name}.{kind}.held", statistics.median(cost.figures.freeze_s for cost in costs), "s")
+            row(f"{name}.{kind}.flush", flush_s, "s")
+            row(f"{name}.{kind}.rest", statistics.median(c.figures.seconds - c.flush_s for c in costs), "s")
+        if state.ram_bytes:
+            median_s = statistics.median(cost.figures.seconds for cost in unchanged)
+            row(f"{name}.as_it_stands.rate", state.ram_bytes / median_s, "bytes/s")
+
+
+class State:
+    """Blocks of one size in a store of its own. A context manager.
+
+    Attributes:
+        nbytes: of all blocks. ram_bytes: of those whose home is RAM.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, num_blocks: int, share: str) -> None:
+        in_ram, changed = SHARES[share]
+        num_in_ram = round(in_ram * num_blocks)
+        self._block_bytes = nbytes // num_blocks
+        self._in_ram = [f"ram{number}" for number in range(num_in_ram)]
+        self._on_nvme = [f"nvme{number}" for number in range(num_blocks - num_in_ram)]
+        self._changed = self._on_nvme[: round(changed * num_blocks)]
+        self.nbytes, self.ram_bytes = nbytes, num_in_ram * self._block_bytes
+        num_copies = max(4, len(self._changed))
+        ram = RamTier(self.ram_bytes + num_copies * self._block_bytes)
+        nvme = NvmeTier([folder / "nvme"], max(3 * nbytes, MiB))
+        self._store = TieredStore([ram, nvme], path=str(folder / "checkpoints"), keep_generations=1)
+        self._turn = 0
+        for key in (*self._in_ram, *self._on_nvme):
+            home = "ram" if key in self._in_ram else "nvme"
+            self._store.register(key, (self._block_bytes,), torch.uint8, home=home)
+
+    def __enter__(self) -> State:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._store.close()
+
+    def rewrite(self, *, everything: bool = False) -> None:
+        """Write all blocks on NVMe anew, with ``everything`` those in RAM too, and wait until nothing moves."""
+        for key in (*self._in_ram, *self._on_nvme) if everything else self._on_nvme:
+            self._change(key)
+            if key in self._on_nvme:
+                self._store.evict(key, "ram")
+        self._store.wait_idle()
+
+    def _change(self, key: str) -> None:
+        self._turn += 1
+        with self._store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(self._turn % 251)
+
+    def commit(self, *, rewrite: bool = False) -> Cost:
+        """Commit and wait for the end."""
+        if rewrite:
+            self.rewrite()
+        for key in self._changed:
+            self._change(key)
+        with TimedFlush() as flush:
+            commit = self._store.commit()
+            commit.wait()
+        return Cost(commit.figures, flush.seconds)
+
+
+class TimedFlush:
+    """Notes how long a commit flushes files that the store wrote before it. A context manager."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> TimedFlush:
+        setattr(tiered.commit, "flush_contents", self._flush)  # noqa: B010
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(tiered.commit, "flush_contents", flush_contents)  # noqa: B010
+
+    def _flush(self, arrays: Any) -> None:
+        start_s = time.perf_counter()
+        flush_contents(arrays)
+        self.seconds += time.perf_counter() - start_s
+
+
+class Stall:
+    """A run of the trainer that saves every few steps; also the observer of that run.
+
+    A cycle is the time from the end of one step that is followed by a save to the next such. The last steps of a cycle
+    have no checkpoint beside them; what a cycle takes more than as many of those is what the save cost.
+    """
+
+    CYCLE = 8  # steps
+
+    def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
+        self._model, self._folder, self._report = model, folder, report
+        self._num_saves = arguments.saves or (3 if arguments.quick else 8)
+        self._length = 32 if arguments.quick else 128  # tokens of a step
+        self._ends_s: list[float] = []
+        self._saves: list[CheckpointMetrics] = []
+
+    def run(self, placement: str, mode: str) -> None:
+        """Train and print the rows. placement: of the state. mode: train ``beside`` a save, or ``waiting`` for it."""
+        out = self._folder / f"{placement}_{mode}"
+        tables: dict[str, Any] = {"tiers": {"ram": {"size": "4GiB"}}}
+        if placement == "nvme":
+            tables["placement"] = {"optimizer": ["nvme"]}
+            tables["tiers"]["nvme"] = [{"path": str(out / "drive"), "size": "4GiB"}]
+        num_steps = (self._num_saves + 1) * self.CYCLE
+        training = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": num_steps}
+        saving = {"save_steps": self.CYCLE, "async_save": mode == "beside", "min_free_disk": "0MiB"}
+        text = QUICKSTART / "loomings.txt"
+        config = run_config(
+            self._model, text, (1, 1, self._length), out, training=training, checkpoint=saving, **tables
+        )
+        Trainer(config, observer=self).train()
+        shutil.rmtree(out)
+        self._tell(f"save.{placement}.{mode}")
+
+    def _tell(self, name: str) -> None:
+        row = self._report.row
+        ends = [*range(self.CYCLE - 1, len(self._ends_s), self.CYCLE)]  # steps that a save follows; the last: the end
+        periods = [after - before for before, after in pairwise(self._ends_s)]
+        quiet_s = statistics.median(
+            second for start in ends[:-1] for second in periods[start + self.CYCLE // 2 : start + self.CYCLE]
+        )
+        cycles = [self._ends_s[end] - self._ends_s[start] for start, end in pairwise(ends)]
+        saves = [save for save in self._saves if save.step < len(self._ends_s)]
+        row(f"{name}.step_alone", quiet_s, "s")
+        row(f"{name}.step_after_save", statistics.median(periods[start] for start in ends[:-1]), "s")
+        row(f"{name}.lost_per_save", statistics.median(cycle - self.CYCLE * quiet_s for cycle in cycles), "s")
+        row(f"{name}.held", statistics.median(save.stall_s for save in saves), "s")
+        row(f"{name}.seconds", statistics.median(save.seconds for save in saves), "s")
+        row(f"{name}.written", saves[0].written_bytes, "bytes")
+        row(f"{name}.linked", saves[0].linked_bytes, "bytes")
+        row(f"{name}.saves", len(saves), "saves", target=self._num_saves, ok=len(saves) == self._num_saves)
+
+    def on_start(self, info: RunInfo) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._ends_s.append(time.perf_counter())
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self._saves.append(metrics)
+
+    def on_message(self, text: str) -> None: ...
+
+    def on_end(self, summary: RunSummary) -> None: ...
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A timeline file (Trace Event Format, as a run writes it) as an SVG picture that a page can show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from megatrain.timeline import COMPUTE, WAITING
+
+PASSES, UPDATES = "layers", "updates"
+WIDTH, LEFT, RIGHT, TOP = 1280, 150, 20, 84
+BAR_HEIGHT, LANE_HEIGHT, ROW_GAP = 22, 11, 14
+COLORS = {
+    "forward": "#4c78a8",
+    "head": "#b279a2",
+    "backward": "#f58518",
+    "update": "#54a24b",
+    "waiting": "#e45756",
+    "weights": "#72a1cf",
+    "gradients": "#ffbf79",
+    "optimizer state": "#88c580",
+    "activations": "#bab0ac",
+}
+#: Names of rows of the file, as a reader knows them.
+FETCHES, WRITES = "to ", "back to "
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: times in seconds from the beginning of the picture."""
+
+    row: str
+    lane: int
+    kind: str
+    label: str
+    start_s: float
+    end_s: float
+
+
+def read_bars(trace: Path) -> list[Bar]:
+    """Return what a timeline file shows between its first tick and the end of its last, cut at both ends."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    ticks = [span for span in spans if names[span["tid"]] == COMPUTE]
+    start = min(tick["ts"] for tick in ticks)
+    end = max(tick["ts"] + tick["dur"] for tick in ticks)
+    bars = []
+    for span in spans:
+        begin, stop = max(span["ts"], start), min(span["ts"] + span["dur"], end)
+        if begin < stop:
+            row, number = _row_and_lane(names[span["tid"]])
+            kind, label = _kind_of(row, span["name"])
+            row = row if row != COMPUTE else UPDATES if kind == "update" else PASSES
+            bars.append(Bar(row, number, kind, label, (begin - start) / 1e6, (stop - start) / 1e6))
+    return bars
+
+
+def _row_and_lane(name: str) -> tuple[str, int]:
+    """Split the name of a row of the file, which ends with a number from its second lane on."""
+    row, _, number = name.rpartition(" ")
+    return (row, int(number) - 1) if row and number.isdigit() else (name, 0)
+
+
+def _kind_of(row: str, name: str) -> tuple[str, str]:
+    if row == COMPUTE:
+        phase, _, label = name.partition(" ")
+        return phase, label
+    if row.startswith(WAITING):
+        return "waiting", ""
+    last = name.rpartition("/")[2]
+    if name.startswith("activations/"):
+        return "activations", ""
+    return ("weights" if last == "weight" else "gradients" if last.startswith("grad.") else "optimizer state"), ""
+
+
+def busy_s(bars: Iterable[Bar]) -> float:
+    """Return the seconds in which at least one of the bars was there."""
+    total, reached = 0.0, 0.0
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        total += max(0.0, bar.end_s - max(bar.start_s, reached))
+        reached = max(reached, bar.end_s)
+    return total
+
+
+def draw(bars: Sequence[Bar], title: str, note: str) -> str:
+    """Return the picture as SVG: what computes, what is updated, what waits, and every direction of every link."""
+    links = sorted({bar.row for bar in bars} - {PASSES, UPDATES, WAITING}, key=lambda row: row.startswith(WRITES))
+    span_s = max(bar.end_s for bar in bars)
+    scale = (WIDTH - LEFT - RIGHT) / span_s
+    y, parts = float(TOP), []
+    for row in (PASSES, UPDATES, WAITING, *links):
+        own = [bar for bar in bars if bar.row == row]
+        lanes = 1 + max((bar.lane for bar in own), default=0)
+        height = LANE_HEIGHT if row in links else BAR_HEIGHT
+        parts.append(_label(LEFT - 10, y + lanes * height / 2 + 4, _shown(row), anchor="end"))
+        parts.append(_box(LEFT, y, WIDTH - LEFT - RIGHT, lanes * height, "#f4f4f4"))
+        for bar in own:
+            x, width = LEFT + bar.start_s * scale, max(0.6, (bar.end_s - bar.start_s) * scale)
+            parts.append(_box(x, y + bar.lane * height + 0.5, max(0.4, width - 0.6), height - 1, COLORS[bar.kind]))
+            if bar.label and width > 8 * len(bar.label):
+                parts.append(_label(x + width / 2, y + height / 2 + 4, bar.label, size=11, fill="white"))
+        y += lanes * height + ROW_GAP
+    ruler = [*_ruler(span_s, scale, y), *_legend({bar.kind for bar in bars})]
+    heads = [_label(LEFT, 22, title, anchor="start", size=15), _label(LEFT, 42, note, anchor="start", fill="#555")]
+    size = f'width="{WIDTH}" height="{y + 24:.0f}" viewBox="0 0 {WIDTH} {y + 24:.0f}"'
+    body = "\n".join([_box(0, 0, WIDTH, y + 24, "white"), *heads, *parts, *ruler])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+
+
+def _shown(row: str) -> str:
+    """Return the name of a row without the way in which its bytes are moved."""
+    name = row.partition(" (")[0]
+    if name.startswith(WRITES):
+        return f"write to {name.removeprefix(WRITES)}"
+    return f"fetch to {name.removeprefix(FETCHES)}" if name.startswith(FETCHES) else name
+
+
+def _ruler(span_s: float, scale: float, bottom: float) -> Iterator[str]:
+    every_s = next(step for step in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60, 600)
+                   if span_s / step <= 12 or step == 600)  # fmt: skip
+    for number in range(int(span_s / every_s) + 1):
+        x = LEFT + number * every_s * scale
+        yield f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#999" stroke-opacity="0.35"/>'
+        yield _label(x, bottom + 12, f"{1000 * number * every_s:g} ms", size=11, fill="#555")
+
+
+def _legend(kinds: set[str]) -> Iterator[str]:
+    x = float(LEFT)
+    for kind, color in COLORS.items():
+        if kind in kinds:
+            yield _box(x, 55, 12, 12, color)
+            yield _label(x + 17, 65, kind, anchor="start")
+            x += 34 + 7 * len(kind)
+
+
+def _box(x: float, y: float, width: float, height: float, color: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
+
+
+def _label(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, fill: str = "#222") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"'
+    return f"<text {place}>{escape(text)}</text>"

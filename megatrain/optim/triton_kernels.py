@@ -1,0 +1,75 @@
+"""The optimizers' loops for a GPU. Importing this file imports triton; nothing is compiled before the first launch.
+
+The same operations as in `megatrain.optim.kernels`, in the same order, each one rounded to fp32:
+
+* every launch says `enable_fp_fusion=False` (see `LAUNCH_OPTIONS`), or a product and a sum would become one operation;
+* division and square root are those that round to nearest: `/` and `tl.sqrt` on fp32 are approximations;
+* nothing flushes denormal numbers to zero, and scalars arrive in fp32, rounded once from fp64 by the caller.
+
+bf16 comes as its 16 bits, as on the CPU: a bf16 gradient and the high half of a split master are int16 tensors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["BLOCK_ELEMENTS", "IS_INTERPRETED", "LAUNCH_OPTIONS", "adamw"]
+
+BLOCK_ELEMENTS = 1024
+"""Elements of one program: 8 for each of its threads, two loads of 16 bytes of an fp32 stream."""
+LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+
+
+@triton.jit
+def adamw(
+    weight: tl.tensor,
+    low: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    grad: tl.tensor,
+    num_elements: tl.tensor,
+    grad_scale: tl.tensor,
+    decay: tl.tensor,
+    one_minus_beta1: tl.tensor,
+    beta2: tl.tensor,
+    one_minus_beta2: tl.tensor,
+    correction2_sqrt: tl.tensor,
+    eps: tl.tensor,
+    step_size: tl.tensor,
+    block_elements: tl.constexpr,
+) -> None:
+    """AdamW; see `megatrain.optim.adamw.AdamW`. Programs take `block_elements` each; without a split `low` is None."""
+    # In 64 bits: the embedding of a large model has more than 2**31 elements.
+    at = tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
+    inside = at < num_elements
+    if low is None:
+        w = tl.load(weight + at, mask=inside)
+    else:
+        high_bits = tl.load(weight + at, mask=inside).to(tl.int32) << 16
+        w = (high_bits + tl.load(low + at, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    g = tl.load(grad + at, mask=inside)
+    if grad.dtype.element_ty == tl.int16:
+        g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    m_old = tl.load(m + at, mask=inside)
+    v_old = tl.load(v + at, mask=inside)
+
+    decayed = w * decay
+    g = g * grad_scale
+    m_new = m_old + (g - m_old) * one_minus_beta1
+    v_new = v_old * beta2 + (one_minus_beta2 * g) * g
+    denominator = tl.math.div_rn(tl.math.sqrt_rn(v_new), correction2_sqrt) + eps
+    w = decayed - tl.math.div_rn(step_size * m_new, denominator)
+
+    tl.store(m + at, m_new, mask=inside)
+    tl.store(v + at, v_new, mask=inside)
+    if low is None:
+        tl.store(weight + at, w, mask=inside)
+    else:
+        bits = w.to(tl.int32, bitcast=True)
+        tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
+        tl.store(low + at, bits.to(tl.int16), mask=inside)
+
+
+IS_INTERPRETED = not isinstance(adamw, triton.JITFunction)
+"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on tensors of the host."""

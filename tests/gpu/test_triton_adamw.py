@@ -1,0 +1,82 @@
+"""Needs a CUDA device: the bits of updates made there are those of the host's kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.triton_adamw import TritonAdamW
+from reference.blocks import PALETTES
+from reference.device_update import CONFIG, GRAD_SCALES, SHAPES, differing_blocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+LARGE = (3_000_017, (1 << 20, 2_000_001))
+
+
+@pytest.mark.parametrize("palette", PALETTES)
+@pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
+@pytest.mark.parametrize(("size", "cuts"), [*SHAPES, LARGE])
+def test_bits_equal_the_host_kernel(
+    size: int, cuts: tuple[int, ...], split_master: bool, grad_dtype: torch.dtype, palette: str
+) -> None:
+    for grad_scale in GRAD_SCALES:
+        differing = differing_blocks(
+            TritonAdamW(CONFIG),
+            "cuda",
+            size=size,
+            cuts=cuts,
+            split_master=split_master,
+            grad_dtype=grad_dtype,
+            palette=palette,
+            grad_scale=grad_scale,
+        )
+        assert differing == [], grad_scale
+
+
+def test_every_pattern_of_a_split_master_survives_an_update_that_changes_nothing() -> None:
+    """Every upper half of an fp32 number with some lower halves; with lr 0 a master keeps its bits."""
+    optimizer, lows = TritonAdamW(CONFIG), (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    for low in lows:
+        bits = (torch.arange(1 << 16, dtype=torch.int64, device="cuda") << 16) + low
+        master = bits.to(torch.int32).view(torch.float32)
+        blocks = {
+            "weight": ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16),
+            "low": bits.to(torch.int16),
+            "m": torch.zeros_like(master),
+            "v": torch.zeros_like(master),
+        }
+        before = {name: block.clone() for name, block in blocks.items()}
+        optimizer.update(blocks, torch.zeros_like(master), [Segment(0, 1 << 16, 0.1)], Update(step=1, lr=0.0))
+        finite = ~master.isnan()
+        for name in ("weight", "low"):
+            left, right = blocks[name].view(torch.int16), before[name].view(torch.int16)
+            assert torch.equal(left[finite], right[finite]), (name, low)
+
+
+def test_warm_up_compiles_every_variant() -> None:
+    optimizer = TritonAdamW(CONFIG)
+    assert isinstance(optimizer, Optimizer)
+    optimizer.warm_up()
+    torch.cuda.synchronize()
+
+
+def test_work_is_queued_on_the_current_stream() -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    size = 1 << 20
+    blocks = {name: torch.zeros(size, device="cuda") for name in ("weight", "m", "v")}
+    gradient = torch.zeros(size, device="cuda")
+    optimizer = TritonAdamW(CONFIG)
+    optimizer.warm_up()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        gradient.fill_(1.0)
+        optimizer.update(blocks, gradient, [Segment(0, size, 0.0)], Update(step=1, lr=1.0))
+    stream.synchronize()
+    assert float(blocks["weight"].max()) < -0.99, "the kernel read the gradient before it was written"
