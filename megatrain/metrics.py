@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -193,7 +195,9 @@ class Observers:
 
 
 class MetricsLog:
-    """An observer that appends a JSON object per step, and one per checkpoint, to a file; each is flushed at once.
+    """An observer that appends a JSON object per step, and one per checkpoint, to a file; each is written at once.
+
+    What a full drive does not take is kept and written later.
 
     Lines of checkpoints have ``"event": "checkpoint"``; those of steps have no event.
 
@@ -209,13 +213,16 @@ class MetricsLog:
                 os.replace(path, path.with_suffix(".old.jsonl"))
             else:
                 _drop_later_steps(path, continued_from)
-        self._stream = path.open("a", encoding="utf-8")
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._unwritten = b""  # what a full drive has not taken yet
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.close()
 
     def on_start(self, info: RunInfo) -> None:
         """Write nothing: the file holds figures only."""
@@ -229,8 +236,16 @@ class MetricsLog:
         self._write({"event": "checkpoint", **metrics.to_json()})
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps(values, allow_nan=False) + "\n")
-        self._stream.flush()
+        self._unwritten += json.dumps(values, allow_nan=False).encode() + b"\n"
+        try:
+            self._flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
 
     def on_message(self, text: str) -> None:
         """Write nothing: the file holds figures only."""
@@ -240,8 +255,21 @@ class MetricsLog:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
-        self._stream.close()
+        """Close the file. Safe to call twice.
+
+        Raises:
+            OSError: lines that a full drive did not take cannot be written now either.
+        """
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(fd, self._unwritten) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None  # it does not know the file by itself
+        finally:
+            os.close(fd)
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:

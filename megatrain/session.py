@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from megatrain.config.schema import RunConfig
+    from tiered.schedule import Schedule
     from tiered.tiers.base import Tier
 
 
@@ -216,11 +217,14 @@ class Session:
 
     def schedule(self, first_step: int, num_steps: int) -> None:
         """Tell the prefetcher that ``num_steps`` steps follow, the first of which finds nothing to update."""
-        plan, prefetch = self.plan, self.config.advanced.prefetch
-        self.store.set_schedule(
-            plan.program.schedule(plan.placement.homes, num_steps, first_step=first_step),
-            lookahead_bytes=prefetch if isinstance(prefetch, int) else None,
-        )
+        self.set_schedule(self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step))
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Tell the prefetcher what follows, to be fetched as far ahead as the config says."""
+        prefetch = self.config.advanced.prefetch
+        self.store.set_schedule(None)
+        self.store.advance(schedule.start - 1)  # the ticks of what was before are no place in this one
+        self.store.set_schedule(schedule, lookahead_bytes=prefetch if isinstance(prefetch, int) else None)
 
     def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:
         """Return the engine, with the prefetcher told the schedule of ``num_steps`` steps.

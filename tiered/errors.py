@@ -131,6 +131,10 @@ class GenerationError(TieredError):
     """A committed generation is missing, unreadable, or was written by a newer format."""
 
 
+class NewerFormatError(GenerationError):
+    """A newer version of this package wrote it."""
+
+
 class LockedError(TieredError):
     """Another process uses the same directory."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.checksums import checksum
-from tiered.errors import GenerationError
+from tiered.errors import GenerationError, NewerFormatError
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
@@ -230,7 +230,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GenerationError(f"'{path}' cannot be read as a manifest: {error}") from error
     if is_newer:
-        raise GenerationError(f"'{path}' has format {version}, this version reads up to {MANIFEST_VERSION}: upgrade")
+        raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {MANIFEST_VERSION}: upgrade")
     if not isinstance(body, dict) or checksum(json.dumps(body, sort_keys=True).encode()) != expected:
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Open another generation")
     return body

@@ -15,7 +15,7 @@ from megatrain.data.loader import LoaderPosition
 from megatrain.metrics import RunSummary
 from megatrain.models.export import RECORD_FILE
 from megatrain.run_folder import CHECKPOINTS_NAME, FINAL_NAME
-from tiered.errors import GenerationError
+from tiered.errors import GenerationError, NewerFormatError
 from tiered.manifest import newest_first, read_manifest
 
 if TYPE_CHECKING:
@@ -97,21 +97,32 @@ def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list
 
 
 def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder whose manifests can be read, newest first."""
-    checkpoints = []
-    refused: CheckpointError | None = None
+    """Return the checkpoints in a folder whose manifests can be read, newest first.
+
+    Raises:
+        CheckpointError: a newer version of this program wrote the newest one, or there are some and none can be read:
+            then what was saved is neither passed over nor overwritten.
+    """
+    checkpoints: list[Checkpoint] = []
+    problems: list[str] = []
     for generation in newest_first(folder):
+        where = f"generation {generation} in '{folder}'"
         try:
             manifest = read_manifest(folder, generation)
-            state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{folder}'")
+            state = RunState.from_meta(manifest.meta, where=where)
+        except (NewerFormatError, CheckpointError) as error:
+            if not checkpoints:
+                raise CheckpointError(str(error)) from error
         except GenerationError as error:
+            problems.append(str(error))
             on_notice(f"a checkpoint is passed over: {error}")
-        except CheckpointError as error:
-            refused = refused or error
         else:
             checkpoints.append(Checkpoint(folder, generation, state, is_own))
-    if refused is not None and not checkpoints:
-        raise refused
+    if problems and not checkpoints:
+        raise CheckpointError(
+            f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
+            "Bring their files back, or name another output_dir"
+        )
     return checkpoints
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.metrics import CheckpointMetrics, RunObserver
+from tiered.manifest import generation_folder, newest_first
+from tiered.tiers.directory import files_below
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -121,8 +123,8 @@ class Saver:
     def _wait_for_room(self) -> None:
         """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``."""
         need = self._written_bytes + self._table.min_free_disk
-        self._path.mkdir(parents=True, exist_ok=True)
-        while (free := shutil.disk_usage(self._path).free) < need:
+        drive = self._path if self._path.exists() else self._path.parent
+        while (free := shutil.disk_usage(drive).free + self._outgoing_bytes()) < need:
             text = (
                 f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, one takes "
                 f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
@@ -137,3 +139,10 @@ class Saver:
         if self.is_waiting:
             self.is_waiting = False
             self._observer.on_message("there is room for a checkpoint again: the run goes on")
+
+    def _outgoing_bytes(self) -> int:
+        """Return what the generations take in ``output_dir`` that make way for the next one."""
+        known = sorted(newest_first(self._path))
+        outgoing = known[: -max(1, self._table.save_total_limit - 1)]
+        files = (file for number in outgoing for file in files_below(generation_folder(self._path, number)))
+        return sum(file.lstat().st_blocks * 512 for file in files)
