@@ -6,8 +6,10 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,7 +212,7 @@ def test_a_full_drive_pauses_the_run(
 ) -> None:
     def fill() -> None:
         small_drive.fill()
-        threading.Timer(1.0, small_drive.make_room).start()
+        make_room_after(1.0, small_drive)
 
     before_save(3, fill, room_was_found=room_was_found)
     result = on_drive.run(**KEEP_ALL)
@@ -243,7 +245,7 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     def run_and_fill(self: Loop, engine: Any, number: int) -> Any:
         if number == 2:
             fill_to_the_last_byte(small_drive)
-            threading.Timer(3.0, small_drive.make_room).start()
+            make_room_after(3.0, small_drive)
         return run_step(self, engine, number)
 
     monkeypatch.setattr(Loop, "_run_step", run_and_fill)
@@ -252,6 +254,14 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     lines = [json.loads(line) for line in (on_drive.folder / "out/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17))
     assert on_drive.steps() == [16]
+
+
+def make_room_after(seconds: float, drive: Any) -> None:
+    def make_room() -> None:
+        with contextlib.suppress(OSError):  # the test has failed meanwhile, and the drive is gone
+            drive.make_room()
+
+    threading.Timer(seconds, make_room).start()
 
 
 def fill_to_the_last_byte(drive: Any) -> None:
@@ -320,6 +330,24 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
     result = work.run()
     assert result.exit_code == 0, result.output
     assert work.weights() == work.weights("without_faults") and work.steps() == [3, 4]
+
+
+def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout`` and some shells signal the process and then its whole group: that is no second thought."""
+    from megatrain.loop import Loop
+
+    run_step = Loop._run_step
+
+    def run_and_stop(self: Loop, engine: Any, number: int) -> Any:
+        if number == 1:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return run_step(self, engine, number)
+
+    monkeypatch.setattr(Loop, "_run_step", run_and_stop)
+    result = work.run()
+    assert result.exit_code == 75, result.output
+    assert work.steps()[-1] == 2
 
 
 # -- other versions ----------------------------------------------------------------------------------------------
