@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -13,6 +14,8 @@ from typing import Any, Self
 __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
+#: A stop often comes twice: to the process and to its group, from a terminal and from whoever started it there.
+SAME_STOP_S = 0.5
 
 
 class RunSignals:
@@ -32,6 +35,7 @@ class RunSignals:
     def __init__(self, *, stops_after_step: bool) -> None:
         self.stop_requested = False
         self.save_requested = False
+        self._requested_s = 0.0
         self.is_stuck: Callable[[], bool] = lambda: False
         self._stops_after_step = stops_after_step
         self._before: dict[signal.Signals, Any] = {}
@@ -51,9 +55,13 @@ class RunSignals:
         self._before.clear()
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested or not self._stops_after_step or self.is_stuck():
+        if not self._stops_after_step or self.is_stuck():
             raise KeyboardInterrupt
-        self.stop_requested = True
+        if self.stop_requested:
+            if time.monotonic() - self._requested_s < SAME_STOP_S:
+                return
+            raise KeyboardInterrupt
+        self.stop_requested, self._requested_s = True, time.monotonic()
         # Past Python's streams: the signal may have come in the middle of a print.
         with contextlib.suppress(OSError):
             os.write(2, b"stopping after this step, and saving; once more to stop at once without saving\n")

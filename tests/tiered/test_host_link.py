@@ -74,13 +74,19 @@ def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:
 
 def test_urgent_jobs_leave_a_thread_to_those_that_wait() -> None:
     workers = Workers(3, "test", num_patient=1)
-    gate, patient_ran = threading.Event(), threading.Event()
-    for _ in range(6):
-        workers.submit(lambda: gate.wait(60) and None)
-    workers.submit(patient_ran.set, urgent=False)
-    # Two urgent jobs hold two threads and four more are queued: the third thread runs the patient one nevertheless.
-    workers.submit(lambda: gate.wait(60) and None)
-    assert patient_ran.wait(60) or gate.is_set()
+    gate, patient_ran, num_holding = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def hold() -> None:
+        num_holding.release()
+        gate.wait(60)
+
+    for _ in range(2):
+        workers.submit(hold)
+    assert num_holding.acquire(timeout=60) and num_holding.acquire(timeout=60)
+    with workers._changed:  # the third thread looks only when both jobs are queued
+        workers.submit(hold)
+        workers.submit(patient_ran.set, urgent=False)
+    assert patient_ran.wait(60), "two urgent jobs run: the third thread is for the patient one"
     gate.set()
     workers.close()
 
