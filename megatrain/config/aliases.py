@@ -41,6 +41,8 @@ class Translation:
 ACCEPTED: dict[str, str] = {
     "warmup_ratio": "optimizer.warmup_steps",
     "per_gpu_train_batch_size": "training.per_device_train_batch_size",
+    "evaluation_strategy": "evaluation.eval_strategy",
+    "per_gpu_eval_batch_size": "evaluation.per_device_eval_batch_size",
 }
 
 #: Switches of transformers 4 whose effect is always on here; accepted with a warning when true.
@@ -84,10 +86,17 @@ TRANSLATIONS: dict[str, Translation] = {
     "neat_packing": Translation(LLAMA_FACTORY, "data.packing"),
     "flash_attn": Translation(LLAMA_FACTORY, "model.attn_implementation"),
     "train_on_prompt": Translation(LLAMA_FACTORY, "data.train_on", 'false is "assistant", true is "all"'),
-    "mask_history": Translation(LLAMA_FACTORY, "data.train_on", 'true is "completion"'),
+    "mask_history": Translation(LLAMA_FACTORY, "data.train_on", 'true is "last_assistant"'),
     "finetuning_type": Translation(LLAMA_FACTORY, "model.freeze", "every parameter that is not frozen is trained"),
     "stage": Translation(LLAMA_FACTORY, "task", '"sft" or "pretrain"; its "pt" is "pretrain"'),
     "dataset_dir": Translation(LLAMA_FACTORY, "data.train.0.path"),
+    "streaming": Translation(LLAMA_FACTORY, "data.cache_dir", "tokens are always read from files, never held in RAM"),
+    "preprocessing_num_workers": Translation(LLAMA_FACTORY, "", "rows are tokenized on all cores"),
+    "dataset_num_proc": Translation(TRL, "", "rows are tokenized on all cores"),
+    "num_samples": Translation(LLAMA_FACTORY, "data.train.0.max_samples"),
+    "interleave_probs": Translation(LLAMA_FACTORY, "data.train.0.weight", "one for each source"),
+    "tokenized_path": Translation(LLAMA_FACTORY, "data.cache_dir"),
+    "overwrite_cache": Translation(LLAMA_FACTORY, "data.cache_dir", "the cache is keyed by content, it is never stale"),
     "template": Translation(LLAMA_FACTORY, "model.chat_template"),
     "base_model": Translation(AXOLOTL, "model.model_name_or_path"),
     "sequence_len": Translation(AXOLOTL, "data.max_length"),
@@ -97,6 +106,13 @@ TRANSLATIONS: dict[str, Translation] = {
     "train_on_inputs": Translation(AXOLOTL, "data.train_on", 'false is "assistant", true is "all"'),
     "lr_scheduler": Translation(AXOLOTL, "optimizer.lr_scheduler_type"),
     "datasets": Translation(AXOLOTL, "data.train"),
+    "dataset_prepared_path": Translation(AXOLOTL, "data.cache_dir"),
+    "roles_to_train": Translation(AXOLOTL, "data.train_on"),
+    "wandb_project": Translation(AXOLOTL, "logging.project"),
+    "wandb_name": Translation(AXOLOTL, "run_name"),
+    "use_wandb": Translation(AXOLOTL, "logging.report_to", 'write report_to = ["jsonl", "wandb"]'),
+    "use_tensorboard": Translation(AXOLOTL, "logging.report_to", 'write report_to = ["jsonl", "tensorboard"]'),
+    "logging_dir": Translation(TRANSFORMERS, "logging.report_to", "TensorBoard's files are in output_dir/tensorboard"),
     "unfrozen_parameters": Translation(AXOLOTL, "model.freeze", "name the frozen ones instead"),
     "max_seq_len": Translation(MEGATRAIN, "data.max_length"),
     "batch_size": Translation(MEGATRAIN, "training.per_device_train_batch_size"),
@@ -134,14 +150,7 @@ TRANSLATIONS: dict[str, Translation] = {
 #: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "evaluation",
-        "data.eval",
         "data.val_size",
-        "data.streaming",
-        "data.cache_dir",
-        "data.train.weight",
-        "data.train.split",
-        "data.dataset_num_proc",
         "model.model_revision",
         "placement.override",
         "precision.master_dtype",

@@ -19,6 +19,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
     return [
         *_check_batch(config),
         *_check_data(config),
+        *_check_evaluation(config),
         *_check_optimizer(config),
         *_check_gradients(config),
         *_check_schedule(config),
@@ -39,6 +40,11 @@ def find_warnings(config: RunConfig) -> list[str]:
         and optimizer.warmup_steps
     ):
         warnings.append('the "constant" schedule has no warm-up; "constant_with_warmup" has')
+    evaluation = config.evaluation
+    if config.data.eval and evaluation.eval_strategy == "no" and not evaluation.eval_on_start:
+        warnings.append('[[data.eval]] has no effect with evaluation.eval_strategy = "no"')
+    if evaluation.eval_strategy != "steps" and "eval_steps" in evaluation.model_fields_set:
+        warnings.append(f'evaluation.eval_steps has no effect with eval_strategy = "{evaluation.eval_strategy}"')
     warnings.extend(
         f'optimizer.{key} has no effect with optim = "{optimizer.optim}"'
         for key, users in OPTIMIZERS_WITH_KEY.items()
@@ -99,12 +105,33 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
             f'data.train_on = "{config.data.train_on}" needs conversations, but task = "pretrain" trains plain text',
             'Leave the key out, or write task = "sft"',
         )
-    for index, dataset in enumerate(config.data.train):
-        if dataset.format in ("messages", "prompt_completion"):
+    sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
+    sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
+    for key, source in sources:
+        if source.format not in ("auto", "text", "tokenized"):
             yield Problem(
-                f"data.train.{index}.format",
-                f'data.train.{index}.format = "{dataset.format}" is not plain text, which task = "pretrain" trains',
+                f"{key}.format",
+                f'{key}.format = "{source.format}" is not plain text, which task = "pretrain" trains',
                 'Write task = "sft"',
+            )
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    table, sets = config.evaluation, config.data.eval
+    if not sets and (table.eval_strategy != "no" or table.eval_on_start):
+        key = "eval_strategy" if table.eval_strategy != "no" else "eval_on_start"
+        yield Problem(
+            f"evaluation.{key}",
+            f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
+            'Write [[data.eval]] and below it path = "held_out.jsonl"',
+        )
+    names = [source.shown_name for source in sets]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem(
+                f"data.eval.{index}.name",
+                f'data.eval.{index} is called "{name}", as data.eval.{names.index(name)} is',
+                "Give each a name of its own",
             )
 
 

@@ -6,7 +6,7 @@ import typing
 from types import UnionType
 from typing import Any, Literal
 
-from megatrain.config.fields import Duration, PlainSize, Preference, PrefetchSize, Rate, ResumeSource
+from megatrain.config.fields import CacheFolder, Duration, PlainSize, Preference, PrefetchSize, Rate, ResumeSource
 from megatrain.config.keys import ARRAY_TABLES, nested_model
 from megatrain.config.schema import RunConfig
 from megatrain.config.sizes import Size, exact_size
@@ -34,6 +34,7 @@ _NAMED_TYPES: tuple[tuple[Any, str], ...] = (
     (Rate, "size per second"),
     (Duration, "duration"),
     (ResumeSource, '"auto", "no" or path'),
+    (CacheFolder, '"auto", "none" or path'),
 )
 
 

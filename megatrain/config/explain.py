@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import typing
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ _EXAMPLES = {
     "data": 'Write [[data.train]] and below it path = "data.jsonl"',
     "data.train": 'Write [[data.train]] and below it path = "data.jsonl"',
     "data.train.path": 'Write path = "data.jsonl" below its [[data.train]]',
+    "data.eval.path": 'Write path = "held_out.jsonl" below its [[data.eval]]',
     "tiers.nvme.path": 'Write path = "scratch/blocks" below its [[tiers.nvme]]',
 }
 _MISSING_NAMES = {"model": "model.model_name_or_path", "data": "data.train"}
@@ -71,7 +73,7 @@ def explain_error(detail: ErrorDetails, values: Mapping[str, Any]) -> Problem | 
         return Problem(
             key, f"{shown} is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'
         )
-    if name == "data.train.columns" and detail["loc"][-1] == "[key]":
+    if name in ("data.train.columns", "data.eval.columns") and detail["loc"][-1] == "[key]":
         return Problem(
             key,
             f"{key}: `{value}` is not a field of ours",
@@ -123,7 +125,7 @@ def _explain_type(key: str, shown: str, value: object, wanted: str) -> Problem:
         return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip().lower()}")
     if isinstance(value, int | float) and not isinstance(value, bool) and wanted == "text in quotes":
         return Problem(key, f"{shown} is a number", f'Write it in quotes: "{value}"')
-    if isinstance(value, float) and wanted == "a whole number" and value == int(value):
+    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value) and value == int(value):
         return Problem(key, f"{shown} is not a whole number", f"Write {int(value)}")
     if wanted == "a list" and not isinstance(value, dict | list):
         return Problem(key, f"{shown} is not a list", f"Write [{_as_toml(value)}]")

@@ -36,6 +36,14 @@ def _as_source(value: object) -> object:
     return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
 
 
+def _as_reports(value: object) -> object:
+    """Accept one name, several, or "none"."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        return value
+    return tuple(dict.fromkeys(name for name in names if name != "none"))
+
+
 def _plain_size(value: object) -> object:
     if isinstance(value, str):
         return parse_size(value)
@@ -64,6 +72,9 @@ PrefetchSize = Annotated[
     BeforeValidator(_prefetch),
     PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
 ]
+ReportTargets = Annotated[tuple[Literal["jsonl", "tensorboard", "wandb"], ...], BeforeValidator(_as_reports)]
+#: "auto", "none" or a path.
+CacheFolder = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"})]
 #: "auto", "no" or a path.
 ResumeSource = Annotated[str, BeforeValidator(_as_source), Field(min_length=1)]
 

@@ -17,6 +17,7 @@ _ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 _LOOKS_LIKE_BARE_TEXT = re.compile(r"=\s*(?!true\b|false\b)([0-9.]*[A-Za-z][\w./%-]*|[0-9.]+%)\s*(#.*)?$")
 _MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_DATASET_NAME = re.compile(r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+")  # owner/name; what ends as files do is a file
 
 
 @dataclass
@@ -143,8 +144,9 @@ def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
     change(model, "chat_template", keep=("auto",))
     change(values.get("checkpoint"), "resume_from_checkpoint", keep=("auto", "no"))
     data = values.get("data")
-    for table in _listed(data.get("train")) if isinstance(data, dict) else ():
-        change(table, "path")
+    change(data, "cache_dir", keep=("auto", "none"))
+    for table in [*_listed(data.get("train")), *_listed(data.get("eval"))] if isinstance(data, dict) else ():
+        change(table, "path", names=_DATASET_NAME)
     tiers = values.get("tiers")
     for table in _listed(tiers.get("nvme")) if isinstance(tiers, dict) else ():
         change(table, "path")

@@ -17,9 +17,9 @@ if typing.TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Tables whose keys the user chooses; their contents are checked by the schema.
-FREE_TABLES = frozenset({"data.train.columns", "optimizer.lr_scheduler_kwargs"})
+FREE_TABLES = frozenset({"data.eval.columns", "data.train.columns", "optimizer.lr_scheduler_kwargs"})
 #: Array tables; a number after their name is the index of a table.
-ARRAY_TABLES = frozenset({"data.train", "optimizer.groups", "tiers.nvme"})
+ARRAY_TABLES = frozenset({"data.eval", "data.train", "optimizer.groups", "tiers.nvme"})
 Path = tuple[str | int, ...]
 
 
@@ -66,8 +66,12 @@ def plain(path: Path) -> str:
 
 
 def full_keys_of_leaf(leaf: str) -> list[str]:
-    """Return the dotted keys whose last part is ``leaf``, sorted; a key outside array tables hides those inside."""
-    keys = sorted(key for key in known_keys() if key.rsplit(".", 1)[-1] == leaf)
+    """Return the dotted keys whose last part is ``leaf``, sorted; a key outside array tables hides those inside.
+
+    Keys of ``[[data.train]]`` hide those of ``[[data.eval]]``, which has them all.
+    """
+    found = {key for key in known_keys() if key.rsplit(".", 1)[-1] == leaf}
+    keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})
     outside = [key for key in keys if key.rpartition(".")[0] not in ARRAY_TABLES]
     return outside if len(outside) == 1 else keys
 

@@ -119,7 +119,7 @@ def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
     """Append a table: its values first, then the tables inside it, as TOML wants them."""
     inner: list[tuple[str, Any]] = []
     for key, value in table.items():
-        if value is None or (key in ("nvme", "train") and not value):
+        if value is None or (key in ("nvme", "train", "eval") and not value):
             continue  # TOML has no null, and no way to write an empty array of tables
         is_table = isinstance(value, dict) and not _is_free_table(name, key)
         if is_table or (isinstance(value, list | tuple) and value and isinstance(value[0], dict)):
@@ -135,7 +135,7 @@ def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
 
 
 def _is_free_table(table: str, key: str) -> bool:
-    return f"{table}.{key}" in ("data.train.columns", "optimizer.lr_scheduler_kwargs")
+    return f"{table}.{key}" in ("data.eval.columns", "data.train.columns", "optimizer.lr_scheduler_kwargs")
 
 
 def format_value(value: Any) -> str:

@@ -20,6 +20,7 @@ from megatrain.config.fields import (
     Preference,
     PrefetchSize,
     Rate,
+    ReportTargets,
     ResumeSource,
     StringTuple,
     Table,
@@ -72,6 +73,39 @@ class TrainingConfig(Table):
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
     num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the data.")
     max_steps: int = Field(default=-1, ge=-1, description="Optimizer steps; overrides num_train_epochs. -1: not set.")
+    label_smoothing_factor: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of every target that is spread evenly over the vocabulary. Evaluations do not smooth.",
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        description="NEFTune: uniform noise on the input embeddings, of at most this / sqrt(tokens in a row x width). "
+        "0: none.",
+    )
+
+
+class EvaluationConfig(Table):
+    """``[evaluation]``: when the sets of ``[[data.eval]]`` are evaluated, and how much of them."""
+
+    eval_strategy: Literal["no", "steps", "epoch"] = Field(
+        default="no",
+        description="When to evaluate. Unless no, also at the end. Default: steps where there is a [[data.eval]], "
+        "else no.",
+    )
+    eval_steps: int = Field(default=100, ge=1, description="steps: optimizer steps between two evaluations.")
+    eval_on_start: bool = Field(default=False, description="Also before the first step.")
+    eval_max_samples: int | None = Field(
+        default=None, ge=1, description="Use at most this many rows of each set, from the start."
+    )
+    per_device_eval_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows per micro-batch, at most those of a training micro-batch, whose memory is planned. "
+        "Default: the same.",
+    )
 
 
 class ParameterGroupConfig(Table):
@@ -186,7 +220,12 @@ class LoggingConfig(Table):
     """``[logging]``: what is shown and kept."""
 
     logging_steps: int = Field(default=1, ge=1, description="Steps between two lines.")
-    report_to: Literal["jsonl", "none"] = Field(default="jsonl", description="jsonl: output_dir/metrics.jsonl.")
+    report_to: ReportTargets = Field(
+        default=("jsonl",),
+        description="Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; wandb, "
+        'Weights & Biases. The last two need the extra of that name. "none": nowhere.',
+    )
+    project: str = Field(default="megatrain-tier", min_length=1, description="wandb: project of the run.")
     progress: Literal["auto", "bar", "plain", "json", "none"] = Field(
         default="auto", description="auto: a bar on a terminal, else plain lines."
     )
@@ -296,6 +335,7 @@ class RunConfig(Table):
     data: DataConfig = Field(description="Rows, masks and their arrangement.")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="Size and number of steps.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The update and its schedule.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Losses of held-out rows.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and continuing.")
     export: ExportConfig = Field(default_factory=ExportConfig, description="The folder written at the end.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and kept.")
@@ -316,6 +356,9 @@ class RunConfig(Table):
         filled.setdefault("data_seed", filled.get("seed", 42))
         if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
             filled["data"] = {"train_on": "all", **filled["data"]}
+        if isinstance(filled.get("data"), dict) and filled["data"].get("eval"):
+            table = filled.get("evaluation", {})
+            filled["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
         return filled
 
     @property

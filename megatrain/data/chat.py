@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.data.errors import DataError
-from megatrain.data.formats import Completion, Conversation, Document, Row
-from megatrain.data.masks import ChatRenderer, Span
+from megatrain.data.errors import RowError
+from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
+from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, Span
+from megatrain.data.messages import with_text_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TrainOn = Literal["assistant", "completion", "all"]
+TrainOn = Literal["assistant", "last_assistant", "completion", "all"]
 Offsets = Sequence[tuple[int, int]]
+_PROBE = "qzsentinel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +31,37 @@ class Encoded:
         tokens: ids.
         trained: for each token, whether the loss asks for it. Never true for the first: nothing predicts it.
         is_text: whether it is plain text, which may be cut into pieces.
+        untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
+        is_start, is_end: whether plain text begins and ends here; a large file comes in parts.
     """
 
     tokens: list[int]
     trained: list[bool]
     is_text: bool
+    untrained_turns: tuple[str, ...] = ()
+    is_start: bool = True
+    is_end: bool = True
 
     @property
     def num_trained(self) -> int:
         return sum(self.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What has to be tokenized for one row.
+
+    Attributes:
+        plain: with the special tokens that the tokenizer puts around texts.
+        bare: without them.
+        chat: without them, and with offsets.
+        row: the conversation as it was rendered.
+    """
+
+    plain: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    chat: tuple[str, ...] = ()
+    row: Conversation | None = None
 
 
 class RowEncoder:
@@ -42,29 +69,100 @@ class RowEncoder:
 
     Args:
         tokenizer: a fast tokenizer; its chat template is used for conversations.
-        train_on: "assistant": every assistant turn; "completion": the last one; "all": every token.
+        train_on: "assistant": every assistant turn; "last_assistant": the last one; "completion": what follows the
+            prompt, in a plain conversation the last turn; "all": every token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, train_on: TrainOn = "assistant") -> None:
         self._tokenizer = tokenizer
         self._train_on = train_on
         self._renderer: ChatRenderer | None = None
-        self._turn_ends: frozenset[int] = frozenset()
-        self._special = frozenset(tokenizer.all_special_ids) | {
+        self._end_of_turn: int | None = None
+        self._end_text = ""
+        special = set(tokenizer.all_special_ids) | {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
+        if tokenizer.bos_token_id != tokenizer.eos_token_id:
+            special.discard(tokenizer.bos_token_id)
+        self._ends = frozenset(special)
 
     def encode(self, row: Row) -> Encoded:
         """Return the tokens of a row.
 
         Raises:
-            DataError: the chat template refuses it, or its mask cannot be proven.
+            RowError: the chat template refuses it, or its mask cannot be proven.
+            DataError: it is a conversation and the tokenizer has no chat template.
         """
+        (result,) = self.encode_many([row])
+        if isinstance(result, RowError):
+            raise result
+        return result
+
+    def encode_many(self, rows: Sequence[Row | RowError]) -> Iterator[Encoded | RowError]:
+        """Yield the tokens of each row, or why it cannot be trained. The texts are tokenized together, on all cores.
+
+        Args:
+            rows: errors among them are passed on.
+
+        Raises:
+            DataError: there is a conversation and the tokenizer has no chat template.
+        """
+        texts = [self._texts_of(row) for row in rows]
+        ready = [each for each in texts if isinstance(each, _Texts)]
+        plain = iter(self._batch([text for each in ready for text in each.plain], special=True))
+        bare = iter(self._batch([text for each in ready for text in each.bare], special=False))
+        chats = [text for each in ready for text in each.chat]
+        coded: Any = (
+            self._tokenizer(chats, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            if chats
+            else {}
+        )
+        offsets = iter(zip(coded.get("input_ids", ()), coded.get("offset_mapping", ()), strict=True))
+        for row, each in zip(rows, texts, strict=True):
+            if isinstance(each, RowError):
+                yield each
+                continue
+            ids = [*(next(plain) for _ in each.plain), *(next(bare) for _ in each.bare)]
+            try:
+                if each.row is not None:
+                    yield self._finish_conversation(each.row, each.chat[0], *next(offsets))
+                elif isinstance(row, Completion):
+                    yield self._finish_completion(row, ids)
+                elif isinstance(row, Document):
+                    yield self._finish_document(row, ids)
+                elif isinstance(row, Tokenized):
+                    yield _finish_tokenized(row)
+            except RowError as error:
+                yield error
+
+    def _batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
+        assert isinstance(ids, list), type(ids)
+        return ids
+
+    def _texts_of(self, row: Row | RowError) -> _Texts | RowError:
+        if isinstance(row, RowError):
+            return row
+        if isinstance(row, Tokenized):
+            return _Texts()
         if isinstance(row, Document):
-            return self._encode_document(row)
+            texts = (row.text,) if row.text else ()
+            return _Texts(plain=texts) if row.is_start else _Texts(bare=texts)
         if isinstance(row, Completion):
-            return self._encode_completion(row)
-        return self._encode_conversation(row)
+            if not row.completion.strip():
+                return _Texts()
+            return _Texts((row.prompt + row.completion, row.prompt) if row.prompt else (row.completion,))
+        renderer = self._ready_renderer()
+        try:
+            return _Texts(chat=(renderer.render(row.messages, row.where, tools=row.tools),), row=row)
+        except RowError as error:
+            if not any(message.get("tool_calls") for message in row.messages):
+                return error
+            try:  # some families want the arguments of calls as text
+                row = replace(row, messages=with_text_arguments(row.messages))
+                return _Texts(chat=(renderer.render(row.messages, row.where, tools=row.tools),), row=row)
+            except RowError:
+                return error
 
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -75,29 +173,34 @@ class RowEncoder:
         end = self._tokenizer.eos_token_id
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
 
-    def _encode_document(self, row: Document) -> Encoded:
-        tokens = self._with_end(self._tokens(row.text)) if row.text else []
-        return _encoded(tokens, [True] * len(tokens), is_text=True)
+    def _finish_document(self, row: Document, coded: list[list[int]]) -> Encoded:
+        tokens = coded[0] if coded else []
+        if not row.is_end:
+            tokens = self._without_end(tokens)
+        elif tokens or not row.is_start:
+            tokens = self._with_end(tokens)
+        trained = [not row.is_start, *([True] * len(tokens))][: len(tokens)]
+        return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
-    def _encode_completion(self, row: Completion) -> Encoded:
-        """Encode both texts verbatim; the completion's tokens are those that follow the prompt's."""
-        if not row.completion.strip():
-            return _encoded([], [], is_text=False)
-        whole = self._without_end(self._tokens(row.prompt + row.completion))
-        prompt = self._without_end(self._tokens(row.prompt)) if row.prompt else whole[: self._num_start_tokens()]
+    def _finish_completion(self, row: Completion, coded: list[list[int]]) -> Encoded:
+        """Take both texts verbatim; the completion's tokens are those that follow the prompt's."""
+        if not coded:
+            return _encoded([], [])
+        whole = self._without_end(coded[0])
+        prompt = self._without_end(coded[1]) if row.prompt else whole[: self._num_start_tokens()]
         if whole[: len(prompt)] == prompt:
             completion = whole[len(prompt) :]
         else:  # a token crosses the border; keep the prompt as it will be at inference
             completion = self._tokens(row.completion, special=False)
         if not _same_text(self._decode(completion), row.completion):
-            raise DataError(
+            raise RowError(
                 row.where,
                 "the tokens of `completion` do not decode to its text, so the loss mask cannot be proven",
                 "Move the border between prompt and completion to a space or line end",
             )
         tokens = self._with_end([*prompt, *completion])
         keep = self._train_on == "all"
-        return _encoded(tokens, [keep] * len(prompt) + [True] * (len(tokens) - len(prompt)), is_text=False)
+        return _encoded(tokens, [keep] * len(prompt) + [True] * (len(tokens) - len(prompt)))
 
     def _without_end(self, tokens: list[int]) -> list[int]:
         """Remove an end token that the tokenizer itself appends to every text, as the T5 family does."""
@@ -107,83 +210,152 @@ class RowEncoder:
     def _num_start_tokens(self) -> int:
         return len(self._without_end(self._tokens("a"))) - len(self._tokens("a", special=False))
 
-    def _encode_conversation(self, row: Conversation) -> Encoded:
-        renderer = self._ready_renderer()
-        text = renderer.render(row.messages, row.where)
-        coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens: list[int] = coded["input_ids"]
-        if self._train_on == "all" and not row.trained_from:
-            return _encoded(tokens, [True] * len(tokens), is_text=False)
-        trained = [False] * len(tokens)
-        for span in renderer.assistant_spans(row.messages, text, row.where, self._chosen(row)):
-            chosen = self._tokens_of(span, text, coded["offset_mapping"], tokens, row.where)
-            for index in chosen:
-                trained[index] = True
-        return _encoded(tokens, trained, is_text=False)
+    def _finish_conversation(self, row: Conversation, text: str, tokens: list[int], offsets: Offsets) -> Encoded:
+        by_default = self._train_on == "all"
+        turns = [index for index, flag in enumerate(row.flags) if flag is False] if by_default else self._chosen(row)
+        turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
+        if by_default and not turns:
+            return _encoded(tokens, [True] * len(tokens))
+        spans = self._ready_renderer().assistant_spans(row.messages, text, row.where, turns, row.tools)
+        trained = [by_default] * len(tokens)
+        for span in spans.values():
+            if isinstance(span, Span):
+                for at in self._tokens_of(span, text, offsets, tokens, row.where):
+                    trained[at] = not by_default
+        reasons = {index: why for index, why in spans.items() if isinstance(why, str)}
+        serious = [(index, why) for index, why in reasons.items() if why != EMPTY]
+        if serious and (by_default or len(reasons) == len(turns)):
+            index, why = serious[0]
+            raise RowError(
+                row.where,
+                f"message {index + 1} cannot be told from the rest: {why}",
+                REMEDY,
+                reason=f"no turn of the assistant can be told from the rest: {why}",
+            )
+        if not by_default:
+            tokens, trained = self._with_end_of_turn(tokens, trained)
+        return _encoded(tokens, trained, tuple(reasons.values()))
+
+    def _with_end_of_turn(self, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
+        """End a last turn that the template leaves open: else the model would not learn to stop."""
+        end = self._end_of_turn if self._end_of_turn is not None else self._tokenizer.eos_token_id
+        shown = (index for index in reversed(range(len(tokens))) if self._decode(tokens[index : index + 1]).strip())
+        last = next(shown, None)
+        if last is None or not isinstance(end, int) or not trained[last] or tokens[last] in self._ends:
+            return tokens, trained
+        return [*tokens[: last + 1], end], [*trained[: last + 1], True]
 
     def _chosen(self, row: Conversation) -> list[int]:
-        turns = [
-            i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i >= row.trained_from
-        ]
-        return turns[-1:] if self._train_on == "completion" and not row.trained_from else turns
+        """Return the turns that are trained: those that train_on names, except where the row itself says otherwise."""
+        turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        named = [i for i in turns if i >= row.trained_from]
+        if self._train_on == "last_assistant" or (self._train_on == "completion" and not row.trained_from):
+            named = named[-1:]
+        if not row.flags:
+            return named
+        return [i for i in turns if row.flags[i] or (row.flags[i] is None and i in named)]
 
-    def _tokens_of(self, span: Span, text: str, offsets: Offsets, tokens: Sequence[int], where: str) -> list[int]:
+    def _tokens_of(self, span: Span, text: str, offsets: Offsets, tokens: Sequence[int], where: str) -> range:
         """Return the indices of a span's tokens and its end-of-turn token, after proving that they are its text."""
-        inside = [i for i, (start, end) in enumerate(offsets) if start < end and start < span.end and end > span.start]
+        inside = _overlapping(span, offsets)
         for i in inside:
             start, end = offsets[i]
             if text[start : span.start].strip() or text[span.end : end].strip():
-                raise DataError(
+                raise RowError(
                     where,
                     f"the token {text[start:end]!r} joins text of the assistant and of the chat template",
                     "Use a template that puts a special token or white space between them",
+                    reason="a token joins text of the assistant and of the chat template",
                 )
-        found = self._decode([tokens[i] for i in inside])
-        written = text[span.start : span.end]
-        if not _same_text(found, written):
-            raise DataError(
-                where,
-                f"the trained tokens decode to {_short(found)}, but the assistant wrote {_short(written)}",
-                "The tokenizer changes this text; remove the row",
-            )
-        after = inside[-1] + 1 if inside else len(tokens)
-        while after < len(tokens) and not text[offsets[after][0] : offsets[after][1]].strip():
-            after += 1
-        if after < len(tokens) and tokens[after] in self._turn_ends:
-            return list(range(inside[0], after + 1))  # white space before the end of turn has to be produced too
-        return inside
+        if not inside and text[span.start : span.end].strip():
+            raise RowError(where, f"no token stands for what the assistant wrote in message {span.message + 1}")
+        for is_special, group in itertools.groupby(inside, key=lambda i: tokens[i] in self._ends):
+            part = list(group)
+            found = self._decode([tokens[i] for i in part])
+            written = text[offsets[part[0]][0] : offsets[part[-1]][1]]
+            if not is_special and not _same_text(found, written):
+                raise RowError(
+                    where,
+                    f"the trained tokens decode to {_short(found)}, but the assistant wrote {_short(written)}",
+                    "The tokenizer changes this text; remove the row",
+                    reason="the trained tokens do not decode to what the assistant wrote",
+                )
+        if not inside:
+            return range(0)
+        return range(inside[0], self._end_of_span(span, inside, text, offsets, tokens))
+
+    def _end_of_span(
+        self, span: Span, inside: Sequence[int], text: str, offsets: Offsets, tokens: Sequence[int]
+    ) -> int:
+        """Return the index after the end-of-turn token of a span, or after its last token if there is none."""
+        after = inside[-1] + 1
+        usual = (self._end_of_turn, self._tokenizer.eos_token_id)
+        shown = next((i for i in reversed(inside) if text[slice(*offsets[i])].strip()), inside[-1])
+        if tokens[shown] in usual:  # markers enclose the end of turn, too
+            return after
+        at = after  # white space before the end of turn has to be produced too
+        while at < len(tokens) and not text[slice(*offsets[at])].strip():
+            at += 1
+        if at < len(tokens) and (tokens[at] in usual or (tokens[at] in self._ends and tokens[shown] not in self._ends)):
+            at += 1
+            return at + (tokens[at : at + 1] == [self._tokenizer.eos_token_id] != tokens[at - 1 : at])
+        end = span.end + len(self._end_text)
+        if self._end_text and text.startswith(self._end_text, span.end):
+            at = after
+            while at < len(tokens) and offsets[at][1] < end:
+                at += 1
+            if at < len(tokens) and offsets[at][1] == end:
+                return at + 1
+        return after
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def _ready_renderer(self) -> ChatRenderer:
-        """Make the renderer on first use, and learn from a probe which special token ends a turn of the assistant."""
+        """Make the renderer on first use, and learn from a probe what ends a turn of the assistant."""
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer)
-            ends = {self._tokenizer.eos_token_id} if isinstance(self._tokenizer.eos_token_id, int) else set()
-            turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "qzsentinel"}]
-            last = self._special_after_sentinel(self._renderer, turn)
-            if last is not None:
-                ends |= {last, self._special_after_sentinel(self._renderer, turn * 2) or last}
-            self._turn_ends = frozenset(ends)
+            self._learn_end(self._renderer)
         return self._renderer
 
-    def _special_after_sentinel(self, renderer: ChatRenderer, messages: list[dict[str, str]]) -> int | None:
+    def _learn_end(self, renderer: ChatRenderer) -> None:
+        """See what follows the assistant's text: a special token, or text that a tokenizer without it spells out."""
+        turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = renderer.render(messages, "")
-        except DataError:
-            return None
-        rest = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        border = text.find("qzsentinel") + len("qzsentinel")
-        for token, (start, end) in zip(rest["input_ids"], rest["offset_mapping"], strict=True):
+            text = renderer.render(turn * 2, "")
+        except RowError:
+            return
+        border = text.find(_PROBE) + len(_PROBE)
+        coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for token, (start, end) in zip(coded["input_ids"], coded["offset_mapping"], strict=True):
             if start >= border and text[start:end].strip():
-                return int(token) if token in self._special else None
-        return None
+                if token in self._ends:
+                    self._end_of_turn = int(token)
+                    return
+                break
+        last = text[text.rfind(_PROBE) + len(_PROBE) :].rstrip()
+        self._end_text = last if text.startswith(last, border) else ""
 
 
-def _encoded(tokens: list[int], trained: list[bool], *, is_text: bool) -> Encoded:
+def _overlapping(span: Span, offsets: Offsets) -> list[int]:
+    """Return the tokens that hold a character of a span. Offsets begin in order: only those near it are looked at."""
+    first = bisect_left(offsets, span.start, key=itemgetter(0))
+    while first and offsets[first - 1][1] > span.start:
+        first -= 1
+    last = bisect_left(offsets, span.end, lo=first, key=itemgetter(0))
+    return [i for i in range(first, last) if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
+
+
+def _finish_tokenized(row: Tokenized) -> Encoded:
+    tokens = list(row.tokens)
+    if row.trained is None:
+        return Encoded(tokens, [False, *([True] * len(tokens))][: len(tokens)], True)
+    return _encoded(tokens, list(row.trained))
+
+
+def _encoded(tokens: list[int], trained: list[bool], untrained_turns: tuple[str, ...] = ()) -> Encoded:
     assert len(tokens) == len(trained), (len(tokens), len(trained))
-    return Encoded(tokens, [False, *trained[1:]] if trained else [], is_text)
+    return Encoded(tokens, [False, *trained[1:]] if trained else [], False, untrained_turns)
 
 
 def _same_text(found: str, written: str) -> bool:

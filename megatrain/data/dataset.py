@@ -1,58 +1,38 @@
-"""All training rows as tokens in memory: 5 bytes per token."""
+"""All training rows as documents of tokens, read from files that the system maps: RAM does not grow with the data."""
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
+import io
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.cache import CacheEntry, TokenCache, cache_folder
+from megatrain.data.cache_key import cache_key
+from megatrain.data.chat import RowEncoder
+from megatrain.data.encoding import Encoder, EncodingOptions, Overlong, TokenWriter
 from megatrain.data.errors import DataError
-from megatrain.data.formats import Document, Row, read_rows
+from megatrain.data.formats import Row
+from megatrain.data.report import DataReport
+from megatrain.data.sources import rows_of_files, source_files
 from tiered.checksums import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.config.schema import RunConfig
 
-
-@dataclass(frozen=True, slots=True)
-class DataReport:
-    """What became of the rows.
-
-    Attributes:
-        num_rows: rows read. num_documents: what is trained on (rows, or pieces of long text).
-        num_truncated: conversations cut to max_length. num_too_long: conversations dropped for their length.
-        num_untrained: rows dropped because no token of theirs would be trained.
-        num_tokens, num_trained_tokens: in all documents together.
-    """
-
-    num_rows: int
-    num_documents: int
-    num_truncated: int
-    num_too_long: int
-    num_untrained: int
-    num_tokens: int
-    num_trained_tokens: int
-
-    def __str__(self) -> str:
-        share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
-        text = f"{self.num_rows:,} rows, {self.num_documents:,} documents, {self.num_tokens:,} tokens"
-        text += f" ({share:.1f}% trained)"
-        for count, what in (
-            (self.num_truncated, "truncated"),
-            (self.num_too_long, "dropped as too long"),
-            (self.num_untrained, "dropped without a trained token"),
-        ):
-            if count:
-                text += f", {count:,} {what}"
-        return text
+_WEIGHT = 2  # stream of random numbers, beside those of megatrain.data.loader
+_SECONDS_BETWEEN_MESSAGES = 10.0
+OnMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -64,45 +44,205 @@ class TokenDataset:
         trained: for each, whether the loss asks for it; false for the first of each document.
         starts: where each document begins, and the end: int64, one more than there are documents.
         report: what was read and dropped.
+        source_starts: the first document of each source, and the end. Empty: one source.
+        weights: for each source, how often its documents are used in an epoch. Empty: once.
+        content: checksum of the three arrays, where it is known already.
     """
 
     tokens: npt.NDArray[np.int32]
     trained: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
     report: DataReport
+    source_starts: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    content: str | None = None
+    known_largest_id: int | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def fingerprint(self) -> str:
-        """Return a checksum of all that a run sees of the data."""
-        parts = (checksum(array.view(np.uint8)) for array in (self.tokens, self.trained, self.starts))
-        return "-".join(parts)
+        """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""
+        if all(weight == 1.0 for weight in self.weights):
+            return self._content
+        return f"{self._content}-{checksum(repr((self.source_starts, self.weights)).encode())}"
 
-    def lengths(self) -> list[int]:
+    @cached_property
+    def _content(self) -> str:
+        return self.content or content_checksum(self.tokens, self.trained, self.starts)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id."""
+        return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
+
+    def lengths(self) -> npt.NDArray[np.int64]:
         """Return the tokens of each document."""
-        return [int(length) for length in np.diff(self.starts)]
+        return np.diff(self.starts)
+
+    def release_pages(self) -> None:
+        """Let the system take back the RAM of what was read from mapped files; reading it again is not slower by much.
+
+        Without it the process would seem to grow by all the data that it has trained on.
+        """
+        owners: tuple[object, ...] = (self.tokens.base, self.trained.base, self.starts.base)
+        for mapped in owners:
+            if isinstance(mapped, mmap.mmap):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
+        """Return the documents of an epoch, some of them several times where a source has a weight, in order.
+
+        Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them.
+        """
+        if all(weight == 1.0 for weight in self.weights):
+            return np.arange(len(self), dtype=np.int64)
+        parts = []
+        for number, weight in enumerate(self.weights):
+            first, end = self.source_starts[number], self.source_starts[number + 1]
+            documents = np.arange(first, end, dtype=np.int64)
+            whole = math.floor(weight)
+            count = round((weight - whole) * len(documents))
+            shuffled = np.random.default_rng((data_seed, _WEIGHT, number)).permutation(len(documents))
+            parts += [*([documents] * whole), documents[np.sort(shuffled[:count])]]
+        return np.concatenate(parts)
 
 
-def load_dataset(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> TokenDataset:
-    """Read and tokenize every source of ``[[data.train]]``, in order.
+def content_checksum(
+    tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]
+) -> str:
+    """Return a checksum of all tokens, masks and document boundaries."""
+    return "-".join(checksum(np.ascontiguousarray(part).view(np.uint8)) for part in (tokens, trained, starts))
+
+
+def load_dataset(
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
+) -> TokenDataset:
+    """Return every source of ``[[data.train]]``, in order: from the cache, else tokenized now and put there.
+
+    Args:
+        on_message: told how far a long tokenization is, and why the cache is not used.
 
     Raises:
-        DataError: as ``read_rows`` and ``RowEncoder.encode``; or no token at all would be trained.
+        DataError: as ``read_rows`` and ``RowEncoder.encode_many``; or no token at all would be trained; or
+            ``data.cache_dir`` cannot be written.
+        RowError: a row cannot be trained and ``data.bad_rows`` is "error".
+    """
+    data = config.data
+    files = [source_files(source.path, source.subset, source.split) for source in data.train]
+
+    def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
+        return _encode_sources(config, tokenizer, files, writer, on_message)
+
+    weights = tuple(source.weight for source in data.train)
+    folder = cache_folder(data.cache_dir, on_message)
+    if folder is None:
+        dataset = _in_memory(encode)
+    else:
+        cache = TokenCache(folder, max_nbytes=data.max_cache_size, on_message=on_message)
+        dataset = _opened(cache.get(cache_key(config, tokenizer, files, cache), encode))
+    dataset = replace(dataset, weights=weights)
+    if not len(dataset.epoch_documents(config.data_seed)):
+        raise DataError("data.train", "with these weights no document is left", "Raise data.train.0.weight")
+    return dataset
+
+
+def _encode_sources(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    files: Sequence[Sequence[Path]],
+    writer: TokenWriter,
+    on_message: OnMessage,
+) -> tuple[DataReport, tuple[int, ...]]:
+    """Tokenize every source; return the report and where each source begins."""
+    data = config.data
+    encoder = Encoder(
+        RowEncoder(tokenizer, train_on=data.train_on),
+        writer,
+        EncodingOptions(data.max_length, data.overlong, data.bad_rows, only_text=config.task == "pretrain"),
+        _progress(on_message),
+    )
+    source_starts = [0]
+    for source, paths in zip(data.train, files, strict=True):
+        rows = rows_of_files(
+            paths,
+            format=source.format,
+            columns={str(ours): theirs for ours, theirs in source.columns.items()},
+            max_samples=source.max_samples,
+        )
+        encoder.add_rows(rows)
+        source_starts.append(writer.num_documents)
+    return _finish(encoder, writer), tuple(source_starts)
+
+
+def encode_rows(
+    rows: Iterable[Row], encoder: RowEncoder, *, max_length: int, overlong: Overlong = "truncate"
+) -> TokenDataset:
+    """Tokenize rows into RAM. Text longer than ``max_length`` is cut into pieces, conversations as ``overlong`` says.
+
+    Raises:
+        DataError: a row is too long and ``overlong`` is "error"; or no token at all would be trained.
     """
 
-    def rows() -> Iterable[Row]:
-        for source in config.data.train:
-            columns = {str(ours): theirs for ours, theirs in source.columns.items()}
-            for row in read_rows(source.path, format=source.format, columns=columns, max_samples=source.max_samples):
-                if config.task == "pretrain" and not isinstance(row, Document):
-                    raise DataError(
-                        row.where, 'task = "pretrain" trains plain text, this row is not', 'Write task = "sft"'
-                    )
-                yield row
+    def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
+        each = Encoder(encoder, writer, EncodingOptions(max_length, overlong))
+        each.add_rows(rows)
+        return _finish(each, writer), ()
 
-    encoder = RowEncoder(tokenizer, train_on=config.data.train_on)
-    return encode_rows(rows(), encoder, max_length=config.data.max_length, overlong=config.data.overlong)
+    return _in_memory(encode)
+
+
+def _finish(encoder: Encoder, writer: TokenWriter) -> DataReport:
+    writer.flush()
+    report = encoder.counts.report(writer.num_documents, writer.num_tokens, writer.num_trained_tokens)
+    if not report.num_trained_tokens:
+        first = encoder.counts.first_error
+        raise DataError(
+            "data.train",
+            f"no token would be trained: {report}",
+            "Check data.train_on and data.max_length" if first is None else f"The first row says: {first}",
+        )
+    return report
+
+
+def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]) -> TokenDataset:
+    tokens, trained, starts = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    writer = TokenWriter((tokens, trained, starts))
+    report, source_starts = encode(writer)
+    return TokenDataset(
+        np.frombuffer(tokens.getbuffer(), dtype=np.int32),
+        np.frombuffer(trained.getbuffer(), dtype=np.bool_),
+        np.frombuffer(starts.getbuffer(), dtype=np.int64),
+        report,
+        source_starts,
+        content=writer.content,
+        known_largest_id=writer.largest_id,
+    )
+
+
+def _opened(entry: CacheEntry) -> TokenDataset:
+    return TokenDataset(
+        entry.tokens,
+        entry.trained,
+        entry.starts,
+        DataReport.from_json(entry.report),
+        entry.source_starts,
+        content=entry.content,
+        known_largest_id=entry.largest_id,
+    )
+
+
+def _progress(on_message: OnMessage) -> Callable[[int], None]:
+    """Return a function that says every few seconds how many rows are done."""
+    said = time.monotonic()
+
+    def on_rows(count: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SECONDS_BETWEEN_MESSAGES:
+            said = time.monotonic()
+            on_message(f"tokenizing: {count:,} rows")
+
+    return on_rows
 
 
 def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
@@ -114,7 +254,7 @@ def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None
     Raises:
         DataError: the tokenizer is not the model's.
     """
-    largest = int(dataset.tokens.max())
+    largest = dataset.largest_id
     if largest >= num_embeddings:
         raise DataError(
             where,
@@ -122,57 +262,3 @@ def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None
             "(vocab_size)",
             "Use the model's own tokenizer",
         )
-
-
-def encode_rows(
-    rows: Iterable[Row], encoder: RowEncoder, *, max_length: int, overlong: str = "truncate"
-) -> TokenDataset:
-    """Tokenize rows. Text longer than ``max_length`` is cut into pieces, conversations as ``overlong`` says.
-
-    Raises:
-        DataError: a row is too long and ``overlong`` is "error"; or no token at all would be trained.
-    """
-    tokens, trained, starts = array("i"), bytearray(), array("q", [0])
-    num_rows = num_truncated = num_too_long = num_untrained = 0
-    for row in rows:
-        num_rows += 1
-        coded = encoder.encode(row)
-        if len(coded.tokens) > max_length and not coded.is_text:
-            if overlong == "error":
-                raise DataError(
-                    row.where,
-                    f"{len(coded.tokens)} tokens are more than data.max_length = {max_length}",
-                    'Raise it, or write overlong = "truncate" or "drop"',
-                )
-            if overlong == "drop":
-                num_too_long += 1
-                continue
-            num_truncated += 1
-        kept = False
-        for piece_tokens, piece_trained in _pieces(coded, max_length):
-            if any(piece_trained):
-                kept = True
-                tokens.extend(piece_tokens)
-                trained.extend(piece_trained)
-                starts.append(len(tokens))
-        num_untrained += not kept
-    report = DataReport(
-        num_rows, len(starts) - 1, num_truncated, num_too_long, num_untrained, len(tokens), sum(trained)
-    )
-    if not report.num_trained_tokens:
-        raise DataError("data.train", f"no token would be trained: {report}", "Check data.train_on and data.max_length")
-    return TokenDataset(
-        np.frombuffer(tokens, dtype=np.int32),
-        np.frombuffer(bytes(trained), dtype=np.bool_),
-        np.frombuffer(starts, dtype=np.int64),
-        report,
-    )
-
-
-def _pieces(coded: Encoded, max_length: int) -> Iterable[tuple[list[int], list[bool]]]:
-    """Yield the documents of a row: itself, cut to length, or all pieces of a text."""
-    ends = range(0, len(coded.tokens), max_length) if coded.is_text else range(min(1, len(coded.tokens)))
-    for start in ends:
-        trained = coded.trained[start : start + max_length]
-        trained[0] = False  # nothing in this document predicts its first token
-        yield coded.tokens[start : start + max_length], trained

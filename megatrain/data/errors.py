@@ -1,4 +1,4 @@
-"""The error of bad training data."""
+"""The errors of bad training data: files that cannot be used, and single rows that cannot be trained."""
 
 from __future__ import annotations
 
@@ -13,3 +13,15 @@ class DataError(Exception):
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
         self.where = where
         super().__init__((f"{where}: " if where else "") + problem + (f". {remedy}" if remedy else ""))
+
+
+class RowError(DataError):
+    """One row cannot be trained, others may: it is left out and counted, unless ``data.bad_rows`` says "error".
+
+    Attributes:
+        reason: the problem without what is special about this row, for counting.
+    """
+
+    def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
+        super().__init__(where, problem, remedy)
+        self.reason = reason or problem

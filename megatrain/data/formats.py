@@ -1,30 +1,34 @@
-"""Rows of training files, whatever their format, as conversations, prompts with completions, or plain text."""
+"""Rows of training files, whatever their format, as conversations, prompts with completions, text, or tokens."""
 
 from __future__ import annotations
 
-import glob
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from megatrain.data.errors import DataError
+from megatrain.data.errors import DataError, RowError
+from megatrain.data.messages import field_names, kind, parse_inner_json, read_messages, read_tools
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
+IGNORED = -100  # label of a token that is not trained; the value that Hugging Face's losses skip
 
-Format = Literal["auto", "messages", "prompt_completion", "text"]
-EXTENSIONS = (".jsonl", ".json", ".txt")
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_READ_AS = ".jsonl (one object per line), .json (a list of objects) and .txt"
+_FIELDS = (
+    "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
+    "history", "tools", "input_ids", "labels", "loss_mask", "attention_mask",
+)  # fmt: skip
+_NEEDED = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "tokenized": ("input_ids",),
+}
+_KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 _GUESSES = {
-    "conversations": "ShareGPT rows are not read in this release; convert them to messages with role and content",
-    "instruction": 'For Alpaca rows without input write columns = { prompt = "instruction", completion = "output" }',
     "question": 'Write for example columns = { prompt = "question", completion = "answer" } under this [[data.train]]',
     "input": 'Write for example columns = { prompt = "input", completion = "output" } under this [[data.train]]',
     "content": 'Write columns = { text = "content" } under this [[data.train]]',
-    "chosen": "Preference rows are not read in this release",
-    "input_ids": "Tokenized rows are not read in this release; give the text",
 }
 
 
@@ -33,14 +37,18 @@ class Conversation:
     """Messages in order.
 
     Attributes:
-        messages: each with the text fields ``role`` and ``content``.
+        messages: each with the text fields ``role`` and ``content``; some with ``tool_calls``, ``reasoning_content``.
         where: file and row.
         trained_from: only assistant messages from this index on are trained; 0 for a plain conversation.
+        tools: what the assistant may call, for the chat template.
+        flags: for each message, whether the row itself says that it is trained; empty: it says nothing.
     """
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
     where: str
     trained_from: int = 0
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    flags: tuple[bool | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,221 +62,205 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain text that is trained whole."""
+    """Plain text that is trained whole.
+
+    Attributes:
+        is_start, is_end: whether the text begins and ends here. A file too large for one piece comes as several.
+    """
 
     text: str
     where: str
+    is_start: bool = True
+    is_end: bool = True
 
 
-Row = Conversation | Completion | Document
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Tokens that somebody else made.
 
-
-def find_files(path: str) -> list[Path]:
-    """Return the files that a path, glob or folder names, sorted.
-
-    Raises:
-        DataError: nothing there, or a file of a kind that is not read.
+    Attributes:
+        tokens: ids.
+        trained: for each, whether it is trained; None: all, and it may be cut into pieces as plain text is.
     """
-    base = Path(path)
-    if base.is_dir():
-        files = sorted(file for file in base.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
-        if not files:
-            raise DataError(path, "the folder holds no data file", f"Files that are read: {_READ_AS}")
-        return files
-    if base.is_file():
-        files = [base]
-    elif glob.has_magic(path):
-        files = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
-        if not files:
-            raise DataError(path, "no file matches", "Check the pattern; it is relative to the config file")
-    else:
-        raise DataError(path, "there is no such file or folder", "Paths are relative to the config file")
-    for file in files:
-        if file.suffix.lower() not in EXTENSIONS:
-            raise DataError(
-                str(file), f'"{file.suffix or file.name}" files are not read', f"Files that are read: {_READ_AS}"
-            )
-    return files
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...] | None
+    where: str
 
 
-def read_rows(
-    path: str, *, format: Format = "auto", columns: Mapping[str, str] | None = None, max_samples: int | None = None
-) -> Iterator[Row]:
-    """Yield the rows of a path, glob or folder in a fixed order, one at a time.
+Row = Conversation | Completion | Document | Tokenized
+
+
+def to_row(value: Mapping[str, Any], where: str, format: Format, columns: Mapping[str, str]) -> Row:
+    """Return what a row of a file holds.
 
     Args:
-        path: file, glob or folder.
-        format: what a row holds; "auto" looks at its fields, row by row.
+        value: field -> value.
+        where: file and row, for errors.
+        format: what it holds; "auto": seen from its fields.
         columns: our field name -> theirs.
-        max_samples: stop after this many rows.
 
     Raises:
-        DataError: a missing or empty file, broken JSON, or a row without the fields of its format.
+        RowError: a field holds something that it must not.
+        DataError: the fields of the format are not there, or of none of them; or it is preference data.
     """
-    count = 0
-    for file in find_files(path):
-        rows_before = count
-        for row in _read_file(file, format, dict(columns or {})):
-            if max_samples is not None and count >= max_samples:
-                return
-            count += 1
-            yield row
-        if count == rows_before:
-            raise DataError(str(file), "the file is empty", "Remove it or fill it")
-
-
-def _read_file(file: Path, format: Format, columns: Mapping[str, str]) -> Iterator[Row]:
-    if file.suffix.lower() == ".txt":
-        if format not in ("auto", "text"):
-            raise DataError(str(file), f'a .txt file has no format "{format}"', 'Leave format out, or write "text"')
-        text = _read_text(file)
-        if text.strip():
-            yield Document(text, str(file))
-        return
-    objects = _json_lines(file) if file.suffix.lower() == ".jsonl" else _json_list(file)
-    for where, value in objects:
-        if not isinstance(value, dict):
-            raise DataError(where, f"a row must be an object with fields, this is {_kind(value)}")
-        yield _to_row(value, where, format, columns)
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(str(file), f"the file is not UTF-8 text (byte {error.start})", "Convert it to UTF-8") from None
-    except OSError as error:
-        raise DataError(str(file), f"the file cannot be read: {error.strerror or error}") from None
-
-
-def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with file.open("rb") as stream:
-            for number, raw in enumerate(stream, start=1):
-                where = f"{file} line {number}"
-                try:
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        where, f"not UTF-8 text (byte {error.start} of the line)", "Convert it to UTF-8"
-                    ) from None
-                if line.strip():
-                    yield where, _parse_json(line, where)
-    except OSError as error:
-        raise DataError(str(file), f"the file cannot be read: {error.strerror or error}") from None
-
-
-def _parse_json(line: str, where: str) -> Any:
-    try:
-        return json.loads(line.rstrip())
-    except json.JSONDecodeError as error:
-        start = line.strip()[:40]
-        if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
-            raise DataError(where, "this is a JSON list, not one object per line", "Name the file .json") from None
-        raise DataError(
-            where,
-            f"broken JSON at column {error.colno}: {error.msg}. The line begins: {start}",
-            "Fix or remove the line",
-        ) from None
-
-
-def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
-    text = _read_text(file)
-    if not text.strip():
-        return
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        remedy = "One object per line? Name the file .jsonl" if error.msg == "Extra data" else "Fix the file"
-        raise DataError(
-            f"{file} line {error.lineno}", f"broken JSON at column {error.colno}: {error.msg}", remedy
-        ) from None
-    if not isinstance(rows, list):
-        raise DataError(
-            str(file), f"a .json file must hold a list of rows, this is {_kind(rows)}", "Wrap the rows in [ ]"
-        )
-    for number, value in enumerate(rows, start=1):
-        yield f"{file} row {number}", value
-
-
-def _to_row(value: dict[str, Any], where: str, format: Format, columns: Mapping[str, str]) -> Row:
-    names = {field: columns.get(field, field) for field in ("messages", "prompt", "completion", "text")}
+    names = _names(format, columns)
     if format == "auto":
         format = _detect(value, names, where)
-    needed = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}[format]
-    for field in needed:
+    if format in ("messages", "sharegpt"):
+        usual, other = ("messages", "conversations") if format == "messages" else ("conversations", "messages")
+        names["messages"] = names[usual] if names[usual] in value or names[other] not in value else names[other]
+        names["conversations"] = names["messages"]
+    for field in _NEEDED[format]:
         if names[field] not in value:
-            raise DataError(where, f"no field `{names[field]}`; the row has {_fields(value)}", _guess(value))
-    if format == "messages":
-        return Conversation(_check_messages(value[names["messages"]], where, names["messages"]), where)
+            raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value))
+    if format in ("messages", "sharegpt"):
+        return _conversation(value, where, names, columns)
+    if format == "alpaca":
+        return _alpaca(value, where, names)
     if format == "text":
-        return Document(_check_text(value[names["text"]], where, names["text"]), where)
-    prompt, completion = value[names["prompt"]], value[names["completion"]]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before = _check_messages(prompt, where, names["prompt"])
-        after = _check_messages(completion, where, names["completion"])
-        return Conversation((*before, *after), where, trained_from=len(before))
-    return Completion(
-        _check_text(prompt, where, names["prompt"]), _check_text(completion, where, names["completion"]), where
-    )
+        return Document(_text(value[names["text"]], where, names["text"]), where)
+    if format == "tokenized":
+        return _tokenized(value, where, names)
+    return _prompt_completion(value, where, names, columns)
+
+
+def _names(format: Format, columns: Mapping[str, str]) -> dict[str, str]:
+    """Return their name of each field of ours; prompt, query and response are Alpaca's under other names."""
+    names = {field: columns.get(field, field) for field in _FIELDS}
+    is_alpaca = format == "alpaca" or (format == "auto" and {"query", "instruction", "output"} & set(columns))
+    synonyms = {"prompt": "instruction", "query": "input", "response": "output"} if is_alpaca else {
+        "response": "completion"
+    }  # fmt: skip
+    names.update({ours: columns[synonym] for synonym, ours in synonyms.items() if synonym in columns})
+    return names
 
 
 def _detect(
     value: Mapping[str, Any], names: Mapping[str, str], where: str
-) -> Literal["messages", "prompt_completion", "text"]:
-    if names["messages"] in value:
-        return "messages"
-    if names["prompt"] in value and names["completion"] in value:
-        return "prompt_completion"
-    if names["text"] in value:
-        return "text"
-    raise DataError(
-        where,
-        f"no field that is known: messages, prompt and completion, or text; the row has {_fields(value)}",
-        _guess(value),
-    )
+) -> Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]:
+    if "chosen" in value and "rejected" in value:
+        raise DataError(
+            where,
+            "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
+            'To train on the better answer write format and columns, for example format = "messages" and '
+            'columns = { messages = "chosen" }',
+        )
+    found: Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
+    for found in ("tokenized", "messages", "sharegpt", "prompt_completion", "alpaca", "text"):
+        if all(names[field] in value for field in _NEEDED[found]):
+            return found
+    raise DataError(where, f"no field that is known: {_KNOWN}; the row has {field_names(value)}", _guess(value))
 
 
-def _guess(value: Iterable[str]) -> str:
-    for field in value:
-        if field in _GUESSES:
-            return _GUESSES[field]
+def _guess(value: Mapping[str, Any]) -> str:
+    for field, guess in _GUESSES.items():
+        if field in value:
+            return guess
     return 'Say which is which under this [[data.train]], for example columns = { text = "body" }'
 
 
-def _check_text(value: object, where: str, name: str) -> str:
+def _text(value: object, where: str, name: str) -> str:
     if not isinstance(value, str):
-        raise DataError(where, f"`{name}` must be text, this is {_kind(value)}")
+        raise RowError(where, f"`{name}` must be text, this is {kind(value)}")
     return value
 
 
-def _check_messages(value: object, where: str, name: str) -> tuple[Mapping[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        raise DataError(where, f"`{name}` must be a list of messages, this is {_kind(value)}")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        place = f"{where}, message {number}"
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            seen = _fields(message) if isinstance(message, dict) else _kind(message)
-            raise DataError(place, f"a message needs `role` and `content`, this has {seen}")
-        role, content = message["role"], message["content"]
-        if role not in ROLES:
-            raise DataError(place, f"role {json.dumps(role)} is not known", f"Roles: {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise DataError(place, f"`content` must be text, this is {_kind(content)}")
-        messages.append({"role": role, "content": content})
-    return tuple(messages)
+def _conversation(
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+) -> Conversation:
+    messages, flags = read_messages(value[names["messages"]], where, names["messages"], columns)
+    system = value.get(names["system"])
+    if isinstance(system, str) and system.strip() and messages[0]["role"] not in ("system", "developer"):
+        messages, flags = ({"role": "system", "content": system}, *messages), (None, *flags)
+    given = flags if any(flag is not None for flag in flags) else ()
+    return Conversation(messages, where, tools=read_tools(value.get(names["tools"]), where), flags=given)
 
 
-def _fields(value: Iterable[str]) -> str:
-    names = [f"`{name}`" for name in value]
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
+def _alpaca(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Conversation:
+    """Return an instruction, with its input below it, as the user's turn; the output as the assistant's."""
+
+    def optional(field: str) -> str:
+        found = value.get(names[field])
+        return "" if found is None else _text(found, where, names[field])
+
+    messages: list[dict[str, str]] = []
+    if optional("system").strip():
+        messages.append({"role": "system", "content": optional("system")})
+    history = value.get(names["history"])
+    history = parse_inner_json(history, where, names["history"]) if history else []
+    for turn in history if isinstance(history, list) else [history]:
+        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise RowError(where, f"`{names['history']}` must be a list of pairs: what was asked, what was answered")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    instruction = _text(value[names["instruction"]], where, names["instruction"])
+    asked = "\n".join(text for text in (instruction, optional("input")) if text.strip())
+    messages.append({"role": "user", "content": asked})
+    answer = _text(value[names["output"]], where, names["output"])
+    messages.append({"role": "assistant", "content": answer})
+    return Conversation(tuple(messages), where, tools=read_tools(value.get(names["tools"]), where))
 
 
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    if value == [] or value == "":
-        return "empty"
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+def _prompt_completion(
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+) -> Row:
+    prompt, completion = value[names["prompt"]], value[names["completion"]]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before, flags_before = read_messages(prompt, where, names["prompt"], columns)
+        after, flags_after = read_messages(completion, where, names["completion"], columns)
+        flags = (*flags_before, *flags_after)
+        return Conversation(
+            (*before, *after),
+            where,
+            trained_from=len(before),
+            tools=read_tools(value.get(names["tools"]), where),
+            flags=flags if any(flag is not None for flag in flags) else (),
+        )
+    return Completion(_text(prompt, where, names["prompt"]), _text(completion, where, names["completion"]), where)
+
+
+def _tokenized(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Tokenized:
+    """Return tokens without padding; what is trained is in ``labels`` (-100: not) or ``loss_mask`` (0: not)."""
+    tokens = _integers(value[names["input_ids"]], where, names["input_ids"])
+    if any(token < 0 for token in tokens):
+        raise RowError(where, f"`{names['input_ids']}` holds a negative token id", "Padding goes into attention_mask")
+    kept = range(len(tokens))
+    trained: tuple[bool, ...] | None = None
+    for field in ("labels", "loss_mask", "attention_mask"):
+        if value.get(names[field]) is None:
+            continue
+        numbers = _integers(value[names[field]], where, names[field])
+        if len(numbers) != len(tokens):
+            raise RowError(
+                where,
+                f"`{names[field]}` has {len(numbers)} numbers for {len(tokens)} tokens",
+                reason=f"`{names[field]}` is not as long as the tokens",
+            )
+        if field == "attention_mask":
+            kept = range(*_attended(numbers, where, names[field]))
+            continue
+        found = tuple(number != (IGNORED if field == "labels" else 0) for number in numbers)
+        if field == "labels" and any(new and a != b for new, a, b in zip(found, numbers, tokens, strict=True)):
+            raise RowError(
+                where,
+                f"`{names[field]}` is neither the token nor {IGNORED} at each place",
+                "Labels must not be shifted: the loss compares each token with the prediction before it",
+            )
+        trained = found if trained is None else tuple(a and b for a, b in zip(trained, found, strict=True))
+    part = slice(kept.start, kept.stop)
+    return Tokenized(tokens[part], None if trained is None else trained[part], where)
+
+
+def _integers(value: object, where: str, name: str) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(n) in (int, bool) for n in value):
+        raise RowError(where, f"`{name}` must be a list of whole numbers, this is {kind(value)}")
+    return tuple(map(int, value))
+
+
+def _attended(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
+    """Return where the one run of ones begins and ends."""
+    first = next((index for index, number in enumerate(mask) if number), len(mask))
+    last = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
+    if not all(mask[first:last]):
+        raise RowError(where, f"`{name}` has zeros in the middle", "Padding may only be at the ends")
+    return (first, last) if first < last else (0, 0)

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.data.packing import pack
+from megatrain.data.formats import IGNORED
+from megatrain.data.packing import pack_documents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from megatrain.data.dataset import TokenDataset
 
-IGNORED = -100  # label of a token that is not trained; the value that Hugging Face's losses skip
 _SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
 
 
@@ -88,7 +88,7 @@ class BatchLoader:
         self._packing = packing
         self._data_seed = data_seed
         self._pad_token_id = pad_token_id
-        self._rows = self._make_rows()
+        self._members, self._row_starts = self._make_rows()
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
         self._position = LoaderPosition()
         self.seek(position)
@@ -101,12 +101,12 @@ class BatchLoader:
     @property
     def num_rows(self) -> int:
         """Rows in an epoch."""
-        return len(self._rows)
+        return len(self._row_starts) - 1
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch; the same in every epoch."""
-        return -(-len(self._rows) // (self._micro_batch_size * self._num_micro_batches))
+        return -(-self.num_rows // (self._micro_batch_size * self._num_micro_batches))
 
     @property
     def position(self) -> LoaderPosition:
@@ -130,8 +130,8 @@ class BatchLoader:
         epoch, step = self._position.epoch, self._position.step
         rows_per_step = self._micro_batch_size * self._num_micro_batches
         order = self._order_of(epoch)
-        chosen = [self._rows[row] for row in order[step * rows_per_step : (step + 1) * rows_per_step]]
-        chosen.extend([()] * (rows_per_step - len(chosen)))
+        chosen = [self._row(row) for row in order[step * rows_per_step : (step + 1) * rows_per_step]]
+        chosen.extend([[]] * (rows_per_step - len(chosen)))
         micro_batches = [
             self._packed(chosen[first :: self._num_micro_batches])
             if self._packing
@@ -141,25 +141,38 @@ class BatchLoader:
         last = step + 1 == self.steps_per_epoch
         self._position = LoaderPosition(epoch + 1, 0) if last else LoaderPosition(epoch, step + 1)
         starts = self._dataset.starts
+        num_real_tokens = sum(int(starts[doc + 1] - starts[doc]) for row in chosen for doc in row)
+        self._dataset.release_pages()
         return StepBatch(
             micro_batches,
-            num_real_tokens=sum(int(starts[doc + 1] - starts[doc]) for row in chosen for doc in row),
+            num_real_tokens=num_real_tokens,
             num_trained_tokens=sum(int((batch["labels"] != IGNORED).sum()) for batch in micro_batches),
             epoch=epoch,
             position=self._position,
         )
 
-    def _make_rows(self) -> list[Sequence[int]]:
-        """Decide once which documents share a row; only the order of the rows changes between epochs."""
+    def _make_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Decide once which documents share a row; only the order of the rows changes between epochs.
+
+        Returns:
+            The documents of all rows, one row after the other; and where each row begins, and the end.
+        """
+        documents = self._dataset.epoch_documents(self._data_seed)
         if not self._packing:
-            return [(document,) for document in range(len(self._dataset))]
-        shuffled = np.random.default_rng((self._data_seed, _PACK)).permutation(len(self._dataset))
-        lengths = np.diff(self._dataset.starts)[shuffled].tolist()
-        return [tuple(int(shuffled[index]) for index in row) for row in pack(lengths, self._max_length)]
+            return documents, np.arange(len(documents) + 1, dtype=np.int64)
+        shuffled = np.random.default_rng((self._data_seed, _PACK)).permutation(len(documents))
+        documents = documents[shuffled]
+        rows = pack_documents(documents, self._dataset.lengths()[documents], self._max_length)
+        self._dataset.release_pages()
+        return rows
+
+    def _row(self, row: int) -> list[int]:
+        """Return the documents of a row."""
+        return [int(document) for document in self._members[self._row_starts[row] : self._row_starts[row + 1]]]
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
-            shuffled = np.random.default_rng((self._data_seed, _SHUFFLE, epoch)).permutation(len(self._rows))
+            shuffled = np.random.default_rng((self._data_seed, _SHUFFLE, epoch)).permutation(self.num_rows)
             self._order = epoch, shuffled.astype(np.int64)
         return self._order[1]
 

@@ -1,26 +1,36 @@
 """Which characters of a rendered conversation the assistant wrote, with proof.
 
-Three ways, tried in order; each one checks its own answer against the rendered text, so a template that rewrites
-messages is refused instead of masked wrongly:
+Four ways, tried in order; each one checks its own answer against the rendered text, so what a template rewrites is
+left untrained instead of masked wrongly:
 1. the template's own ``{% generation %}`` markers;
-2. render again with a sentinel in place of each assistant text, find the sentinels, put the texts back: equal to
+2. render again with a sentinel in place of the assistant's texts, find the sentinels, put the texts back: equal to
    the first rendering, or the way does not apply;
-3. render the conversation up to the turn, and up to and with it: both must be prefixes of the whole.
+3. render the conversation up to the turn, and up to and with it: both must be prefixes of the whole;
+4. turns that call tools: render with the whole turn replaced by a sentinel; what is around it is around the turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.errors import DataError
+from megatrain.data.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Messages = Sequence[Mapping[str, str]]
-_UNPROVEN = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "completion" or "all"'
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+Tools = Sequence[Mapping[str, Any]] | None
+
+EMPTY = "it is empty"
+REWRITTEN = "the chat template rewrites it"
+OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it"
+REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
+_CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
+_SENTINEL = "qzsentinel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,144 +50,227 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        if not isinstance(tokenizer.chat_template, str):
+        template = tokenizer.chat_template
+        if not (isinstance(template, str) or (isinstance(template, dict) and "default" in template)):
             raise DataError(
                 str(tokenizer.name_or_path),
                 "this tokenizer has no chat template, which `messages` need",
                 "Set model.chat_template to a .jinja file, or give prompt and completion",
             )
         self._tokenizer = tokenizer
-        self._template: str = tokenizer.chat_template
-        self.has_markers = "generation %}" in self._template or "generation -%}" in self._template
+        probe = [{"role": "user", "content": "hello"}]
+        try:
+            plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
+        except RowError:
+            plain = prompted = ""
+        self._prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
 
-    def render(self, messages: Messages, where: str, *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Messages, where: str, *, tools: Tools = None, add_generation_prompt: bool = False
+    ) -> str:
         """Return the conversation as text.
 
         Raises:
-            DataError: the template refuses it, for example because roles do not alternate.
+            RowError: the template refuses it, for example because roles do not alternate.
         """
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template raises what it likes
-            raise DataError(
-                where, f"the chat template refuses this conversation: {error}", "Fix or remove the row"
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise RowError(
+                where, f"the chat template refuses this conversation: {reason}", "Fix or remove the row"
             ) from None
         assert isinstance(text, str), type(text)
         return text
 
-    def assistant_spans(self, messages: Messages, text: str, where: str, chosen: Sequence[int]) -> list[Span]:
-        """Return the spans of the chosen assistant messages in ``text``, in order, without end-of-turn tokens.
-
-        Messages without content have none.
+    def assistant_spans(
+        self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
+    ) -> dict[int, Span | str]:
+        """Return for each chosen assistant message its span in ``text``, without the end of turn, or why it has none.
 
         Args:
             messages: the conversation.
             text: what :meth:`render` made of it.
             where: file and row, for errors.
             chosen: indices of assistant messages.
-
-        Raises:
-            DataError: no way proves where the assistant's text is.
+            tools: what it was rendered with.
         """
-        wanted = [index for index in chosen if messages[index]["content"].strip()]
+        found: dict[int, Span | str] = {index: EMPTY for index in chosen}
+        wanted = [index for index in chosen if _is_simple(messages[index]) or messages[index].get("tool_calls")]
         if not wanted:
-            return []
-        spans = self._by_markers(messages, text, where) if self.has_markers else None
-        if spans is None:
-            spans = self._by_sentinels(messages, text, where)
-        if spans is None:
-            spans = {index: self._by_prefixes(messages, text, where, index) for index in wanted}
-        return [spans[index] for index in wanted]
+            return found
+        view = _View(self, messages, tools, text, where)
+        by_markers = self._by_markers(view)
+        if by_markers is not None:
+            found.update({index: by_markers[index] for index in wanted})
+            return found
+        simple = [index for index in wanted if _is_simple(messages[index])]
+        spans = _by_sentinels(view, [i for i, message in enumerate(messages) if _is_simple(message)]) or {}
+        for index in simple:  # one turn that is rewritten must not hide the others
+            if index not in spans:
+                spans.update(_by_sentinels(view, [index]) or {})
+        for index in wanted:
+            span = spans.get(index)
+            if span is None and (found_span := _by_prefixes(view, index)) is not None:
+                found[index] = found_span
+                continue
+            span = span or _by_replacement(view, index)
+            found[index] = REWRITTEN if span is None else self._with_lead(view, span)
+        return found
 
-    def _by_markers(self, messages: Messages, text: str, where: str) -> dict[int, Span] | None:
+    def _by_markers(self, view: _View) -> dict[int, Span | str] | None:
+        template = self._tokenizer.get_chat_template(tools=None if view.tools is None else list(view.tools))
+        if "generation %}" not in template and "generation -%}" not in template:
+            return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
         result: Any = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=self._template,
+            conversations=[[dict(message) for message in view.messages]],
+            tools=None if view.tools is None else [dict(tool) for tool in view.tools],
+            chat_template=template,
             return_assistant_tokens_mask=True,
             **special,
         )
-        rendered, found = result
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if rendered[0] != text or len(found[0]) != len(turns):
+        rendered, marks = result
+        turns = [index for index, message in enumerate(view.messages) if message["role"] == "assistant"]
+        if rendered[0] != view.text or len(marks[0]) != len(turns):
             return None
-        spans = {index: Span(index, int(start), int(end)) for index, (start, end) in zip(turns, found[0], strict=True)}
-        for index, span in spans.items():
-            if messages[index]["content"].strip() not in text[span.start : span.end]:
-                raise DataError(
-                    where, f"the generation markers of the chat template do not enclose message {index + 1}", _UNPROVEN
-                )
+        spans: dict[int, Span | str] = {}
+        for index, (start, end) in zip(turns, marks[0], strict=True):
+            holds = _holds(view.text[start:end], view.messages[index])
+            spans[index] = Span(index, int(start), int(end)) if holds else OUTSIDE_MARKERS
         return spans
 
-    def _by_sentinels(self, messages: Messages, text: str, where: str) -> dict[int, Span] | None:
-        mark = "qzsentinel"
-        while any(mark in message["content"] for message in messages):
-            mark += "z"
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        sentinels = {index: f"{mark}{index}end" for index in turns}
-        marked = [
-            {"role": message["role"], "content": sentinels.get(index, message["content"])}
-            for index, message in enumerate(messages)
-        ]
-        try:
-            frame = self.render(marked, where)
-        except DataError:
-            return None
-        if any(frame.count(sentinel) != 1 for sentinel in sentinels.values()):
-            return None
-        changes: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
-        for change in changes:
-            spans = _put_back(frame, sentinels, {index: change(messages[index]["content"]) for index in turns}, text)
-            if spans is not None:
-                return {index: self._with_lead(messages, text, where, span) for index, span in spans.items()}
-        return None
-
-    def _with_lead(self, messages: Messages, text: str, where: str, span: Span) -> Span:
+    def _with_lead(self, view: _View, span: Span) -> Span:
         """Add what the template puts between the generation prompt and the content, such as an empty thought.
 
         At inference the model starts after the generation prompt, so it must produce that text too. Without a
         generation prompt, the role header would be in that place; then only white space is added.
         """
-        before = messages[: span.message]
-        if not before:
+        before = view.messages[: span.message]
+        if not before or (self._prompt and view.text.endswith(self._prompt, 0, span.start)):
             return span
         try:
-            prompt = self.render(before, where, add_generation_prompt=True)
-            has_prompt = prompt != self.render(before, where)
-        except DataError:
+            prompt = view.render(before, add_generation_prompt=True)
+            has_prompt = prompt != view.render(before)
+        except RowError:
             return span
-        if not text.startswith(prompt) or len(prompt) > span.start:
+        if not view.text.startswith(prompt) or len(prompt) > span.start:
             return span
-        if has_prompt or not text[len(prompt) : span.start].strip():
+        if has_prompt or not view.text[len(prompt) : span.start].strip():
             return Span(span.message, len(prompt), span.end)
         return span
 
-    def _by_prefixes(self, messages: Messages, text: str, where: str, index: int) -> Span:
-        """Take what lies between the generation prompt and what the template puts after any text of this turn."""
-        content = messages[index]["content"].strip()
-        sentinel = "qzsentinel"
-        before = self.render(messages[:index], where, add_generation_prompt=True) if index else ""
-        through = self.render(messages[: index + 1], where)
-        frame = self.render([*messages[:index], {"role": "assistant", "content": sentinel}], where)
-        after = frame[frame.rindex(sentinel) + len(sentinel) :] if sentinel in frame else ""
-        written = through[len(before) : len(through) - len(after)]
-        if not (
-            text.startswith(through)
-            and through.startswith(before)
-            and through.endswith(after)
-            and written.rstrip().endswith(content)
-        ):
-            raise DataError(
-                where,
-                f"the chat template rewrites message {index + 1}, so what the assistant wrote cannot be told from "
-                "the rest",
-                _UNPROVEN,
-            )
-        return Span(index, len(before), len(before) + len(written))
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One rendered conversation."""
+
+    renderer: ChatRenderer
+    messages: Messages
+    tools: Tools
+    text: str
+    where: str
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+        return self.renderer.render(messages, self.where, tools=self.tools, add_generation_prompt=add_generation_prompt)
+
+
+def _is_simple(message: Message) -> bool:
+    """Return whether a message is the assistant's and nothing but text."""
+    return message["role"] == "assistant" and not message.get("tool_calls") and bool(message["content"].strip())
+
+
+def _by_sentinels(view: _View, turns: Sequence[int]) -> dict[int, Span] | None:
+    mark = _SENTINEL
+    while any(mark in message["content"] for message in view.messages):
+        mark += "z"
+    sentinels = {index: f"{mark}{index}end" for index in turns}
+    marked = [
+        {**message, "content": sentinels[index]} if index in sentinels else message
+        for index, message in enumerate(view.messages)
+    ]
+    try:
+        frame = view.render(marked)
+    except RowError:
+        return None
+    if any(frame.count(sentinel) != 1 for sentinel in sentinels.values()):
+        return None
+    for change in _CHANGES:
+        contents = {index: change(view.messages[index]["content"]) for index in turns}
+        spans = _put_back(frame, sentinels, contents, view.text)
+        if spans is not None:
+            return spans
+    return None
+
+
+def _by_replacement(view: _View, index: int) -> Span | None:
+    """Render with a sentinel in place of a turn that calls tools: what is around it is around the turn, too."""
+    if not view.messages[index].get("tool_calls"):
+        return None
+    try:
+        frame = view.render(
+            [*view.messages[:index], {"role": "assistant", "content": _SENTINEL}, *view.messages[index + 1 :]]
+        )
+    except RowError:
+        return None
+    before, found, after = frame.partition(_SENTINEL)
+    end = len(view.text) - len(after)
+    is_around = found and view.text.startswith(before) and view.text.endswith(after) and len(before) <= end
+    if not is_around or not _holds(view.text[len(before) : end], view.messages[index]):
+        return None
+    others = [message["content"].strip() for message in view.messages[index + 1 :]]
+    if any(other and other in view.text[len(before) : end] for other in others):
+        return None  # the template shows what follows only after a call
+    return Span(index, len(before), end)
+
+
+def _by_prefixes(view: _View, index: int) -> Span | None:
+    """Take what lies between the generation prompt and what the template puts after any text of this turn."""
+    messages = view.messages
+    try:
+        before = view.render(messages[:index], add_generation_prompt=True) if index else ""
+        turn = view.render(messages[:index]) if index else ""
+        through = view.render(messages[: index + 1])
+        frame = view.render([*messages[:index], {"role": "assistant", "content": _SENTINEL}])
+    except RowError:
+        return None
+    after = frame[frame.rindex(_SENTINEL) + len(_SENTINEL) :] if _SENTINEL in frame else ""
+    if not through.endswith(after):
+        if not messages[index].get("tool_calls"):
+            return None
+        after = through[len(through.rstrip()) :]  # a call of a tool has an end of its own, which is trained
+    end = len(through) - len(after)
+    if not (view.text.startswith(through) and through.startswith(before) and len(before) <= end):
+        return None
+    whole = through[len(turn) if before.startswith(turn) else len(before) : end]  # a prompt may begin the thought
+    return Span(index, len(before), end) if _holds(whole, messages[index]) else None
+
+
+def _holds(written: str, message: Message) -> bool:
+    """Return whether a rendered turn holds all of a message: its text, and the names and arguments of its calls."""
+    if "".join(message["content"].split()) not in "".join(written.split()):
+        return False
+    calls = message.get("tool_calls") or ()
+    return all(text in written or json.dumps(text)[1:-1] in written for call in calls for text in _texts(call))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a tool call that a template must show."""
+    if isinstance(value, Mapping):
+        inner: Iterable[Any] = [value["function"]] if "function" in value else value.values()
+    else:
+        inner = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, str):
+        yield value
+    for each in inner:
+        yield from _texts(each)
 
 
 def _put_back(

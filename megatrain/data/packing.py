@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WINDOW = 4096  # documents that are packed together; more pack tighter, fewer mix better
+
+
+def pack_documents(
+    documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pack documents as :func:`pack` does, with 16 bytes of RAM for each.
+
+    Args:
+        documents: their numbers, in the order in which they are packed.
+        lengths: tokens of each of them.
+        capacity: tokens in a row.
+
+    Returns:
+        The documents of all rows, one row after the other; and where each row begins, and the end.
+    """
+    members = np.empty(len(documents), dtype=np.int64)
+    starts = array("q", [0])
+    for start in range(0, len(documents), WINDOW):
+        part = slice(start, start + WINDOW)
+        for row in pack(lengths[part].tolist(), capacity):
+            end = starts[-1] + len(row)
+            members[starts[-1] : end] = documents[part][row]
+            starts.append(end)
+    return members, np.array(starts, dtype=np.int64)
 
 
 def pack(lengths: Sequence[int], capacity: int, *, window: int = WINDOW) -> list[list[int]]:

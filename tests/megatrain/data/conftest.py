@@ -1,7 +1,8 @@
-"""A real, small tokenizer (BPE, 1024 tokens) with the special tokens of the templates under test."""
+"""Small real tokenizers: one of bytes (BPE, 1024 tokens), one of words that begin with a space, as Llama 2 has it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from megatrain.data.tokenizer import load_tokenizer
 
 TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"
+TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<start_of_turn>", "<end_of_turn>", "<|return|>",
@@ -21,3 +23,22 @@ def tokenizer() -> Any:
     made = load_tokenizer(str(TOKENIZER))
     made.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     return made
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with Llama 2's rules: a space is put before every text, what has no token is spelt in bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    first = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False, special_tokens=first)
+    made.train_from_iterator([line.replace("\n", "") for line in TEXT.read_text().splitlines()[:400]], trainer)
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    rules = json.loads(made.to_str())
+    rules["added_tokens"] = []  # bytes are in the vocabulary, they are not special
+    path.write_text(json.dumps(rules))
+    return path

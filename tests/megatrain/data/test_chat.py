@@ -3,6 +3,7 @@
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.errors import DataError
-from megatrain.data.formats import Completion, Conversation, Document
+from megatrain.data.errors import DataError, RowError
+from megatrain.data.formats import Completion, Conversation, Document, Tokenized
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
@@ -102,7 +103,9 @@ def test_exactly_the_assistant(tokenizer: Any, template: str, end: str, train_on
 def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(tokenizer: Any) -> None:
     tokenizer.chat_template = PLAIN
     coded = RowEncoder(tokenizer).encode(conversation(*CHAT))
-    assert [text.strip() for text in trained_runs(tokenizer, coded)] == ["Call me Ishmael.", "So be it"]
+    first, last = trained_runs(tokenizer, coded)
+    assert first.strip() == "Call me Ishmael."
+    assert last.strip() == "So be it<|endoftext|>"  # nothing in this template says that the last turn is over
 
 
 def test_each_turn_has_its_own_end(tokenizer: Any) -> None:
@@ -118,13 +121,15 @@ def test_thought_of_the_last_turn_is_trained(tokenizer: Any) -> None:
     assert trained_runs(tokenizer, coded) == ["<think>\nhmm\n</think>\n\nBecause<|im_end|>"]
 
 
-def test_a_rewritten_turn_is_refused(tokenizer: Any) -> None:
+def test_a_rewritten_turn_is_not_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = DROPS_OLD_THOUGHTS
     row = conversation(("user", "a"), ("assistant", "<think>\nhmm\n</think>\n\nB"), ("user", "c"), ("assistant", "d"))
-    with pytest.raises(DataError, match="rows line 1: the chat template rewrites message 2"):
-        RowEncoder(tokenizer).encode(row)
-    coded = RowEncoder(tokenizer, train_on="completion").encode(row)
-    assert trained_runs(tokenizer, coded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+    for train_on in ("assistant", "completion"):
+        coded = RowEncoder(tokenizer, train_on=train_on).encode(row)
+        assert trained_runs(tokenizer, coded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+    assert RowEncoder(tokenizer).encode(row).untrained_turns == ("the chat template rewrites it",)
+    with pytest.raises(RowError, match="rows line 1: message 2 cannot be told from the rest: the chat template rewri"):
+        RowEncoder(tokenizer).encode(replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
 
 
 def test_white_space_around_content(tokenizer: Any) -> None:
@@ -158,6 +163,62 @@ def test_trained_from_masks_earlier_turns(tokenizer: Any) -> None:
     assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
 
 
+def test_only_the_last_turn(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    row = conversation(*CHAT, trained_from=2)
+    assert trained_runs(tokenizer, RowEncoder(tokenizer, train_on="completion").encode(row)) == [
+        "Call me Ishmael.<|im_end|>",
+        "So be it<|im_end|>",
+    ]
+    for each in (row, conversation(*CHAT)):
+        coded = RowEncoder(tokenizer, train_on="last_assistant").encode(each)
+        assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("train_on", "flags", "expected"),
+    [
+        ("assistant", (None, None, False, None, None), ["So be it<|im_end|>"]),
+        ("assistant", (None, None, None, None, False), ["Call me Ishmael.<|im_end|>"]),
+        ("last_assistant", (None, True, True, None, False), ["Call me Ishmael.<|im_end|>"]),
+    ],
+)
+def test_a_row_may_say_which_turns_are_trained(
+    tokenizer: Any, train_on: Any, flags: tuple[bool | None, ...], expected: list[str]
+) -> None:
+    tokenizer.chat_template = CHATML
+    coded = RowEncoder(tokenizer, train_on=train_on).encode(replace(conversation(*CHAT), flags=flags))
+    assert trained_runs(tokenizer, coded) == expected
+
+
+def test_all_but_the_turns_that_a_row_excludes(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    row = replace(conversation(*CHAT), flags=(None, None, False, None, None))
+    before, after = trained_runs(tokenizer, RowEncoder(tokenizer, train_on="all").encode(row))
+    assert before.endswith("<|im_start|>assistant\n")
+    assert after.startswith("\n<|im_start|>user\nWhy?")
+
+
+def test_tokens_of_somebody_else(tokenizer: Any) -> None:
+    coded = RowEncoder(tokenizer).encode(Tokenized((5, 6, 7), (True, False, True), "x"))
+    assert (coded.tokens, coded.trained, coded.is_text) == ([5, 6, 7], [False, False, True], False)
+    assert RowEncoder(tokenizer).encode(Tokenized((5, 6, 7), None, "x")).is_text
+
+
+def test_rows_together_are_encoded_as_each_alone(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    encoder = RowEncoder(tokenizer)
+    rows = [
+        Document("Call me Ishmael.", "x"),
+        conversation(*CHAT),
+        Completion("The whale", " is white", "x"),
+        conversation(("user", "a")),
+        Completion("", "Call me", "x"),
+        Tokenized((5, 6), None, "x"),
+    ]
+    assert list(encoder.encode_many(rows)) == [encoder.encode(row) for row in rows]
+
+
 def test_train_on_all(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     coded = RowEncoder(tokenizer, train_on="all").encode(conversation(*CHAT))
@@ -183,7 +244,7 @@ def test_markers_at_the_wrong_place_are_refused(tokenizer: Any) -> None:
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}A:{% endgeneration %}{% endif %}"
         "{{ m['content'] }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(DataError, match="generation markers of the chat template do not enclose message 2"):
+    with pytest.raises(RowError, match=r"message 2 cannot .* the generation markers of the chat template do not encl"):
         RowEncoder(tokenizer).encode(conversation(("user", "a"), ("assistant", "b")))
 
 

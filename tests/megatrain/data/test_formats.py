@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megatrain.data.errors import DataError
-from megatrain.data.formats import Completion, Conversation, Document, find_files, read_rows
+from megatrain.data.files import find_files
+from megatrain.data.formats import Completion, Conversation, Document
+from megatrain.data.sources import read_rows
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -83,12 +85,31 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "empty": ("a.jsonl", "\n \n", "a.jsonl: the file is empty"),
     "empty text": ("a.txt", " \n", "a.txt: the file is empty"),
     "empty json": ("a.json", "", "a.json: the file is empty"),
-    "no field": ("a.jsonl", lines({"body": "x"}), "line 1: no field that is known: messages, prompt and completion, or text; the row has `body`. Say which is which"),
-    "alpaca": ("a.jsonl", lines({"instruction": "x", "output": "y"}), 'write columns = { prompt = "instruction", completion = "output" }'),
+    "no field": ("a.jsonl", lines({"body": "x"}), "line 1: no field that is known: messages, conversations, instruction and output, prompt and completion, text, or input_ids; the row has `body`. Say which is which"),
+    "input only": ("a.jsonl", lines({"input": "x", "answer": "y"}), 'columns = { prompt = "input", completion = "output" }'),
+    "preference": ("a.jsonl", lines({"prompt": "x", "chosen": "y", "rejected": "z"}), "line 1: this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on. To train on the better answer write"),
     "gsm8k": ("a.jsonl", lines({"question": "x", "answer": "y"}), 'columns = { prompt = "question", completion = "answer" }'),
-    "sharegpt": ("a.jsonl", lines({"conversations": []}), "ShareGPT rows are not read in this release; convert them to messages"),
-    "no role": ("a.jsonl", lines({"messages": [{"from": "human", "value": "x"}]}), "line 1, message 1: a message needs `role` and `content`, this has `from`, `value`"),
-    "bad role": ("a.jsonl", lines({"messages": [{"role": "human", "content": "x"}]}), 'message 1: role "human" is not known. Roles: system, developer, user'),
+    "empty sharegpt": ("a.jsonl", lines({"conversations": []}), "line 1: `conversations` must be a list of messages, this is empty"),
+    "no role": ("a.jsonl", lines({"messages": [{"speaker": "human", "text": "x"}]}), "line 1, message 1: a message needs `role` and `content`, this has `speaker`, `text`"),
+    "no message": ("a.jsonl", lines({"messages": ["hi"]}), "message 1: a message must be an object with `role` and `content`, this is text"),
+    "bad role": ("a.jsonl", lines({"messages": [{"role": "narrator", "content": "x"}]}), 'message 1: role "narrator" is not known. Roles: system, developer, user'),
+    "picture": ("a.jsonl", lines({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "message 1: `content` holds a part that is no text: image_url"),
+    "weight": ("a.jsonl", lines({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}), "message 1: `weight` must be 0 or 1, this is 0.5"),
+    "call": ("a.jsonl", lines({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}), "message 1: a tool call needs the `name` of its function"),
+    "arguments": ("a.jsonl", lines({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}), "`arguments` holds broken JSON at column 2"),
+    "tools": ("a.jsonl", lines({"messages": MESSAGES, "tools": "[1"}), "line 1: `tools` holds broken JSON"),
+    "tools kind": ("a.jsonl", lines({"messages": MESSAGES, "tools": {"a": 1}}), "line 1: `tools` must be a list of objects, this is an object"),
+    "history": ("a.jsonl", lines({"instruction": "x", "output": "y", "history": [["a"]]}), "`history` must be a list of pairs"),
+    "output": ("a.jsonl", lines({"instruction": "x", "output": 4}), "line 1: `output` must be text, this is a number"),
+    "negative id": ("a.jsonl", lines({"input_ids": [1, -1]}), "`input_ids` holds a negative token id"),
+    "float id": ("a.jsonl", lines({"input_ids": [1, 2.5]}), "`input_ids` must be a list of whole numbers"),
+    "short labels": ("a.jsonl", lines({"input_ids": [1, 2], "labels": [1]}), "`labels` has 1 numbers for 2 tokens"),
+    "shifted labels": ("a.jsonl", lines({"input_ids": [1, 2], "labels": [2, -100]}), "`labels` is neither the token nor -100 at each place. Labels must not be shifted"),
+    "holes": ("a.jsonl", lines({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}), "`attention_mask` has zeros in the middle. Padding may only be at the ends"),
+    "csv cells": ("a.csv", "text,id\nx,1,2\n", "a.csv row 1 (line 2): 3 cells below a header of 2"),
+    "csv quotes": ("a.csv", 'text\n"x"y\n', "a.csv line 2: broken CSV"),
+    "no gzip": ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: the file cannot be read: Not a gzipped file"),
+    "deep": ("a.jsonl", "[" * 100000 + "\n", "a.jsonl line 1: broken JSON nested too deeply"),
     "null content": ("a.jsonl", lines({"messages": [{"role": "user", "content": None}]}), "message 1: `content` must be text, this is null"),
     "no messages": ("a.jsonl", lines({"messages": []}), "`messages` must be a list of messages, this is empty"),
     "number as text": ("a.jsonl", lines({"text": 5}), "`text` must be text, this is a number"),
@@ -96,8 +117,10 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "latin 1": ("a.jsonl", b'{"text": "\xe9"}\n', "line 1: not UTF-8 text (byte 10 of the line). Convert it to UTF-8"),
     "latin 1 text": ("a.txt", b"t\xe9", "a.txt: the file is not UTF-8 text (byte 1)"),
     "json object": ("a.json", "{}", "a .json file must hold a list of rows, this is an object. Wrap the rows in [ ]"),
-    "json lines": ("a.json", lines({"text": "a"}, {"text": "b"}), "One object per line? Name the file .jsonl"),
-    "parquet": ("a.parquet", b"PAR1", '".parquet" files are not read. Files that are read: .jsonl (one object per line), .json (a list of objects) and .txt'),
+    "broken json": ("a.json", '[{"text": "x"},]', "a.json line 1: broken JSON at column"),
+    "parquet": ("a.parquet", b"PAR1", "a.parquet: this is no .parquet file that can be read"),
+    "arrow": ("a.arrow", b"ARROW", "a.arrow: this is no .arrow file that can be read"),
+    "other": ("a.xlsx", b"PK", '".xlsx" files are not read. Files that are read: .jsonl (one object per line), .json (a list of objects), .csv'),
 }  # fmt: skip
 
 

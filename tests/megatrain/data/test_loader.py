@@ -172,7 +172,7 @@ def test_packed_documents_do_not_see_each_other(tokenizer: Any) -> None:
 
 def test_text_is_cut_into_pieces(tokenizer: Any) -> None:
     dataset = encode_rows([Document("Call me Ishmael. " * 20, "x")], RowEncoder(tokenizer), max_length=16)
-    lengths = dataset.lengths()
+    lengths = dataset.lengths().tolist()
     assert lengths[:-1] == [16] * (len(lengths) - 1)
     assert not dataset.trained[dataset.starts[:-1]].any()
     assert dataset.report.num_trained_tokens == dataset.report.num_tokens - len(dataset)

@@ -1,0 +1,180 @@
+"""A first config with comments, for one machine: text only, nothing is looked at or written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain.config.json_schema import FILE_NAME as SCHEMA_NAME
+from megatrain.config.resolved import format_value
+from tiered.units import GiB, format_size
+
+_EXAMPLE_MODEL = "path/to/model"
+_EXAMPLE_DATA = {"sft": "data/chat.jsonl", "pretrain": "data/*.txt"}
+_LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
+_ROWS_PER_STEP = {True: 16, False: 8}
+_COLUMN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A folder that could hold blocks.
+
+    Attributes:
+        path: the folder, as it is written. free_bytes: on its drive. kind: its file system.
+        objection: why it is better not used, or "".
+    """
+
+    path: str
+    free_bytes: int
+    kind: str
+    objection: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What decides sizes. ``gpu_bytes`` is what is free now; None: there is no CUDA device."""
+
+    ram_bytes: int
+    free_ram_bytes: int
+    gpu_bytes: int | None
+    drives: Sequence[Drive]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the model: its path or hub name, and 0 for numbers that are not known."""
+
+    path: str
+    num_parameters: int = 0
+    max_positions: int = 0
+
+
+def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, data: str | None) -> str:
+    """Return the text of a config that loads.
+
+    Args:
+        task: "sft" or "pretrain". model, data: None: an example that has to be replaced.
+    """
+    parts = [
+        f"#:schema ./{SCHEMA_NAME}",
+        "# Made by `megatrain-tier init` for this machine. What a key means: `megatrain-tier config explain KEY`.",
+        "#   megatrain-tier check FILE    find every mistake",
+        "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",
+        "#   megatrain-tier run FILE      train; the same command continues after a stop",
+        "config_version = 1",
+        _line(
+            "task",
+            task,
+            "chats and prompts: loss on the answers" if task == "sft" else "plain text: loss on every token",
+        ),
+        _line("output_dir", "outputs/first", "paths are relative to this file"),
+        _line("seed", 42),
+        "",
+        *_model(model),
+        "",
+        *_data(machine, task, model, data),
+        "",
+        *_training(machine, task, model),
+        "",
+        *_optimizer(task),
+        "",
+        "[checkpoint]",
+        _line("save_steps", 200, "and at the end, on SIGTERM and on Ctrl-C"),
+        _line("save_total_limit", 2, "the newest ones are kept"),
+        "",
+        *_tiers(machine, model),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _model(model: ModelFacts | None) -> list[str]:
+    if model is None:
+        return [
+            "[model]",
+            _line("model_name_or_path", _EXAMPLE_MODEL, "FILL IN: a Hugging Face folder with safetensors"),
+        ]
+    size = _parameters(model.num_parameters)
+    return ["[model]", _line("model_name_or_path", model.path, size)]
+
+
+def _parameters(count: int) -> str:
+    if not count:
+        return ""
+    return f"{count / 1e9:.2f} B parameters" if count >= 1e9 else f"{count / 1e6:.1f} M parameters"
+
+
+def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
+    longest = _LONGEST[machine.gpu_bytes is not None]
+    return min(longest, model.max_positions) if model is not None and model.max_positions else longest
+
+
+def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: str | None) -> list[str]:
+    length = _max_length(machine, model)
+    lines = ["[data]", _line("max_length", length, "tokens in a row")]
+    lines.append(_line("packing", True, "documents share rows and never attend to each other"))
+    if task == "sft":
+        lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
+    note = "" if data is not None else "FILL IN: file, glob or folder"
+    return [*lines, "", "[[data.train]]", _line("path", data if data is not None else _EXAMPLE_DATA[task], note)]
+
+
+def _training(machine: MachineFacts, task: str, model: ModelFacts | None) -> list[str]:
+    length = _max_length(machine, model)
+    rows = _ROWS_PER_STEP[machine.gpu_bytes is not None]
+    return [
+        "[training]",
+        _line("train_batch_tokens", rows * length, f"{rows} rows of max_length per step; micro-batches follow from it"),
+        _line("num_train_epochs", 1.0),
+        f"{'# max_steps = 100':<{_COLUMN}}  # instead of whole epochs",
+    ]
+
+
+def _optimizer(task: str) -> list[str]:
+    rate = 1e-5 if task == "sft" else 1e-4
+    return [
+        "[optimizer]",
+        _line("optim", "adamw", "16 bytes of state per parameter; lion 12, adafactor 8"),
+        _line("learning_rate", rate),
+        _line("lr_scheduler_type", "cosine"),
+        _line("warmup_steps", 0.03, "below 1: a share of all steps"),
+    ]
+
+
+def _tiers(machine: MachineFacts, model: ModelFacts | None) -> list[str]:
+    lines = []
+    if model is not None and model.num_parameters:
+        need = 16 * model.num_parameters
+        lines.append(
+            f"# Weights, gradients and optimizer state of this model: about {format_size(need)} with adamw in fp32."
+        )
+    lines.append('# What this run may use. "auto" is what is free when it starts; or write "22GiB", or "90%".')
+    if machine.gpu_bytes is not None:
+        lines += ["[tiers.gpu]", _line("size", "auto", f"now {format_size(machine.gpu_bytes)}"), ""]
+    free, total = format_size(machine.free_ram_bytes), format_size(machine.ram_bytes)
+    lines += ["[tiers.ram]", _line("size", "auto", f"now {free} of {total}: what does not fit goes to the drive")]
+    is_used = False
+    for drive in machine.drives:
+        about = f"{drive.kind}, {format_size(drive.free_bytes)} free"
+        lines.append("")
+        if drive.objection or is_used:
+            why = drive.objection or "another drive: both together are striped"
+            lines += [
+                f"# {why}",
+                "# [[tiers.nvme]]",
+                f"# path = {format_value(drive.path)}  # {about}",
+                '# size = "auto"',
+            ]
+        else:
+            is_used = True
+            lines += ["[[tiers.nvme]]", _line("path", drive.path, about), _line("size", "auto", _usable(drive))]
+    return lines
+
+
+def _usable(drive: Drive) -> str:
+    return f"or a part of it, such as {format_value(f'{max(1, drive.free_bytes // 2 // GiB)}GiB')}"
+
+
+def _line(name: str, value: object, comment: str = "") -> str:
+    text = f"{name} = {format_value(value)}"
+    return f"{text:<{_COLUMN}}  # {comment}" if comment else text

@@ -1,0 +1,275 @@
+"""A folder of tokenized data: entries found by the contents they were made from, complete or absent, mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatrain.data.encoding import TokenWriter
+from megatrain.data.errors import DataError
+from megatrain.data.report import DataReport
+from tiered.units import MiB, format_size
+
+_VERSION = 1
+_TOKENS, _TRAINED, _STARTS, _MANIFEST = "tokens.int32", "trained.bool", "starts.int64", "manifest.json"
+_PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
+_CHECKSUMS = "checksums"
+_READ_BYTES = 4 * MiB
+_SETTLED_S = 2.0  # a file changed more recently may change again within one tick of its clock
+
+Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
+Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One tokenized dataset. The arrays are mapped from files: what is not read costs no RAM.
+
+    Attributes:
+        tokens, trained, starts: as ``TokenDataset`` has them.
+        report: of ``DataReport.to_json``.
+        source_starts: the first document of each source, and the end.
+        content: checksum of the arrays.
+        largest_id: the largest token id.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int64]
+    report: dict[str, Any]
+    source_starts: tuple[int, ...]
+    content: str
+    largest_id: int
+
+
+def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
+    """Return the folder that ``data.cache_dir`` names, made when missing; None: tokens are kept in RAM.
+
+    Raises:
+        DataError: it cannot be written and was named by the user. The usual folder is done without, with a message.
+    """
+    if cache_dir == "none":
+        return None
+    usual = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(usual) if os.path.isabs(usual) else Path(os.path.expanduser("~")) / ".cache"
+    folder = base / "megatrain-tier" / "tokens" if cache_dir == "auto" else Path(cache_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if cache_dir != "auto":
+            raise DataError(str(folder), f"data.cache_dir cannot be written: {reason}", "Name another folder") from None
+        on_message(
+            f"{folder} cannot be written ({reason}): tokens are kept in RAM. data.cache_dir names another folder"
+        )
+        return None
+    return folder
+
+
+class TokenCache:
+    """The entries of one folder. Several processes may use it at once; each of an entry's files is written once.
+
+    Args:
+        folder: made already.
+        max_nbytes: of all entries; those used longest ago are removed first. None: no limit.
+        on_message: told of waiting for another process.
+    """
+
+    def __init__(
+        self, folder: Path, *, max_nbytes: int | None = None, on_message: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._folder = folder
+        self._max_nbytes = max_nbytes
+        self._on_message = on_message
+
+    def get(self, key: str, encode: Encode) -> CacheEntry:
+        """Return an entry, made first if it is not there. Waits while another process makes it.
+
+        Args:
+            key: name of the entry, a function of all that decides its contents.
+            encode: writes the documents.
+
+        Raises:
+            DataError: as ``encode``, or the folder is full or too small.
+        """
+        found = self._open(key)
+        if found is not None:
+            return found
+        with self._lock(key):
+            found = self._open(key)
+            if found is None:
+                try:
+                    self._make(key, encode)
+                except OSError as error:
+                    self._remove(self._folder / (key + _PARTIAL))
+                    raise DataError(
+                        str(self._folder),
+                        f"tokenized data cannot be written: {error.strerror or error}",
+                        "Free space, or name another folder as data.cache_dir",
+                    ) from error
+                found = self._open(key)
+        assert found is not None, key
+        return found
+
+    def file_checksum(self, file: Path) -> str:
+        """Return the checksum of a file's contents; read again only when its size, time or place has changed.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        try:
+            state = file.stat()
+            stamp = [state.st_size, state.st_mtime_ns, state.st_ino, state.st_dev]
+            name = xxhash.xxh3_64(os.fsencode(file.absolute())).hexdigest()
+            memory = self._folder / _CHECKSUMS / f"{name}.json"
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                known = json.loads(memory.read_text(encoding="utf-8"))
+                if known["stamp"] == stamp:
+                    return str(known["checksum"])
+            digest = xxhash.xxh3_64()
+            with file.open("rb", buffering=0) as stream:
+                while piece := stream.read(_READ_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise DataError(str(file), f"the file cannot be read: {error.strerror or error}") from None
+        if time.time() - state.st_mtime > _SETTLED_S:
+            with contextlib.suppress(OSError):
+                memory.parent.mkdir(exist_ok=True)
+                _write_whole(memory, {"stamp": stamp, "checksum": digest.hexdigest()})
+        return digest.hexdigest()
+
+    @contextlib.contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        """Hold the lock of one entry; the system releases it when the process dies."""
+        with (self._folder / (key + _LOCK)).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._on_message("another process tokenizes the same data; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _make(self, key: str, encode: Encode) -> None:
+        """Write an entry beside its place, then rename it there: a process that dies leaves nothing that is used."""
+        partial, final = self._folder / (key + _PARTIAL), self._folder / key
+        self._remove(partial)
+        self._remove(final)  # damaged, else it would have been opened
+        partial.mkdir()
+        try:
+            with contextlib.ExitStack() as stack:
+                files = tuple(stack.enter_context((partial / name).open("wb")) for name in (_TOKENS, _TRAINED, _STARTS))
+                writer = TokenWriter(files, lambda nbytes: self._make_room(nbytes, key))
+                report, source_starts = encode(writer)
+                for file in files:
+                    file.flush()
+                    os.fsync(file.fileno())
+            manifest = {
+                "version": _VERSION,
+                "num_tokens": writer.num_tokens,
+                "num_documents": writer.num_documents,
+                "largest_id": writer.largest_id,
+                "content": writer.content,
+                "source_starts": source_starts,
+                "report": report.to_json(),
+            }
+            _write_whole(partial / _MANIFEST, manifest)
+            os.rename(partial, final)
+        except BaseException:
+            self._remove(partial)
+            raise
+
+    def _open(self, key: str) -> CacheEntry | None:
+        """Return an entry that is there and whole, and note that it was used."""
+        folder = self._folder / key
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            if manifest["version"] != _VERSION:
+                return None
+            tokens, trained, starts = _map(folder, manifest["num_tokens"], manifest["num_documents"])
+            entry = CacheEntry(
+                tokens,
+                trained,
+                starts,
+                manifest["report"],
+                tuple(manifest["source_starts"]),
+                manifest["content"],
+                manifest["largest_id"],
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(folder / _MANIFEST)
+        return entry
+
+    def _make_room(self, nbytes: int, key: str) -> None:
+        """Remove the entries used longest ago until one of ``nbytes`` fits beside the rest."""
+        if self._max_nbytes is None:
+            return
+        others = []
+        for folder in self._folder.iterdir():
+            if folder.name not in (key, key + _PARTIAL, _CHECKSUMS):
+                with contextlib.suppress(OSError):
+                    used = (folder / _MANIFEST).stat().st_mtime_ns
+                    others.append((used, folder, sum(file.stat().st_size for file in folder.iterdir())))
+        others.sort(reverse=True)
+        while others and nbytes + sum(size for _, _, size in others) > self._max_nbytes:
+            self._remove(others.pop()[1])
+        if nbytes > self._max_nbytes:
+            raise DataError(
+                str(self._folder),
+                f"the tokenized data is larger than data.max_cache_size = {format_size(self._max_nbytes)}",
+                'Raise it (5 bytes for each token and 8 for each document), or write cache_dir = "none"',
+            )
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a folder so that nobody finds half of it. Who has it mapped keeps it until then."""
+        if not folder.exists():
+            return
+        aside = folder.with_name(f"{folder.name}{_REMOVED}-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _map(folder: Path, num_tokens: int, num_documents: int) -> Arrays:
+    """Map the arrays of an entry.
+
+    Raises:
+        ValueError: a file has another size.
+    """
+
+    def mapped(name: str, dtype: Any, count: int) -> Any:
+        path = folder / name
+        if path.stat().st_size != count * np.dtype(dtype).itemsize:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes")
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+
+    return (
+        mapped(_TOKENS, np.int32, num_tokens),
+        mapped(_TRAINED, np.bool_, num_tokens),
+        mapped(_STARTS, np.int64, num_documents + 1),
+    )
+
+
+def _write_whole(path: Path, values: Any) -> None:
+    """Write JSON so that readers see all of it or nothing."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    with fresh.open("w", encoding="utf-8") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)

@@ -1,0 +1,214 @@
+"""Rows to documents of tokens, written as they come: nothing but the last few rows is held in RAM."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Literal
+
+import xxhash
+
+from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.errors import DataError, RowError
+from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
+from megatrain.data.report import RowCounts
+
+Overlong = Literal["truncate", "drop", "error"]
+_ROWS_AT_ONCE = 512  # tokenized together; more keeps more cores busy and more RAM
+_CHARACTERS_AT_ONCE = 1 << 20
+_FLUSH_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingOptions:
+    """What decides, beside the rows and the tokenizer, what is trained.
+
+    Attributes:
+        max_length: tokens of a document at most.
+        overlong: what happens to longer conversations. Longer plain text is cut into pieces.
+        bad_rows: "drop": rows that cannot be trained are counted; "error": the first ends it all.
+        only_text: refuse rows that are no plain text (and no tokens).
+    """
+
+    max_length: int
+    overlong: Overlong = "truncate"
+    bad_rows: Literal["drop", "error"] = "drop"
+    only_text: bool = False
+
+
+class TokenWriter:
+    """Writes documents one after the other: int32 tokens, one byte of mask for each, int64 starts.
+
+    Args:
+        files: where tokens, masks and starts go. Not closed.
+        before_write: told how many bytes will have been written before each write.
+    """
+
+    def __init__(self, files: Sequence[BinaryIO], before_write: Callable[[int], None] = lambda nbytes: None) -> None:
+        self._files = files
+        self._before_write = before_write
+        self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q", [0])
+        self._digests = tuple(xxhash.xxh3_64() for _ in files)
+        self._flushed_tokens = 0
+        self.nbytes = 0
+        self.num_documents = 0
+        self.num_trained_tokens = 0
+        self.largest_id = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents so far."""
+        return self._flushed_tokens + len(self._tokens)
+
+    @property
+    def content(self) -> str:
+        """Checksum of all that was flushed, as ``content_checksum`` makes it of the arrays."""
+        return "-".join(digest.hexdigest() for digest in self._digests)
+
+    def add(self, tokens: list[int], trained: list[bool]) -> None:
+        """Append a document."""
+        assert len(tokens) == len(trained), (len(tokens), len(trained))
+        self._tokens.extend(tokens)
+        self._trained.extend(trained)
+        self._starts.append(self.num_tokens)
+        self.num_documents += 1
+        if len(self._tokens) >= _FLUSH_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held. Raises OSError."""
+        held = (self._tokens.tobytes(), bytes(self._trained), self._starts.tobytes())
+        if self._tokens:
+            self.largest_id = max(self.largest_id, max(self._tokens))
+        self.num_trained_tokens += sum(self._trained)
+        self.nbytes += sum(map(len, held))
+        self._before_write(self.nbytes)
+        for file, digest, content in zip(self._files, self._digests, held, strict=True):
+            digest.update(content)
+            file.write(content)
+        self._flushed_tokens += len(self._tokens)
+        self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q")
+
+
+class Encoder:
+    """Encodes the rows of one source after the other into a :class:`TokenWriter`.
+
+    Args:
+        encoder: tokenizer and masks.
+        writer: where documents go.
+        options: lengths, and what is refused.
+        on_rows: told the number of rows after every few hundred of them.
+    """
+
+    def __init__(
+        self,
+        encoder: RowEncoder,
+        writer: TokenWriter,
+        options: EncodingOptions,
+        on_rows: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self.counts = RowCounts()
+        self._encoder = encoder
+        self._writer = writer
+        self._options = options
+        self._on_rows = on_rows
+        self._open_tokens: list[int] = []  # of a text of which only parts have been read
+        self._open_trained: list[bool] = []
+        self._open_is_kept = False
+
+    def add_rows(self, rows: Iterable[Row | RowError]) -> None:
+        """Encode rows and write what is trained of them.
+
+        Args:
+            rows: and the errors of rows that could not be read, in their place.
+
+        Raises:
+            DataError: a row is too long and ``overlong`` is "error", a row is no text though ``only_text`` asks for
+                it, or as ``RowEncoder.encode_many``. OSError: writing failed.
+            RowError: a row cannot be trained and ``bad_rows`` is "error".
+        """
+        for batch in _batches(rows):
+            if self._options.only_text:
+                _check_text(batch)
+            for row, coded in zip(batch, self._encoder.encode_many(batch), strict=True):
+                if isinstance(coded, RowError):
+                    if self._options.bad_rows == "error":
+                        raise coded
+                    self.counts.drop(coded)
+                else:
+                    self._add(coded, row.where)
+            self._on_rows(self.counts.num_rows)
+
+    def _add(self, coded: Encoded, where: str) -> None:
+        if coded.is_text:
+            self._add_text(coded)
+            return
+        counts, max_length = self.counts, self._options.max_length
+        counts.num_rows += 1
+        if len(coded.tokens) > max_length:
+            if self._options.overlong == "error":
+                raise DataError(
+                    where,
+                    f"{len(coded.tokens)} tokens are more than data.max_length = {max_length}",
+                    'Raise it, or write overlong = "truncate" or "drop"',
+                )
+            if self._options.overlong == "drop":
+                counts.num_too_long += 1
+                return
+            counts.num_truncated += 1
+        trained = coded.trained[:max_length]
+        if any(trained):
+            self._writer.add(coded.tokens[:max_length], trained)
+            for reason in coded.untrained_turns:
+                counts.leave_turn(reason, where)
+        else:
+            counts.num_untrained += 1
+
+    def _add_text(self, coded: Encoded) -> None:
+        """Cut text into pieces of ``max_length``; what is left over waits for the next part of the same text."""
+        self._open_tokens += coded.tokens
+        self._open_trained += coded.trained
+        size = self._options.max_length
+        whole = len(self._open_tokens) if coded.is_end else len(self._open_tokens) // size * size
+        for start in range(0, whole, size):
+            trained = self._open_trained[start : start + size]
+            trained[0] = False  # nothing in this document predicts its first token
+            if any(trained):
+                self._writer.add(self._open_tokens[start : start + size], trained)
+                self._open_is_kept = True
+        del self._open_tokens[:whole], self._open_trained[:whole]
+        if coded.is_end:
+            self.counts.num_rows += 1
+            self.counts.num_untrained += not self._open_is_kept
+            self._open_is_kept = False
+
+
+def _batches(rows: Iterable[Row | RowError]) -> Iterator[list[Row | RowError]]:
+    """Yield rows in lists: many short ones, few long ones."""
+    batch: list[Row | RowError] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += _num_characters(row)
+        if len(batch) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _num_characters(row: Row | RowError) -> int:
+    if isinstance(row, Document):
+        return len(row.text)
+    if isinstance(row, Completion):
+        return len(row.prompt) + len(row.completion)
+    if isinstance(row, Conversation):
+        return sum(len(message["content"]) for message in row.messages)
+    return len(row.tokens) if isinstance(row, Tokenized) else 0
+
+
+def _check_text(rows: list[Row | RowError]) -> None:
+    for row in rows:
+        if isinstance(row, Conversation | Completion):
+            raise DataError(row.where, 'task = "pretrain" trains plain text, this row is not', 'Write task = "sft"')

@@ -1,0 +1,307 @@
+"""Files of rows: which ones a path names, and their rows one at a time."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import glob
+import gzip
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatrain.data.errors import DataError
+from megatrain.data.messages import kind
+
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
+EXTRA = "pip install 'megatrain-tier[data]'"
+_READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
+_SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+_NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # beside saved datasets
+_PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so that they need not fit in RAM
+_MIN_ROWS_OF_BATCH = 256
+
+
+def suffix_of(file: Path) -> str:
+    """Return what kind of file it is, as a suffix in small letters; ``.gz`` behind it does not count."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes[-1:] == [".gz"]:
+        return suffixes[-2] if suffixes[-2:-1] and suffixes[-2] in TEXT_SUFFIXES else ".gz"
+    return suffixes[-1] if suffixes else ""
+
+
+def find_files(path: str, split: str | None = None) -> list[Path]:
+    """Return the files that a path, glob or folder names, sorted.
+
+    Args:
+        path: file, glob or folder.
+        split: which files of a folder; its name stands in theirs, or in that of a folder. None: all of them, or
+            those of "train" where there are several splits.
+
+    Raises:
+        DataError: nothing there, or a file of a kind that is not read.
+    """
+    base = Path(path)
+    if base.is_dir():
+        return _of_split(base, _in_folder(base), split)
+    if base.is_file():
+        files = [base]
+    elif glob.has_magic(path):
+        files = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
+        if not files:
+            raise DataError(path, "no file matches", "Check the pattern; it is relative to the config file")
+    else:
+        raise DataError(path, "there is no such file or folder", "Paths are relative to the config file")
+    if split not in (None, "train"):
+        raise DataError(path, f'split = "{split}" needs a folder or a dataset of the hub', "Leave split out")
+    for file in files:
+        if suffix_of(file) not in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
+            raise DataError(
+                str(file), f'"{file.suffix or file.name}" files are not read', f"Files that are read: {_READ_AS}"
+            )
+    return files
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _NOT_DATA and file.is_file()
+    )
+    if not files:
+        raise DataError(str(folder), "the folder holds no data file", f"Files that are read: {_READ_AS}")
+    return files
+
+
+def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
+    def has(file: Path, name: str) -> bool:
+        words = re.split(r"[^a-z0-9]+", file.relative_to(folder).as_posix().lower())
+        return name.lower() in words or name in file.relative_to(folder).parts
+
+    if split is not None:
+        chosen = [file for file in files if has(file, split)]
+        if not chosen:
+            found = ", ".join(name for name in _SPLITS if any(has(file, name) for file in files)) or "none"
+            raise DataError(str(folder), f'no file of the folder is of split "{split}"', f"Splits found: {found}")
+        return chosen
+    splits = {name: [file for file in files if has(file, name)] for name in _SPLITS}
+    named = [name for name in _SPLITS if splits[name]]
+    if len(named) > 1 and len({file for name in named for file in splits[name]}) == len(files):
+        if "train" not in named:
+            raise DataError(
+                str(folder), f"the folder holds several splits: {', '.join(named)}", f'Write split = "{named[0]}"'
+            )
+        return splits["train"]
+    return files
+
+
+def read_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, fields) of each row of a file that is no .txt.
+
+    Raises:
+        DataError: the file cannot be read, or is damaged, or a row is no object with fields.
+    """
+    suffix = suffix_of(file)
+    if suffix in ARROW_SUFFIXES:
+        rows: Iterator[tuple[str, Any]] = _arrow_rows(file, suffix)
+    elif suffix in (".csv", ".tsv"):
+        rows = _csv_rows(file, "," if suffix == ".csv" else "\t")
+    else:
+        rows = _json_lines(file) if suffix == ".jsonl" else _json_list(file)
+    for where, value in rows:
+        if not isinstance(value, dict):
+            raise DataError(where, f"a row must be an object with fields, this is {kind(value)}")
+        yield where, value
+
+
+def read_text(file: Path) -> Iterator[tuple[str, bool]]:
+    """Yield a text file in pieces, each with whether it is the last; cut between lines, or words, where there are any.
+
+    Raises:
+        DataError: it cannot be read or is not UTF-8.
+    """
+    held = ""
+    for text in _decoded(file):
+        held += text
+        if len(held) >= _PIECE_CHARACTERS:
+            cut = _last_border(held)
+            yield held[:cut], False
+            held = held[cut:]
+    yield held, True
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    """Yield the characters of a UTF-8 file as they are read, every line end as one line feed."""
+    decoder, line_ends = codecs.getincrementaldecoder("utf-8-sig")(), io.IncrementalNewlineDecoder(None, translate=True)
+    num_read = 0
+    with _opened(file) as stream:
+        while True:
+            try:
+                raw = stream.read(_PIECE_CHARACTERS)
+            except (OSError, EOFError) as error:
+                raise _unreadable(file, error) from None
+            start = num_read - len(decoder.getstate()[0])
+            try:
+                yield line_ends.decode(decoder.decode(raw, final=not raw), final=not raw)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, error, start) from None
+            if not raw:
+                return
+            num_read += len(raw)
+
+
+def _last_border(text: str) -> int:
+    """Return where a text can be cut: after its last line end, before its last space, else at its end."""
+    return text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
+
+
+def _opened(file: Path) -> IO[bytes]:
+    try:
+        return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: Exception) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return DataError(str(file), f"the file cannot be read: {reason}", "Check its permissions, or fetch it again")
+
+
+def _not_utf8(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataError:
+    return DataError(str(file), f"the file is not UTF-8 text (byte {start + error.start})", "Convert it to UTF-8")
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    with _opened(file) as stream:
+        try:
+            for number, raw in enumerate(stream, start=1):
+                where = f"{file} line {number}"
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        where, f"not UTF-8 text (byte {error.start} of the line)", "Convert it to UTF-8"
+                    ) from None
+                if line.strip():
+                    yield where, _parse_line(line, where)
+        except (OSError, EOFError) as error:
+            raise _unreadable(file, error) from None
+
+
+def _parse_line(line: str, where: str) -> Any:
+    try:
+        return json.loads(line.rstrip())
+    except (json.JSONDecodeError, RecursionError) as error:
+        start = line.strip()[:40]
+        if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
+            raise DataError(where, "this is a JSON list, not one object per line", "Name the file .json") from None
+        raise DataError(
+            where, f"broken JSON {_json_fault(error)}. The line begins: {start}", "Fix or remove the line"
+        ) from None
+
+
+def _json_fault(error: json.JSONDecodeError | RecursionError) -> str:
+    return f"at column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+
+
+def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a list, which has to fit in RAM; or of objects one per line, also named .json by some tools."""
+    with _opened(file) as stream:
+        try:
+            text = stream.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(file, error) from None
+        except (OSError, EOFError) as error:
+            raise _unreadable(file, error) from None
+    if not text.strip():
+        return
+    try:
+        rows = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and text.lstrip().startswith("{"):
+            yield from _json_lines(file)
+            return
+        where = f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
+        raise DataError(where, f"broken JSON {_json_fault(error)}", "Fix the file") from None
+    if not isinstance(rows, list):
+        raise DataError(
+            str(file), f"a .json file must hold a list of rows, this is {kind(rows)}", "Wrap the rows in [ ]"
+        )
+    for number, value in enumerate(rows, start=1):
+        yield f"{file} row {number}", value
+
+
+def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)
+    with _opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, [])
+            for number, cells in enumerate(reader, start=1):
+                where = f"{file} row {number}"
+                if not any(cells):
+                    continue
+                if len(cells) != len(header):
+                    raise DataError(
+                        f"{where} (line {reader.line_num})",
+                        f"{len(cells)} cells below a header of {len(header)}",
+                        "Put cells that hold the separator or a line break in double quotes",
+                    )
+                yield where, dict(zip(header, cells, strict=True))
+        except UnicodeDecodeError as error:
+            raise _not_utf8(file, error) from None
+        except csv.Error as error:
+            raise DataError(f"{file} line {reader.line_num}", f"broken CSV: {error}", "Fix the line") from None
+        except (OSError, EOFError) as error:
+            raise _unreadable(file, error) from None
+
+
+def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(str(file), f"{suffix} files need pyarrow", f"Install the data extra: {EXTRA}") from None
+    number = 0
+    try:
+        if suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(file, memory_map=True) as parquet:
+                for batch in parquet.iter_batches(batch_size=_MIN_ROWS_OF_BATCH):
+                    for value in batch.to_pylist():
+                        number += 1
+                        yield f"{file} row {number}", value
+            return
+        with pyarrow.memory_map(str(file)) as mapped:
+            for batch in _record_batches(mapped):
+                for start in range(0, batch.num_rows, _MIN_ROWS_OF_BATCH):
+                    for value in batch.slice(start, _MIN_ROWS_OF_BATCH).to_pylist():
+                        number += 1
+                        yield f"{file} row {number}", value
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"{file} row {number + 1}" if number else str(file),
+            f"this is no {suffix} file that can be read: {reason.rstrip('.')}",
+            "Fetch or write it again",
+        ) from None
+
+
+def _record_batches(mapped: Any) -> Iterator[Any]:
+    """Yield the batches of an Arrow file (Feather 2), or of a stream, as datasets writes it."""
+    import pyarrow
+    import pyarrow.ipc
+
+    try:
+        reader = pyarrow.ipc.open_file(mapped)
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        yield from pyarrow.ipc.open_stream(mapped)
+        return
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)

@@ -1,0 +1,182 @@
+"""Messages as other tools write them, brought to one shape: role, text, tool calls, and whether each is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatrain.data.errors import RowError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Names of roles elsewhere.
+_OTHER_ROLES = {
+    "human": "user", "prompter": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant",
+    "function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool",
+}  # fmt: skip
+_CALLS = ("function_call", "tool_call")  # ShareGPT roles: the assistant calls a tool, the text is the call as JSON
+_KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # fields that chat templates know
+_FLAGS = ("train", "training", "weight")
+
+
+def read_messages(
+    value: object, where: str, name: str, columns: Mapping[str, str]
+) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
+    """Return the messages of a row, and for each whether the row says that it is trained (None: it does not say).
+
+    Args:
+        value: what the row has in the field ``name``: a list of messages, or the same as JSON.
+        where: file and row, for errors.
+        columns: our field name -> theirs, for ``role`` and ``content``.
+
+    Raises:
+        RowError: not a list of messages, an unknown role, or content that is no text.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_inner_json(value, where, name)
+    if not isinstance(value, list) or not value:
+        raise RowError(where, f"`{name}` must be a list of messages, this is {kind(value)}")
+    messages, flags = [], []
+    for number, message in enumerate(value, start=1):
+        place = f"{where}, message {number}"
+        if not isinstance(message, dict):
+            raise RowError(place, f"a message must be an object with `role` and `content`, this is {kind(message)}")
+        messages.append(_read_message(message, place, columns))
+        flags.append(_flag(message, place))
+    return tuple(messages), tuple(flags)
+
+
+def _read_message(message: dict[str, Any], where: str, columns: Mapping[str, str]) -> dict[str, Any]:
+    role_name = columns.get("role") or ("from" if "from" in message and "role" not in message else "role")
+    content_name = columns.get("content") or ("value" if "value" in message and "content" not in message else "content")
+    calls = message.get("tool_calls")
+    if role_name not in message or (content_name not in message and not calls):
+        seen = field_names(message)
+        raise RowError(
+            where,
+            f"a message needs `{role_name}` and `{content_name}`, this has {seen}",
+            reason=f"a message lacks `{role_name}` or `{content_name}`",
+        )
+    role, content = message[role_name], message.get(content_name)
+    read: dict[str, Any] = {"role": _role(role, where)}
+    if role in _CALLS:
+        calls, content = parse_inner_json(content, where, content_name), ""
+    read["content"] = _content(content, where, content_name, may_be_missing=bool(calls))
+    if calls:
+        read["tool_calls"] = [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    read.update({key: message[key] for key in _KEPT if isinstance(message.get(key), str)})
+    return read
+
+
+def _role(role: object, where: str) -> str:
+    if role in _CALLS:
+        return "assistant"
+    known = _OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if known not in ROLES:
+        shown = json.dumps(role, ensure_ascii=False)
+        raise RowError(where, f"role {shown} is not known", f"Roles: {', '.join(ROLES)}")
+    return str(known)
+
+
+def _content(content: object, where: str, name: str, *, may_be_missing: bool) -> str:
+    if content is None and may_be_missing:
+        return ""
+    if isinstance(content, list) and content:  # parts, as chat interfaces write them
+        parts = [part if isinstance(part, dict) else {"type": kind(part)} for part in content]
+        other = [str(part.get("type")) for part in parts if not isinstance(part.get("text"), str)]
+        if other:
+            raise RowError(where, f"`{name}` holds a part that is no text: {other[0]}", "This release trains text only")
+        return "".join(part["text"] for part in parts)
+    if not isinstance(content, str):
+        raise RowError(where, f"`{name}` must be text, this is {kind(content)}")
+    return content
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    """Return a call with its arguments as an object, which chat templates of all families accept."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(where, "a tool call needs the `name` of its function", reason="a tool call without a name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = parse_inner_json(arguments, where, "arguments")
+    read: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    if isinstance(call, dict) and isinstance(call.get("id"), str):
+        read["id"] = call["id"]
+    return read
+
+
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return messages whose tool calls have their arguments as JSON text."""
+
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return tuple(
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    )
+
+
+def _flag(message: Mapping[str, Any], where: str) -> bool | None:
+    """Return what a message says about its own training: ``weight`` 0 or 1, or ``train`` true or false."""
+    for name in _FLAGS:
+        value = message.get(name)
+        if value is None:
+            continue
+        if value not in (0, 1):  # true and false are 1 and 0
+            raise RowError(where, f"`{name}` must be 0 or 1, this is {json.dumps(value, default=str)}")
+        return bool(value)
+    return None
+
+
+def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
+    """Return the tools that a row offers, which is a list of JSON schemas or the same as JSON text; None: none.
+
+    Raises:
+        RowError: it is something else.
+    """
+    if isinstance(value, str) and value.strip():
+        value = parse_inner_json(value, where, "tools")
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(where, f"`tools` must be a list of objects, this is {kind(value)}")
+    return tuple(value)
+
+
+def parse_inner_json(value: object, where: str, name: str) -> Any:
+    """Return the value of a field that holds JSON as text.
+
+    Raises:
+        RowError: it is no JSON.
+    """
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise RowError(
+            where,
+            f"`{name}` holds broken JSON at column {error.colno}: {error.msg}",
+            reason=f"`{name}` holds broken JSON",
+        ) from None
+
+
+def field_names(value: Mapping[str, Any]) -> str:
+    """Return the names of an object's fields, at most eight, for messages."""
+    names = [f"`{name}`" for name in value]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
+
+
+def kind(value: object) -> str:
+    """Return in words what a value of JSON is."""
+    if value is None:
+        return "null"
+    if value == [] or value == "":
+        return "empty"
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)

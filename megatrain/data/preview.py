@@ -1,0 +1,273 @@
+"""What a config's data looks like to the loss: single rows as text, trained or not; and figures of all of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.dataset import OnMessage, TokenDataset, load_dataset
+from megatrain.data.errors import DataError, RowError
+from megatrain.data.formats import Completion, Conversation, Document, Row
+from megatrain.data.packing import pack_documents
+from megatrain.data.report import DataReport
+from megatrain.data.sources import rows_of_files, source_files
+from megatrain.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.config.schema import RunConfig
+
+_PERCENTS = (0, 50, 90, 99, 100)
+_LARGEST_PREVIEW = 4096  # tokens shown of a row that is text; a whole book would be shown else
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring tokens that are all trained or all not, as text with special tokens shown."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowPreview:
+    """One row as the model will see it.
+
+    Attributes:
+        number: of the row, from 1, over all sources.
+        where: file and row.
+        kind: "conversation", "prompt and completion", "text" or "tokens".
+        segments: its text, in order; empty where the row is dropped.
+        num_tokens, num_trained: of the part that is shown.
+        num_tokens_before: of the whole row. More than ``num_tokens`` where it is cut.
+        dropped: why nothing of the row is trained, or "".
+        untrained_turns: why turns of the assistant are not trained that should be.
+    """
+
+    number: int
+    where: str
+    kind: str
+    segments: tuple[Segment, ...]
+    num_tokens: int
+    num_trained: int
+    num_tokens_before: int
+    dropped: str = ""
+    untrained_turns: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the preview as values of JSON."""
+        return asdict(self)
+
+
+def preview_rows(config: RunConfig, n: int = 3, row: int | None = None) -> list[RowPreview]:
+    """Return the first ``n`` rows of the data, or row number ``row`` alone. Reads no further, and no cache.
+
+    Args:
+        config: the run.
+        n: how many.
+        row: which one, from 1, counted over all sources, dropped rows included.
+
+    Raises:
+        DataError: as ``load_dataset``; or there is no such row.
+    """
+    tokenizer = _tokenizer(config)
+    encoder = RowEncoder(tokenizer, train_on=config.data.train_on)
+    first = 1 if row is None else row
+    last = n if row is None else row
+    if first < 1:
+        raise DataError("--row", f"there is no row {row}", "Rows count from 1")
+    numbered = zip(itertools.count(1), _rows(config), strict=False)
+    previews = [
+        _preview(config, tokenizer, encoder, number, item)
+        for number, item in itertools.islice(numbered, first - 1, last)
+    ]
+    if row is not None and not previews:
+        count = sum(1 for _ in _rows(config))
+        raise DataError("--row", f"there is no row {row}", f"The data has {count:,} rows")
+    return previews
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
+    folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
+    return load_tokenizer(folder, chat_template=config.model.chat_template)
+
+
+def _rows(config: RunConfig) -> Iterator[Row | RowError]:
+    """Yield the rows of all sources, those that cannot be trained included."""
+    for source in config.data.train:
+        rows = rows_of_files(
+            source_files(source.path, source.subset, source.split),
+            format=source.format,
+            columns={str(ours): theirs for ours, theirs in source.columns.items()},
+            max_samples=source.max_samples,
+        )
+        yield from (row for row in rows if not isinstance(row, Document) or row.is_start)  # of a long text its start
+
+
+def _preview(
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: Row | RowError
+) -> RowPreview:
+    (coded,) = encoder.encode_many([item])
+    kind = "row" if isinstance(item, RowError) else _kind(item)
+    if isinstance(coded, RowError):
+        return RowPreview(number, coded.where, kind, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
+    length = _LARGEST_PREVIEW if coded.is_text else config.data.max_length
+    tokens, trained = coded.tokens[:length], coded.trained[:length]
+    return RowPreview(
+        number,
+        "" if isinstance(item, RowError) else item.where,
+        kind,
+        _segments(tokenizer, tokens, trained),
+        len(tokens),
+        sum(trained),
+        len(coded.tokens),
+        _why_dropped(config, coded, trained),
+        coded.untrained_turns,
+    )
+
+
+def _why_dropped(config: RunConfig, coded: Encoded, trained: list[bool]) -> str:
+    if not coded.is_text and len(coded.tokens) > config.data.max_length and config.data.overlong != "truncate":
+        return f"{len(coded.tokens)} tokens are more than data.max_length = {config.data.max_length}"
+    return "" if any(trained) else "no token of it would be trained"
+
+
+def _kind(row: Row) -> str:
+    if isinstance(row, Conversation):
+        return "conversation"
+    if isinstance(row, Completion):
+        return "prompt and completion"
+    return "text" if isinstance(row, Document) else "tokens"
+
+
+def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: list[bool]) -> tuple[Segment, ...]:
+    segments = []
+    for is_trained, group in itertools.groupby(zip(tokens, trained, strict=True), key=lambda pair: pair[1]):
+        ids = [token for token, _ in group]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        segments.append(Segment(str(text), is_trained))
+    return tuple(segments)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """One ``[[data.train]]``: its documents once each, and how often they are used in an epoch."""
+
+    path: str
+    weight: float
+    num_documents: int
+    num_tokens: int
+    num_trained_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """Documents of ``low`` to ``high`` tokens, both included."""
+
+    low: int
+    high: int
+    num_documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataStats:
+    """Figures of all training data.
+
+    Attributes:
+        report: rows read, dropped by reason, truncated; tokens and trained tokens of all documents, once each.
+        sources: the same by source.
+        percentiles: percent -> tokens of a document: 0, 50, 90, 99 and 100 percent are no longer.
+        histogram: documents by length, the bounds doubling up to ``data.max_length``.
+        num_documents, num_tokens, num_trained_tokens: of an epoch, weights counted.
+        num_rows: rows of ``data.max_length`` tokens in an epoch, or one for each document without packing.
+        num_steps: optimizer steps of an epoch.
+        padding_share: of the tokens of an epoch's rows, those that are padding; 0 to 1.
+        padding_share_other: the same with ``data.packing`` the other way.
+    """
+
+    report: DataReport
+    sources: tuple[SourceStats, ...]
+    percentiles: dict[int, int]
+    histogram: tuple[LengthBin, ...]
+    num_documents: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_rows: int
+    num_steps: int
+    padding_share: float
+    padding_share_other: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as values of JSON."""
+        return asdict(self)
+
+
+def dataset_stats(config: RunConfig, on_message: OnMessage = lambda text: None) -> DataStats:
+    """Return figures of all training data, from the cache where it holds them.
+
+    Raises:
+        DataError: as ``load_dataset``.
+    """
+    dataset = load_dataset(config, _tokenizer(config), on_message)
+    documents = dataset.epoch_documents(config.data_seed)
+    lengths = dataset.lengths()
+    used = lengths[documents]
+    trained = _trained_of_documents(dataset)
+    max_length = config.data.max_length
+    num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
+    packed = 1.0 - int(used.sum()) / (num_packed * max_length)
+    padded = 1.0 - int(used.sum()) / _padded_tokens(used, config.micro_batch_size or 1)
+    packing = config.data.packing
+    num_rows = num_packed if packing else len(documents)
+    return DataStats(
+        dataset.report,
+        tuple(_sources(config, dataset, trained)),
+        {percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTS},
+        _histogram(lengths, max_length),
+        len(documents),
+        int(used.sum()),
+        int(trained[documents].sum()),
+        num_rows,
+        -(-num_rows // config.rows_per_step),
+        packed if packing else padded,
+        padded if packing else packed,
+    )
+
+
+def _trained_of_documents(dataset: TokenDataset) -> npt.NDArray[np.int64]:
+    """Return the trained tokens of each document."""
+    return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
+
+
+def _sources(config: RunConfig, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
+    for number, source in enumerate(config.data.train):
+        first, end = dataset.source_starts[number], dataset.source_starts[number + 1]
+        num_tokens = int(dataset.starts[end] - dataset.starts[first])
+        yield SourceStats(source.path, source.weight, end - first, num_tokens, int(trained[first:end].sum()))
+
+
+def _padded_tokens(lengths: npt.NDArray[np.int64], micro_batch_size: int) -> int:
+    """Return the tokens of micro-batches of one document per row, each as long as its longest."""
+    starts = np.arange(0, len(lengths), micro_batch_size)
+    return int(np.maximum.reduceat(lengths, starts).sum()) * micro_batch_size
+
+
+def _histogram(lengths: npt.NDArray[np.int64], max_length: int) -> tuple[LengthBin, ...]:
+    bounds = [1]
+    while bounds[-1] * 2 <= max_length:
+        bounds.append(bounds[-1] * 2)
+    bounds.append(max_length + 1)
+    counts, _ = np.histogram(lengths, bins=sorted(set(bounds)))
+    edges = sorted(set(bounds))
+    return tuple(
+        LengthBin(low, high - 1, int(count))
+        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+        if count
+    )

@@ -1,0 +1,98 @@
+"""The rows of one source of training data: files found or fetched, then read in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatrain.data.errors import DataError, RowError
+from megatrain.data.files import find_files, read_file, read_text, suffix_of
+from megatrain.data.formats import Document, Format, Row, to_row
+from megatrain.data.hub import fetch_dataset, is_hub_name
+
+
+def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
+    """Return the files of a source, in the order in which they are read.
+
+    Raises:
+        DataError: nothing there, a file of a kind that is not read, or a hub dataset that cannot be fetched.
+    """
+    if is_hub_name(path):
+        return fetch_dataset(path, name, split)
+    if name is not None:
+        raise DataError(
+            path, f'name = "{name}" chooses a configuration of a hub dataset, this is a path', "Leave it out"
+        )
+    return find_files(path, split)
+
+
+def read_rows(
+    path: str,
+    *,
+    format: Format = "auto",
+    columns: Mapping[str, str] | None = None,
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str | None = None,
+    on_bad_row: Callable[[RowError], None] | None = None,
+) -> Iterator[Row]:
+    """Yield the rows of a source in a fixed order, one at a time.
+
+    Args:
+        path: file, glob or folder, or the name of a hub dataset.
+        format: what a row holds; "auto" looks at its fields, row by row.
+        columns: our field name -> theirs.
+        max_samples: stop after this many rows.
+        name: configuration of a hub dataset. split: which split of a folder or hub dataset.
+        on_bad_row: told of rows that cannot be trained, which are left out but counted as samples.
+
+    Raises:
+        DataError: a missing, damaged or empty file, or a row without the fields of its format.
+        RowError: a row that cannot be trained, and no ``on_bad_row``.
+    """
+    files = source_files(path, name, split)
+    for row in rows_of_files(files, format=format, columns=columns, max_samples=max_samples):
+        if not isinstance(row, RowError):
+            yield row
+        elif on_bad_row is not None:
+            on_bad_row(row)
+        else:
+            raise row
+
+
+def rows_of_files(
+    files: Sequence[Path],
+    *,
+    format: Format = "auto",
+    columns: Mapping[str, str] | None = None,
+    max_samples: int | None = None,
+) -> Iterator[Row | RowError]:
+    """Yield the rows of files, as :func:`read_rows`, and in their place the errors of those that cannot be trained."""
+    count = 0
+    for file in files:
+        is_empty = True
+        for row in _rows_of_file(file, format, dict(columns or {})):
+            if max_samples is not None and count >= max_samples:
+                return
+            is_empty = False
+            count += not isinstance(row, Document) or row.is_end
+            yield row
+        if is_empty:
+            raise DataError(str(file), "the file is empty", "Remove it or fill it")
+
+
+def _rows_of_file(file: Path, format: Format, columns: Mapping[str, str]) -> Iterator[Row | RowError]:
+    if suffix_of(file) == ".txt":
+        if format not in ("auto", "text"):
+            raise DataError(str(file), f'a .txt file has no format "{format}"', 'Leave format out, or write "text"')
+        is_start = True
+        for text, is_end in read_text(file):
+            if text.strip() or not (is_start and is_end):
+                yield Document(text, str(file), is_start, is_end)
+            is_start = False
+        return
+    for where, value in read_file(file):
+        try:
+            yield to_row(value, where, format, columns)
+        except RowError as error:
+            yield error

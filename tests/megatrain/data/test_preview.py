@@ -1,0 +1,103 @@
+"""Previews show exactly what is trained; the figures of the data are those of the batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import RunConfig
+from megatrain.data.dataset import load_dataset
+from megatrain.data.errors import DataError
+from megatrain.data.loader import BatchLoader
+from megatrain.data.preview import RowPreview, dataset_stats, preview_rows
+from megatrain.data.tokenizer import load_tokenizer
+
+MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
+TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"
+
+
+def make_config(folder: Path, rows: list[dict[str, Any]], **data: Any) -> RunConfig:
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "b.txt").write_text("Call me Ishmael. " * 40)
+    return RunConfig.model_validate(
+        {
+            "task": "sft",
+            "output_dir": "out",
+            "model": {"model_name_or_path": str(MODEL)},
+            "data": {
+                "train": [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.txt")}],
+                "max_length": 16,
+                "cache_dir": str(folder / "cache"),
+                **data,
+            },
+        }
+    )
+
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "The whale", "completion": " is white"},
+    {"prompt": "The whale", "completion": 5},
+    {"prompt": "The whale " * 20, "completion": "is white"},
+    {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8]},
+]
+
+
+def shown(preview: RowPreview) -> list[tuple[str, bool]]:
+    return [(segment.text, segment.is_trained) for segment in preview.segments]
+
+
+def test_rows_as_they_are_trained(tmp_path: Path) -> None:
+    first, second, third = preview_rows(make_config(tmp_path, ROWS))
+    assert shown(first) == [("The whale", False), (" is white<|endoftext|>", True)]
+    assert (first.number, first.kind, first.dropped) == (1, "prompt and completion", "")
+    assert first.where == f"{tmp_path / 'a.jsonl'} line 1"
+    assert (first.num_tokens, first.num_tokens_before) == (first.num_tokens, first.num_tokens)
+    assert 0 < first.num_trained < first.num_tokens
+    assert (second.segments, second.dropped) == ((), "`completion` must be text, this is a number")
+    assert second.where == f"{tmp_path / 'a.jsonl'} line 2"
+    assert third.dropped == "no token of it would be trained"
+    assert (third.num_tokens, third.num_trained) == (16, 0)
+    assert third.num_tokens_before > 16
+
+
+def test_one_row_of_all_sources(tmp_path: Path) -> None:
+    config = make_config(tmp_path, ROWS)
+    (fourth,) = preview_rows(config, row=4)
+    assert (fourth.kind, [trained for _, trained in shown(fourth)]) == ("tokens", [False, True, False, True])
+    (fifth,) = preview_rows(config, row=5)
+    assert (fifth.kind, fifth.where) == ("text", str(tmp_path / "b.txt"))
+    assert fifth.segments[-1].text.endswith("<|endoftext|>")
+    with pytest.raises(DataError, match=r"--row: there is no row 6. The data has 5 rows"):
+        preview_rows(config, row=6)
+    with pytest.raises(DataError, match=r"--row: there is no row 0. Rows count from 1"):
+        preview_rows(config, row=0)
+    assert json.loads(json.dumps(fifth.to_json()))["number"] == 5
+
+
+def test_overlong_rows_say_so(tmp_path: Path) -> None:
+    third = preview_rows(make_config(tmp_path, ROWS, overlong="drop"))[2]
+    assert third.dropped == f"{third.num_tokens_before} tokens are more than data.max_length = 16"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_figures_are_those_of_the_batches(tmp_path: Path, packing: bool) -> None:
+    config = make_config(tmp_path, ROWS, packing=packing)
+    stats = dataset_stats(config)
+    dataset = load_dataset(config, load_tokenizer(str(MODEL)))
+    loader = BatchLoader(
+        dataset, micro_batch_size=8, num_micro_batches=1, max_length=16, packing=packing, data_seed=config.data_seed
+    )
+    batches = list(itertools.islice(loader, loader.steps_per_epoch))
+    assert (stats.num_rows, stats.num_steps) == (loader.num_rows, loader.steps_per_epoch)
+    assert stats.num_tokens == sum(batch.num_real_tokens for batch in batches)
+    assert stats.num_trained_tokens == sum(batch.num_trained_tokens for batch in batches)
+    assert 0 <= stats.padding_share < 1
+    assert (stats.padding_share < stats.padding_share_other) == packing
+    assert stats.percentiles[100] == 16
+    assert sum(each.num_documents for each in stats.histogram) == len(dataset)
+    assert all(each.low <= each.high for each in stats.histogram)
+    assert json.loads(json.dumps(stats.to_json()))["num_rows"] == stats.num_rows

@@ -1,0 +1,211 @@
+"""For the chat templates of 36 families: what is trained decodes to exactly the assistant's turns and their ends.
+
+The templates under tests/data are written for this project after the published layouts of the families: the same
+special tokens, roles, white space, refusals and rewriting, less of their prose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.errors import RowError
+from megatrain.data.formats import Conversation
+from megatrain.data.tokenizer import load_tokenizer
+
+FOLDER = Path(__file__).parents[2] / "data/chat_templates"
+TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"
+FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+_WORD_BORDER = "\u2581"  # in special tokens of families whose tokenizer is made of bytes
+TURNS = (
+    ("user", "Hi there"),
+    ("assistant", "Call me Ishmael."),
+    ("user", "Why?"),
+    ("assistant", "So be it \u2014 na\u00efve  two\n\nlines: \U0001f433"),
+)
+SYSTEM = ("system", "Short answers")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "get_weather", "arguments": {"city": "Nantucket"}}}
+MakeTokenizer = Callable[[str], Any]
+
+
+def facts(family: str) -> dict[str, str]:
+    """Return what the comment at the top of a template says about it."""
+    text = (FOLDER / f"{family}.jinja").read_text(encoding="utf-8")
+    lines = text.split("-#}")[0].splitlines()[1:]
+    return {key: value.replace("\\n", "\n") for key, _, value in (line.partition(": ") for line in lines)}
+
+
+@pytest.fixture(params=["bytes", "words"])
+def make_tokenizer(request: pytest.FixtureRequest, word_tokenizer_file: Path) -> MakeTokenizer:
+    def make(family: str) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        words = request.param == "words"
+        if words and _WORD_BORDER in (FOLDER / f"{family}.jinja").read_text(encoding="utf-8"):
+            pytest.skip("a tokenizer of words decodes this border as a space")
+        made: Any = (
+            PreTrainedTokenizerFast(tokenizer_file=str(word_tokenizer_file))
+            if words
+            else load_tokenizer(str(TOKENIZER))
+        )
+        known = facts(family)
+        special = known["special"].split()
+        ends = {
+            "bos_token": known.get("bos", special[0]),
+            "eos_token": known.get("eos", known["end"].split(">")[0] + ">"),
+        }
+        made.add_special_tokens({**ends, "additional_special_tokens": special})
+        made.chat_template = (FOLDER / f"{family}.jinja").read_text(encoding="utf-8")
+        return made
+
+    return make
+
+
+def conversation(*messages: Any, tools: Any = None) -> Conversation:
+    made = tuple({"role": m[0], "content": m[1]} if isinstance(m, tuple) else m for m in messages)
+    return Conversation(made, "rows line 1", tools=tools)
+
+
+def trained_runs(tokenizer: Any, coded: Encoded) -> list[str]:
+    """Return the text of each unbroken run of trained tokens."""
+    runs: list[list[int]] = [[]]
+    for token, wanted in zip(coded.tokens, coded.trained, strict=True):
+        if wanted:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs if run]
+
+
+def expected_runs(family: str, texts: list[str]) -> list[tuple[str, str]]:
+    """Return (text with what leads to it, end of turn) of each turn of the assistant."""
+    known = facts(family)
+    lead, end = known.get("lead", ""), known["end"]
+    runs = [(lead + text if known.get("every") else text, "" if known.get("open") else end) for text in texts]
+    return [*runs[:-1], (lead + texts[-1], known.get("last_end", end))]
+
+
+def check(tokenizer: Any, family: str, coded: Encoded, texts: list[str]) -> None:
+    """Compare the trained runs with the texts; white space next to a special token may belong to either."""
+    runs, expected = trained_runs(tokenizer, coded), expected_runs(family, texts)
+    assert len(runs) == len(expected), runs
+    for run, (text, end) in zip(map(str.rstrip, runs), expected, strict=True):
+        assert run.endswith(end), (run, end)
+        written = run.removesuffix(end).strip().replace("|> ", "|>")  # words begin with a space, also behind a border
+        assert written == text.strip(), (run, text)
+
+
+def test_there_are_many_families() -> None:
+    assert len(FAMILIES) >= 30
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exactly_the_assistant(make_tokenizer: MakeTokenizer, family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    turns = TURNS if facts(family).get("system") == "no" else (SYSTEM, *TURNS)
+    texts = [text for role, text in turns if role == "assistant"]
+    check(tokenizer, family, RowEncoder(tokenizer).encode(conversation(*turns)), texts)
+    check(tokenizer, family, RowEncoder(tokenizer).encode(conversation(*TURNS)), texts)
+    check(tokenizer, family, RowEncoder(tokenizer).encode(conversation(*TURNS[:2])), texts[:1])
+    check(tokenizer, family, RowEncoder(tokenizer, train_on="last_assistant").encode(conversation(*turns)), texts[1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_of_the_template(make_tokenizer: MakeTokenizer, family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    coded = RowEncoder(tokenizer).encode(conversation(*TURNS))
+    text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in TURNS], tokenize=False)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    cut = coded.tokens if coded.tokens == whole else coded.tokens[:-1]  # an end that the template leaves out
+    assert whole[: len(cut)] == cut
+    assert not tokenizer.decode(whole[len(cut) :]).strip()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_questions_in_a_row_are_trained_or_refused(make_tokenizer: MakeTokenizer, family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    row = conversation(("user", "Hi"), *TURNS[:2])
+    if facts(family).get("strict"):
+        with pytest.raises(RowError, match=r"rows line 1: the chat template refuses this conversation: .*alternate"):
+            RowEncoder(tokenizer).encode(row)
+    else:
+        check(tokenizer, family, RowEncoder(tokenizer).encode(row), ["Call me Ishmael."])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_empty_answer_is_not_trained(make_tokenizer: MakeTokenizer, family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    row = conversation(("user", "Hi"), ("assistant", " "), *TURNS[:2])
+    coded = RowEncoder(tokenizer).encode(row)
+    check(tokenizer, family, coded, ["Call me Ishmael."])
+    assert coded.untrained_turns == ("it is empty",)
+
+
+WITH_TOOLS = [family for family in FAMILIES if facts(family).get("tools")]
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_calls_of_tools_are_trained_and_answers_of_tools_are_not(make_tokenizer: MakeTokenizer, family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answer = {"role": "tool", "content": "18 C", "tool_call_id": "abcdefghi", "name": "get_weather"}
+    coded = RowEncoder(tokenizer).encode(
+        conversation(("user", "Weather?"), call, answer, ("assistant", "It is fine."), tools=(TOOL,))
+    )
+    called, said = trained_runs(tokenizer, coded)
+    assert re.search(r"get_weather.*Nantucket", called, re.DOTALL)
+    assert called.endswith(facts(family)["end"])
+    assert said.removesuffix(facts(family)["end"]).strip().endswith("It is fine.")
+    assert not any("18 C" in run or "Weather" in run for run in (called, said))
+
+
+def test_a_removed_thought_leaves_its_turn_untrained(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    thought = "<think>\nhm\n</think>\n\nBecause"
+    row = conversation(("user", "a"), ("assistant", thought), ("user", "c"), ("assistant", thought))
+    coded = RowEncoder(tokenizer).encode(row)
+    (run,) = trained_runs(tokenizer, coded)
+    assert run.strip() == f"{thought}<|im_end|>"
+    assert coded.untrained_turns == ("the chat template rewrites it",)
+
+
+def test_a_thought_in_its_own_field_is_trained(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    answer = {"role": "assistant", "content": "Because", "reasoning_content": "hm"}
+    (run,) = trained_runs(tokenizer, RowEncoder(tokenizer).encode(conversation(("user", "a"), answer)))
+    assert run.strip() == "<think>\nhm\n</think>\n\nBecause<|im_end|>"
+
+
+def test_a_thought_that_the_prompt_opens_is_trained_from_there(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer("qwen3_5")
+    row = conversation(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nBecause"))
+    (run,) = trained_runs(tokenizer, RowEncoder(tokenizer).encode(row))
+    assert run.strip() == "hm\n</think>\n\nBecause<|im_end|>"
+
+
+def test_a_template_that_removes_every_thought_refuses_rows_with_one(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer("deepseek_r1")
+    row = conversation(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nBecause"))
+    with pytest.raises(RowError, match="rows line 1: message 2 cannot be told from the rest: the chat template rewr"):
+        RowEncoder(tokenizer).encode(row)
+
+
+def test_ends_that_the_tokenizer_spells_out_are_trained(tokenizer: Any) -> None:
+    tokenizer.chat_template = (FOLDER / "phi4.jinja").read_text(encoding="utf-8").replace("<|im_end|>", "[[over]]")
+    coded = RowEncoder(tokenizer).encode(conversation(*TURNS))
+    first, last = trained_runs(tokenizer, coded)
+    assert first == "Call me Ishmael.[[over]]"
+    assert last.endswith("[[over]]<|endoftext|>")

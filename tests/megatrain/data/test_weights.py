@@ -1,0 +1,98 @@
+"""Sources with weights: how often their documents come in an epoch, chosen by the seed, seen by the fingerprint."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.config import RunConfig
+from megatrain.data.dataset import TokenDataset, load_dataset
+from megatrain.data.errors import DataError
+from megatrain.data.loader import BatchLoader
+from megatrain.data.preview import dataset_stats
+from megatrain.data.report import DataReport
+
+MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
+
+
+def dataset_of(sizes: list[int], weights: tuple[float, ...]) -> TokenDataset:
+    """Documents of 4 tokens each; every token of document n is n + 1."""
+    count = sum(sizes)
+    tokens = np.repeat(np.arange(1, count + 1, dtype=np.int32), 4)
+    trained = np.tile([False, True, True, True], count)
+    starts = np.arange(0, 4 * count + 1, 4, dtype=np.int64)
+    report = DataReport(count, count, 0, 0, 0, 4 * count, 3 * count)
+    bounds = tuple(int(bound) for bound in np.cumsum([0, *sizes]))
+    return TokenDataset(tokens, trained, starts, report, bounds, weights)
+
+
+def test_documents_of_an_epoch() -> None:
+    dataset = dataset_of([10, 20], (2.5, 0.3))
+    documents = dataset.epoch_documents(7)
+    counts = Counter(documents.tolist())
+    assert sorted(counts[document] for document in range(10)) == [2] * 5 + [3] * 5
+    assert sum(counts[document] for document in range(10, 30)) == 6
+    assert max(counts[document] for document in range(10, 30)) == 1
+    assert documents.tolist() == dataset.epoch_documents(7).tolist()
+    assert documents.tolist() != dataset.epoch_documents(8).tolist()
+    assert dataset_of([10, 20], (1.0, 1.0)).epoch_documents(7).tolist() == list(range(30))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_batches_of_an_epoch_hold_them(packing: bool) -> None:
+    dataset = dataset_of([10, 20], (2.5, 0.3))
+    options: dict[str, Any] = {"micro_batch_size": 2, "num_micro_batches": 2, "max_length": 16, "packing": packing}
+    loader = BatchLoader(dataset, **options, data_seed=7)
+    seen: Counter[int] = Counter()
+    for batch in itertools.islice(loader, loader.steps_per_epoch):
+        for micro in batch.micro_batches:
+            seen.update(micro["labels"][micro["labels"] != -100].tolist())
+    expected = Counter((dataset.epoch_documents(7) + 1).tolist())
+    assert seen == Counter({document: 3 * count for document, count in expected.items()})
+
+
+def test_the_fingerprint_sees_weights() -> None:
+    plain, same = dataset_of([10, 20], ()), dataset_of([10, 20], (1.0, 1.0))
+    weighted = replace(plain, weights=(2.0, 1.0))
+    assert plain.fingerprint() == same.fingerprint() != weighted.fingerprint()
+    assert weighted.fingerprint() == replace(plain, weights=(2.0, 1.0)).fingerprint()
+    assert weighted.fingerprint() != replace(plain, weights=(1.0, 2.0)).fingerprint()
+
+
+def make_config(folder: Path, *weights: float) -> RunConfig:
+    sources = []
+    for number, weight in enumerate(weights):
+        path = folder / f"{number}.jsonl"
+        path.write_text("".join(f'{{"prompt": "{n}", "completion": " answer {n}"}}\n' for n in range(4)))
+        sources.append({"path": str(path), "weight": weight})
+    return RunConfig.model_validate(
+        {
+            "task": "sft",
+            "output_dir": "out",
+            "model": {"model_name_or_path": str(MODEL)},
+            "data": {"train": sources, "max_length": 32, "cache_dir": str(folder / "cache")},
+        }
+    )
+
+
+def test_weights_of_the_config(tmp_path: Path, tokenizer: Any) -> None:
+    config = make_config(tmp_path, 3.0, 0.5)
+    dataset = load_dataset(config, tokenizer)
+    assert (dataset.source_starts, dataset.weights) == ((0, 4, 8), (3.0, 0.5))
+    assert len(dataset.epoch_documents(0)) == 14
+    stats = dataset_stats(config)
+    assert [(source.weight, source.num_documents) for source in stats.sources] == [(3.0, 4), (0.5, 4)]
+    assert stats.num_documents == 14
+    assert stats.num_tokens > stats.report.num_tokens
+    assert stats.num_trained_tokens < stats.num_tokens
+
+
+def test_weights_that_leave_nothing_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="with these weights no document is left"):
+        load_dataset(make_config(tmp_path, 0.01), tokenizer)
