@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from megatrain.checkpoint.state import RunState, installed_versions, now_text
 from megatrain.config.resolved import config_from_toml, to_toml
 from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.engine.step import StepEngine, StepResult
+from megatrain.evaluation import EvaluationSet, Evaluator
+from megatrain.flops import step_flops
 from megatrain.metrics import RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.optim import clip
 from megatrain.optim.lr import num_warmup_steps
@@ -140,6 +142,7 @@ class Loop:
 
     Args:
         session: prepared. loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
+        evaluation_sets: held-out rows. evaluated: names of those that were evaluated where the run is continued.
     """
 
     def __init__(
@@ -151,6 +154,8 @@ class Loop:
         observer: RunObserver,
         progress: Progress,
         learning_rate: Callable[[int], float],
+        evaluation_sets: Sequence[EvaluationSet] = (),
+        evaluated: Collection[str] = (),
     ) -> None:
         self._config, self._plan = config, plan
         self._session, self._loader, self._observer = session, loader, observer
@@ -167,6 +172,16 @@ class Loop:
             steps_per_epoch=loader.steps_per_epoch,
             saved_step=progress.saved_step,
         )
+        self._evaluator = Evaluator(
+            config,
+            session,
+            evaluation_sets,
+            observer,
+            steps_per_epoch=loader.steps_per_epoch,
+            max_steps=self._num_steps,
+            should_stop=lambda: self._signals.stop_requested,
+            done=(self._first_step, evaluated),
+        )
 
     def run(self) -> RunSummary:
         """Run the steps that are left, then export; or less, if somebody asks for a stop."""
@@ -180,16 +195,18 @@ class Loop:
             self._observer.on_message(f"continuing after step {self._first_step} of {self._num_steps}")
         store.wait_idle()  # what loading still writes is not part of any step
         before = store.stats()
-        engine = self._session.make_engine(
-            self._num_steps - self._first_step,
-            first_step=self._first_step,
-            num_updates=self._progress.state.num_updates,
-        )
         self._signals.is_stuck = self.is_paused
         with self._signals:
+            self._evaluate()
+            engine = self._session.make_engine(
+                self._steps_to_evaluation,
+                first_step=self._first_step,
+                num_updates=self._progress.state.num_updates,
+            )
             self._run_steps(engine)
             engine.finish_updates()
             self._write_trace()
+            self._evaluate()
             self._save_at_the_end()
             store.wait_idle()
             moved = store.stats() - before
@@ -215,17 +232,24 @@ class Loop:
     def _run_steps(self, engine: StepEngine) -> None:
         start_s = time.perf_counter()
         for number in range(self._first_step, self._num_steps):
+            if self._signals.stop_requested:
+                return
             step = self._run_step(engine, number)
             self._progress.count(step.batch, step.result, engine.num_updates, step.step_s)
             eta_s = (time.perf_counter() - start_s) / (number + 1 - self._first_step) * (self._num_steps - number - 1)
             self._tell(step, eta_s)
             self._saver.poll()
-            if self._signals.stop_requested:
-                return
-            done = number + 1
-            if (self._saver.is_due(done) and done < self._num_steps) or self._signals.save_requested:
-                self._signals.save_requested = False
-                self._saver.save(self._state())
+            self._evaluate_and_save(number + 1)
+
+    def _evaluate_and_save(self, done: int) -> None:
+        """Do what is due between two steps; evaluate first: who continues from the checkpoint need not do it again."""
+        if self._signals.stop_requested:
+            return
+        if done < self._num_steps:
+            self._evaluate()
+        if (self._saver.is_due(done) and done < self._num_steps) or self._signals.save_requested:
+            self._signals.save_requested = False
+            self._saver.save(self._state())
 
     def _run_step(self, engine: StepEngine, number: int) -> _Step:
         start_s, stats = time.perf_counter(), self._session.store.stats()
@@ -238,8 +262,21 @@ class Loop:
     def _begin_checkpoint(self) -> None:
         """Make the update that is pending; the steps that follow start as the first one does, with none."""
         self._session.finish_updates()
+        self._session.schedule(self._progress.state.step, self._steps_to_evaluation)
+
+    @property
+    def _steps_to_evaluation(self) -> int:
+        """Steps to the next evaluation: the prefetcher looks no further, so that nothing waits through it."""
         step = self._progress.state.step
-        self._session.schedule(step, self._num_steps - step)
+        return self._evaluator.next_step(step) - step
+
+    def _evaluate(self) -> None:
+        """Evaluate if it is time to; the steps that follow start as after a checkpoint."""
+        step = self._progress.state.step
+        if self._evaluator.is_due(step) and not self._signals.stop_requested:
+            self._session.finish_updates()
+            self._evaluator.run(step)
+            self._session.schedule(step, self._steps_to_evaluation)
 
     def _save_at_the_end(self) -> None:
         is_on = self._config.checkpoint.save_strategy != "no"
@@ -276,6 +313,12 @@ class Loop:
 
     def _tell(self, step: _Step, eta_s: float) -> None:
         position, window = step.batch.position, step.window
+        flops = step_flops(
+            self._plan.trace,
+            num_places=sum(batch["input_ids"].numel() for batch in step.batch.micro_batches),
+            num_real_tokens=step.batch.num_real_tokens,
+            num_trained_tokens=step.result.num_trained_tokens,
+        )
         self._observer.on_step(
             StepMetrics(
                 step=self._progress.state.step,
@@ -292,6 +335,9 @@ class Loop:
                 tier_capacity_bytes={name: tier.capacity_bytes for name, tier in window.tiers.items()},
                 stall_s=dict(window.stall_s),
                 written_bytes=dict(window.written_bytes),
+                link_bytes={name: link.num_bytes for name, link in window.links.items()},
                 rss_bytes=psutil.Process().memory_info().rss,
+                model_flops=flops.model,
+                hardware_flops=flops.hardware,
             )
         )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,9 @@ class StepMetrics:
         tier_used_bytes, tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
         stall_s: cause -> seconds this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
+        link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
         rss_bytes: resident memory of the process.
+        model_flops, hardware_flops: floating-point operations of this step, see ``megatrain.flops``; 0: not known.
     """
 
     step: int
@@ -67,6 +64,9 @@ class StepMetrics:
     stall_s: Mapping[str, float] = field(default_factory=dict)
     rss_bytes: int = 0
     written_bytes: Mapping[str, int] = field(default_factory=dict)
+    link_bytes: Mapping[str, int] = field(default_factory=dict)
+    model_flops: int = 0
+    hardware_flops: int = 0
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -78,15 +78,59 @@ class StepMetrics:
         """Tokens that the loss asks for, per second of this step."""
         return self.num_trained_tokens / self.step_s if self.step_s > 0 else 0.0
 
+    @property
+    def model_flops_per_s(self) -> float:
+        """Floating-point operations that the model asks for, per second of this step."""
+        return self.model_flops / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def hardware_flops_per_s(self) -> float:
+        """All floating-point operations, recomputed layers and padding too, per second of this step."""
+        return self.hardware_flops / self.step_s if self.step_s > 0 else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values; a loss that is not finite becomes text, which strict JSON needs."""
         values = asdict(self)
-        values["real_tokens_per_s"] = round(self.real_tokens_per_s, 3)
-        values["trained_tokens_per_s"] = round(self.trained_tokens_per_s, 3)
-        return {
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
+        for rate in ("real_tokens_per_s", "trained_tokens_per_s", "model_flops_per_s", "hardware_flops_per_s"):
+            values[rate] = round(getattr(self, rate), 3)
+        return _finite_or_text(values)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationMetrics:
+    """Figures of one set of held-out rows at one step.
+
+    Attributes:
+        step: steps done; the weights are those after them. max_steps: steps of the run. name: of the set.
+        loss: cross entropy, mean over all tokens that have a label, without dropout, smoothing and auxiliary terms.
+        num_tokens: tokens that have a label. seconds: that training stood still for it.
+    """
+
+    step: int
+    max_steps: int
+    name: str
+    loss: float
+    num_tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values; those that are not finite become text."""
+        return _finite_or_text({**asdict(self), "perplexity": self.perplexity})
+
+
+def _finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +201,9 @@ class RunObserver(Protocol):
     def on_step(self, metrics: StepMetrics) -> None:
         """A step is done."""
 
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """A set of held-out rows was evaluated."""
+
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """A checkpoint is on disk."""
 
@@ -181,6 +228,10 @@ class Observers:
         for observer in self._observers:
             observer.on_step(metrics)
 
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        for observer in self._observers:
+            observer.on_evaluation(metrics)
+
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         for observer in self._observers:
             observer.on_checkpoint(metrics)
@@ -194,105 +245,20 @@ class Observers:
             observer.on_end(summary)
 
 
-class MetricsLog:
-    """An observer that appends a JSON object per step, and one per checkpoint, to a file; each is written at once.
-
-    What a full drive does not take is kept and written later.
-
-    Lines of checkpoints have ``"event": "checkpoint"``; those of steps have no event.
-
-    Args:
-        path: the file; its folder must exist.
-        continued_from: steps done before, if this run goes on; lines of later steps, which come again, are dropped. A
-            run that starts anew moves the file of an earlier one to ``metrics.old.jsonl``.
-    """
-
-    def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
-        if path.exists():
-            if continued_from is None:
-                os.replace(path, path.with_suffix(".old.jsonl"))
-            else:
-                _drop_later_steps(path, continued_from)
-        self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._unwritten = b""  # what a full drive has not taken yet
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-            self.close()
-
-    def on_start(self, info: RunInfo) -> None:
-        """Write nothing: the file holds figures only."""
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        """Append the step."""
-        self._write(metrics.to_json())
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        """Append the checkpoint."""
-        self._write({"event": "checkpoint", **metrics.to_json()})
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        self._unwritten += json.dumps(values, allow_nan=False).encode() + b"\n"
-        try:
-            self._flush()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-
-    def _flush(self) -> None:
-        while self._unwritten:
-            self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
-
-    def on_message(self, text: str) -> None:
-        """Write nothing: the file holds figures only."""
-
-    def on_end(self, summary: RunSummary) -> None:
-        """Close the file."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice.
-
-        Raises:
-            OSError: lines that a full drive did not take cannot be written now either.
-        """
-        fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(fd, self._unwritten) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None  # it does not know the file by itself
-        finally:
-            os.close(fd)
-
-
-def _drop_later_steps(path: Path, last_step: int) -> None:
-    """Rewrite the file without what comes after a step, and without a line that a crash has cut off."""
-    partial = path.with_name(path.name + ".partial")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
-    os.replace(partial, path)
-
-
-def _is_of_steps_up_to(last_step: int, line: str) -> bool:
-    try:
-        return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
 def format_checkpoint(metrics: CheckpointMetrics) -> str:
     """Return the line that a console shows for a checkpoint."""
     return (
         f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)} "
         f"({format_size(metrics.written_bytes)} written, {format_size(metrics.linked_bytes)} linked) "
         f"in {metrics.seconds:.1f} s, training stood still for {metrics.stall_s:.1f} s"
+    )
+
+
+def format_evaluation(metrics: EvaluationMetrics) -> str:
+    """Return the line that a console shows for an evaluation."""
+    return (
+        f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.2f} "
+        f"({metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s)"
     )
 
 

@@ -24,7 +24,7 @@ from megatrain.checkpoint.state import now_text
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+    from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 
 __all__ = [
     "CHECKPOINTS_NAME",
@@ -369,6 +369,9 @@ class StatusWriter:
         elif state == "paused":
             state = "training"
         self._write(True, state=state, message=text)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """An evaluation is done: nothing that a status says."""
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """A checkpoint is done."""

@@ -14,6 +14,7 @@ import torch
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.models.export import export_model
@@ -248,6 +249,7 @@ class Session:
             max_grad_norm=table.max_grad_norm,
             nonfinite=table.nonfinite,
             seed=self.config.seed,
+            objective=Objective.of(self.config.training),
             timeline=self.timeline,
         )
         self._engine.num_updates = num_updates

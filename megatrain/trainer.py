@@ -12,16 +12,22 @@ from megatrain.config.resolved import check_writable, write_resolved
 from megatrain.data.dataset import check_ids, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.evaluation import EvaluationSet, load_evaluation_sets
+from megatrain.loggers import check_loggers, make_loggers
 from megatrain.loop import Loop, Progress, describe_model
-from megatrain.metrics import MetricsLog, Observers, RunObserver, RunSummary
+from megatrain.metrics import Observers, RunObserver, RunSummary
+from megatrain.metrics_log import evaluated_sets
 from megatrain.models.export import check_target
 from megatrain.models.graph import num_learned_positions
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan.planner import plan_run
+from megatrain.report.record import write_plan, write_summary
 from megatrain.run_folder import FINAL_NAME, RunFolder, StatusWriter
 from megatrain.session import Session
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from megatrain.config.schema import RunConfig
 
 
@@ -59,12 +65,14 @@ class Trainer:
             CheckpointError: a checkpoint cannot be used or written. ConfigChangedError: the config is another one.
             LockedError: another run uses ``output_dir``. TieredError, OSError: storage failed. NonFiniteGradientError.
         """
+        check_loggers(self.config)
         check_writable(self.config)
         check_target(self.config.output_dir / FINAL_NAME)
-        loader = self._loader()
+        loader = self.make_loader()
         training = self.config.training
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
         learning_rate = self._learning_rate(num_steps)
+        sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), self.observer.on_message)
         with RunFolder(self.config.output_dir) as folder:
             status = StatusWriter(folder, run_name=self.config.run_name)
             self.observer = Observers([self.observer, status])
@@ -75,7 +83,7 @@ class Trainer:
                     "training.max_steps or num_train_epochs; to start anew name another output_dir"
                 )
             else:
-                summary = self._train(candidates, loader, num_steps, learning_rate, status)
+                summary = self._train(candidates, loader, num_steps, learning_rate, status, sets)
             self.observer.on_end(summary)
         return summary
 
@@ -99,22 +107,38 @@ class Trainer:
         num_steps: int,
         learning_rate: Callable[[int], float],
         status: StatusWriter,
+        sets: Sequence[EvaluationSet],
     ) -> RunSummary:
         with ExitStack() as stack:
             session = stack.enter_context(Session(self.config, self.plan, self.observer.on_message))
             checkpoint = session.prepare(candidates)
             write_resolved(self.config)
-            observers = [self.observer]
-            if self.config.logging.report_to == "jsonl":
-                continued_from = None if checkpoint is None else checkpoint.state.step
-                log = MetricsLog(self.config.output_dir / "metrics.jsonl", continued_from=continued_from)
-                observers.append(stack.enter_context(log))
+            continued_from = None if checkpoint is None else checkpoint.state.step
+            write_plan(self.plan, self.config, continued_from)
+            path = self.config.output_dir / "metrics.jsonl"
+            evaluated = set() if continued_from is None else evaluated_sets(path, continued_from)
+            made = make_loggers(self.config, continued_from, self.observer.on_message)
+            observers = [self.observer, *(stack.enter_context(logger) for logger in made)]
             progress = Progress.start(self.config, self.plan, loader, num_steps)
             if checkpoint is not None:
                 progress = progress.continue_from(checkpoint, loader, self.config.rows_per_step)
-            loop = Loop(self.config, self.plan, session, loader, Observers(observers), progress, learning_rate)
+            loop = Loop(
+                self.config,
+                self.plan,
+                session,
+                loader,
+                Observers(observers),
+                progress,
+                learning_rate,
+                evaluation_sets=sets,
+                evaluated=evaluated,
+            )
             status.is_paused = loop.is_paused
-            return loop.run()
+            summary = loop.run()
+            write_summary(summary, self.config.output_dir)
+            for logger in made:
+                logger.on_end(summary)
+            return summary
 
     def _learning_rate(self, num_steps: int) -> Callable[[int], float]:
         table = self.config.optimizer
@@ -132,10 +156,17 @@ class Trainer:
             table.lr_scheduler_kwargs,
         )
 
-    def _loader(self) -> BatchLoader:
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        table = self.config.model
+        return load_tokenizer(
+            table.tokenizer_name_or_path or table.model_name_or_path, chat_template=table.chat_template
+        )
+
+    def make_loader(self) -> BatchLoader:
+        """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache."""
         config = self.config
         folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-        tokenizer = load_tokenizer(folder, chat_template=config.model.chat_template)
+        tokenizer = self._tokenizer()
         dataset = load_dataset(config, tokenizer)
         num_embeddings = self.plan.graph.model.get_input_embeddings().weight.shape[0]
         check_ids(dataset, num_embeddings, where=folder)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.arguments import tree_map
+from megatrain.engine.objective import replaced_loss
 from megatrain.engine.units import BoundUnit, installed_stubs
 from megatrain.engine.visit import optional_gradients
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from megatrain.engine.suspend import RandomStates
     from megatrain.models.graph import ModelGraph, Unit
 
-__all__ = ["ChunkedHead", "HeadPlan", "TrunkOutput", "accepts_use_cache", "plan_head"]
+__all__ = ["ChunkedHead", "HeadPlan", "TrunkOutput", "accepts_use_cache", "plan_head", "without_auxiliary_loss"]
 
 _LOGITS_NBYTES = 64 << 20
 _AUXILIARY_FLAG = "output_router_logits"
@@ -130,15 +131,9 @@ class _Probe:
         labels = torch.zeros(1, 2, dtype=torch.long, device="meta")
         stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
         stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
-        own = model.__dict__.get("_loss_function")
-        model.__dict__["_loss_function"] = self._loss_stub(model.loss_function, labels)
-        try:
-            with installed_stubs(stubs), _without_auxiliary_loss(model), torch.no_grad():
-                model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
-        finally:
-            del model.__dict__["_loss_function"]
-            if own is not None:
-                model.__dict__["_loss_function"] = own
+        loss = replaced_loss(model, self._loss_stub(model.loss_function, labels))
+        with installed_stubs(stubs), without_auxiliary_loss(model), loss, torch.no_grad():
+            model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
 
     def _unit_stub(self, unit: Unit) -> Callable[..., Any]:
         forward = unit.module.forward
@@ -179,7 +174,7 @@ def _rows_only_output(rows: Tensor) -> Any:
 
 
 @contextmanager
-def _without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
     """Switch the router's auxiliary loss off: it belongs to the micro-batch, not to each piece of it."""
     configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
     try:
@@ -252,7 +247,31 @@ class ChunkedHead:
                     sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
             for item in outputs:
                 self._random.set(item.random_state)
-                yield (item.micro_batch, *self._run_one(item, num_items, leaves, sinks))
+                with torch.enable_grad():
+                    found = self._run_one(item, num_items, leaves, sinks)
+                yield (item.micro_batch, *found)
+
+    def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
+        """Return summed losses of the pieces of all outputs, in order, without gradients.
+
+        Weights are held from the first to the last. To be called without grad mode.
+        """
+        losses: list[Tensor] = []
+        if self._bounds:
+            self._access.begin("head", self._bounds[0][1])
+        with ExitStack() as stack:
+            for bound, visit in self._bounds:
+                weights = stack.enter_context(self._access.weights(bound.unit, visit))
+                stack.enter_context(bound.bound(weights))
+            for item in outputs:
+                self._random.set(item.random_state)
+                hidden: Tensor = item.output["last_hidden_state"]
+                flat, output = hidden.reshape(-1, hidden.shape[-1]), copy.copy(item.output)
+                for start in range(0, len(item.rows), self._rows):
+                    part = slice(start, start + self._rows)
+                    output["last_hidden_state"] = flat.index_select(0, item.rows[part]).unsqueeze(0)
+                    losses.append(self._loss(item, output, item.labels[part], 1))
+        return losses
 
     def _run_one(
         self,
@@ -267,7 +286,7 @@ class ChunkedHead:
         grads: list[Tensor] = []
         losses: list[Tensor] = []
         hidden_grad = torch.zeros_like(flat) if hidden.requires_grad and len(item.rows) else None
-        with _without_auxiliary_loss(self._model):
+        with without_auxiliary_loss(self._model):
             bare = _bare_output(item.output)
             for start in range(0, len(item.rows), self._rows):
                 rows = item.rows[start : start + self._rows]
@@ -323,7 +342,7 @@ class ChunkedHead:
     def _loss(self, item: TrunkOutput, trunk_output: Any, shift_labels: Tensor, num_items: int) -> Tensor:
         labels = shift_labels.unsqueeze(0)
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
-        with installed_stubs({self._plan.trunk: lambda *args, **kwargs: trunk_output}), torch.enable_grad():
+        with installed_stubs({self._plan.trunk: lambda *args, **kwargs: trunk_output}):
             output = self._model(
                 **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
             )

@@ -7,7 +7,7 @@ the planned traffic and the moved traffic are one thing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -128,6 +128,19 @@ class StepProgram:
         deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
         start, end = first_step * period, (first_step + num_steps) * period
         return Schedule(streamed, period, end, start=start, deferred=deferred)
+
+
+def evaluation_program(program: StepProgram) -> StepProgram:
+    """Return the program of one pass of an evaluation: the forward and the head of a step, weights and nothing else.
+
+    However many micro-batches pass, each unit's weights are leased once.
+    """
+    passes: dict[tuple[Phase, int], Tick] = {}
+    for tick in program.ticks:
+        if tick.phase in ("forward", "head"):
+            held = tuple((key, mode) for key, mode in tick.held if program.blocks[key].kind == "weights")
+            passes.setdefault((tick.phase, tick.visit), Tick(tick.phase, tick.visit, held))
+    return replace(program, ticks=tuple(passes.values()), defers_updates=False)
 
 
 class ProgramBuilder:

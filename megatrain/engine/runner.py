@@ -6,37 +6,35 @@ micro-batches pass a unit before any of them reaches the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.head import ChunkedHead, HeadPlan, TrunkOutput, accepts_use_cache, plan_head
-from megatrain.engine.suspend import RandomStates, SuspendedForward, UnitCall, micro_batch_seed, suspend
+from megatrain.engine.head import ChunkedHead, HeadPlan, TrunkOutput, plan_head, without_auxiliary_loss
+from megatrain.engine.labels import count_labels, doubles, labelled_rows, shifted_labels, without_labels
+from megatrain.engine.objective import Objective
+from megatrain.engine.suspend import RandomStates
+from megatrain.engine.trunk import SuspendedOutput, Trunk, VisitOrderError
 from megatrain.engine.units import BoundUnit, installed_stubs
-from megatrain.engine.visit import UnitVisit
+from megatrain.models.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatrain.engine.access import BlockAccess
     from megatrain.engine.trace import VisitTrace
+    from megatrain.engine.visit import UnitVisit
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["LayerRunner", "NoTrainedTokensError", "StepLoss", "VisitOrderError", "shifted_labels"]
-
-_IGNORED = -100
+__all__ = ["LayerRunner", "NoTrainedTokensError", "StepLoss", "SummedLoss", "VisitOrderError", "shifted_labels"]
 
 
 class NoTrainedTokensError(Exception):
     """No token of the step has a label."""
-
-
-class VisitOrderError(Exception):
-    """The model called its units in another order than planned, or than another micro-batch of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +50,17 @@ class StepLoss:
     num_trained_tokens: int
 
 
-class _TrunkReached(BaseException):
-    """Leaves a forward at the cut. Not an `Exception`, so that no model code catches it."""
+@dataclass(frozen=True, slots=True)
+class SummedLoss:
+    """Cross entropy of some tokens.
 
-    def __init__(self, output: Any) -> None:
-        self.output = output
-        super().__init__()
+    Attributes:
+        terms: Sums over tokens that have a label; added exactly (`math.fsum`), their grouping does not matter.
+        num_tokens: Number of these tokens.
+    """
 
-
-def shifted_labels(labels: Tensor) -> Tensor:
-    """Return for every position the label of the next token, -100 at the end, as transformers shifts them."""
-    return torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+    terms: tuple[float, ...]
+    num_tokens: int
 
 
 class LayerRunner:
@@ -78,6 +76,7 @@ class LayerRunner:
         head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
             gradient, so keep it between runs that are compared.
         trace: Expected visits; None checks nothing.
+        objective: What is minimised beside cross entropy; None: nothing.
         random_enabled: False where nothing is really computed.
 
     Attributes:
@@ -96,6 +95,7 @@ class LayerRunner:
         order: Literal["layer", "micro_batch"] = "layer",
         head_rows: int | None = None,
         trace: VisitTrace | None = None,
+        objective: Objective | None = None,
         random_enabled: bool = True,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
@@ -103,14 +103,20 @@ class LayerRunner:
         self._access = access
         self._device = torch.device(device)
         self._order = order
-        self._trace = trace
+        self._objective = objective or Objective()
         self._random = RandomStates(self._device, enabled=random_enabled)
         _move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
+        if self._objective.label_smoothing_factor and self._plan is None:
+            raise UnsupportedModelError(
+                type(graph.model).__name__,
+                "it computes its loss in a way of its own, with which training.label_smoothing_factor cannot be used",
+            )
         self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
-        self._accepts_use_cache = accepts_use_cache(graph.model)
-        self._visits: list[UnitVisit] = []
+        self._trunk = Trunk(
+            graph, access, self.bounds, self._random, self._device, self._plan, trace, self._announce_backward
+        )
         self._next_backward = -1
 
     @property
@@ -126,7 +132,7 @@ class LayerRunner:
     @property
     def visits(self) -> Sequence[UnitVisit]:
         """The visits of the pass that is running, without the head's."""
-        return self._visits
+        return self._trunk.visits
 
     @property
     def head_rows(self) -> int:
@@ -149,7 +155,7 @@ class LayerRunner:
             UnsupportedModelError: a layer does something that streaming cannot reproduce.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
-        counts = [int((labels != _IGNORED).sum()) for labels in shifted]
+        counts = [count_labels(labels) for labels in shifted]
         if sum(counts) == 0:
             raise NoTrainedTokensError(
                 f"none of the {sum(len(labels) for labels in shifted)} tokens of this step has a label; "
@@ -163,12 +169,41 @@ class LayerRunner:
         try:
             for group in groups:
                 batches = {number: self._on_device(micro_batches[number]) for number in group}
-                rows = {number: _labelled_rows(shifted[number], self._device) for number in group}
+                rows = {number: labelled_rows(shifted[number], self._device) for number in group}
                 losses += self.run_pass(batches, rows, total, seed)
         finally:
             self._random.set(random_state)
-            self._visits = []
-        return StepLoss(_sum(losses), sum(counts))
+            self._trunk.visits = []
+        return StepLoss(float(sum(doubles(losses))), sum(counts))
+
+    def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
+        """Run the forward of all micro-batches in eval mode, each unit for all of them before the next.
+
+        The loss is plain cross entropy: no dropout, no objective, no auxiliary terms. Nothing is kept between units
+        but the stream; no activation, gradient or random state of training is touched.
+
+        Args:
+            micro_batches: As in `forward_backward`.
+
+        Raises:
+            VisitOrderError, UnsupportedModelError: as in `forward_backward`.
+        """
+        model, random_state = self._graph.model, self._random.get()
+        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
+        counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
+        # Those without a label add nothing; but some micro-batch has to come to the units that are planned.
+        counts = {number: count for number, count in counts.items() if count} or {0: 0}
+        rows = {number: labelled_rows(shifted[number], self._device) for number in counts}
+        model.eval()
+        try:
+            with torch.no_grad(), without_auxiliary_loss(model):
+                batches = {number: self._on_device(micro_batches[number]) for number in counts}
+                losses = self._forward_pass(batches, rows, counts)
+        finally:
+            model.train()
+            self._random.set(random_state)
+            self._trunk.visits = []
+        return SummedLoss(tuple(doubles(losses)), sum(counts.values()))
 
     # -- one pass over a group of micro-batches ----------------------------------------------------------------
 
@@ -187,76 +222,36 @@ class LayerRunner:
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
         """
-        anchor = torch.zeros((), device=self._device, requires_grad=True)
-        self._visits = []
-        forwards = [
-            SuspendedForward(
-                number, self._forward_of(batch, num_items), self._random, self._device, micro_batch_seed(seed, number)
-            )
-            for number, batch in batches.items()
-        ]
-        with ExitStack() as stack:
-            for bound in self.bounds:
-                stack.enter_context(bound.standing_in())
-            stack.enter_context(self._stubbed())
-            stack.enter_context(_single_threaded_backward())
-            self._run_trunks(forwards, anchor)
-            outputs = [(forward.micro_batch, forward.result, forward.random_state) for forward in forwards]
-            del forwards
+        objective = self._objective.applied(self._graph.model)
+        with torch.enable_grad(), self._trunk.prepared(), objective, _single_threaded_backward():
+            outputs = self._trunk.run(batches, num_items, seed)
             losses, roots, grads = self._run_heads(outputs, batches, rows, num_items)
             del outputs
-            self._check_visit_count()
-            self._next_backward = len(self._visits) - 1
+            self._trunk.check_visit_count()
+            self._next_backward = len(self.visits) - 1
             if roots:
                 torch.autograd.backward(roots, grads)
             self._announce_backward(-1)
         return losses
 
-    def _run_trunks(self, forwards: Sequence[SuspendedForward], anchor: Tensor) -> None:
-        """Run all forwards to their end, one unit after the other."""
-        try:
-            for forward in forwards:
-                forward.start()
-            while any(forward.call is not None for forward in forwards):
-                visit = self._next_visit(forwards, anchor)
-                results = visit.forward(forwards)
-                for forward in forwards:
-                    forward.resume(results.pop(0))
-        finally:
-            for forward in forwards:
-                forward.close()
-
-    def _next_visit(self, forwards: Sequence[SuspendedForward], anchor: Tensor) -> UnitVisit:
-        wanted = {forward.call.unit_index if forward.call else None for forward in forwards}
-        number = len(self._visits)
-        units = self._graph.units
-        if len(wanted) > 1:
-            names = sorted("the end" if index is None else units[index].name for index in wanted)
-            raise VisitOrderError(
-                f"micro-batches reach different units at visit {number}: {', '.join(names)}. Which layers this model "
-                'runs depends on the data; train it with order = "micro_batch" and no plan'
-            )
-        index = wanted.pop()
-        assert index is not None
-        if self._trace is not None:
-            expected = self._trace.visits[number].unit if number < len(self._trace.visits) else None
-            if expected != index:
-                planned = "the end of the forward" if expected is None else units[expected].name
-                raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
-        visit = UnitVisit(number, self.bounds[index], self._access, self._random, self._announce_backward, anchor)
-        self._visits.append(visit)
-        return visit
-
-    def _check_visit_count(self) -> None:
-        if self._trace is None:
-            return
-        planned = sum(not visit.is_head for visit in self._trace.visits)
-        if planned != len(self._visits):
-            raise VisitOrderError(f"the forward ended after {len(self._visits)} unit calls, planned were {planned}")
+    def _forward_pass(
+        self,
+        batches: Mapping[int, dict[str, Any]],
+        rows: Mapping[int, tuple[Tensor, Tensor]],
+        counts: Mapping[int, int],
+    ) -> list[Tensor]:
+        """Run the forward alone and return loss terms that are sums over tokens."""
+        with self._trunk.prepared():
+            outputs = self._trunk.run(batches, None, 0)
+            self._trunk.check_visit_count()
+            if self._plan is None:  # the model's own loss, a mean: not every model's can be told a count
+                return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
+            with self._head_on(batches, rows, outputs) as (head, items):
+                return head.evaluate(items)
 
     def _run_heads(
         self,
-        outputs: list[tuple[int, Any, tuple[Tensor, ...]]],
+        outputs: Sequence[SuspendedOutput],
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, tuple[Tensor, Tensor]],
         num_items: int,
@@ -271,74 +266,45 @@ class LayerRunner:
                 roots.append(output["loss"])
                 grads.append(torch.ones_like(output["loss"]))
             return losses, roots, grads
-        first = len(self._visits)
-        bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
-        head = ChunkedHead(self._graph.model, self._plan, bounds, self._access, self._random, self._head_rows)
-        items = [
-            TrunkOutput(number, output, _without_labels(batches[number]), *rows[number], random_state)
-            for number, output, random_state in outputs
-        ]
-        with installed_stubs({bound.unit.module: bound.forward for bound, _ in bounds}):
+        with self._head_on(batches, rows, outputs) as (head, items):
             for _, terms, crossing, gradients in head.run(items, num_items):
                 losses += terms
                 roots += crossing
                 grads += gradients
         return losses, roots, grads
 
+    @contextmanager
+    def _head_on(
+        self,
+        batches: Mapping[int, dict[str, Any]],
+        rows: Mapping[int, tuple[Tensor, Tensor]],
+        outputs: Sequence[SuspendedOutput],
+    ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
+        """Yield the head, ready to run, and what it runs on."""
+        assert self._plan is not None
+        first = len(self.visits)
+        bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
+        head = ChunkedHead(self._graph.model, self._plan, bounds, self._access, self._random, self._head_rows)
+        items = [
+            TrunkOutput(number, output, without_labels(batches[number]), *rows[number], random_state)
+            for number, output, random_state in outputs
+        ]
+        with installed_stubs({bound.unit.module: bound.forward for bound, _ in bounds}):
+            yield head, items
+
     def _announce_backward(self, visit: int) -> None:
         """Announce the backward of `visit`, after closing those before it that the loss does not depend on."""
         while self._next_backward > visit:
             self._access.begin("backward", self._next_backward)
-            self._visits[self._next_backward].skip_backward()
+            self.visits[self._next_backward].skip_backward()
             self._next_backward -= 1
         assert self._next_backward == visit, (self._next_backward, visit)
         if visit >= 0:
             self._access.begin("backward", visit)
         self._next_backward -= 1
 
-    # -- stubs -------------------------------------------------------------------------------------------------
-
-    def _stubbed(self) -> Any:
-        stubs: dict[torch.nn.Module, Callable[..., Any]] = {
-            bound.unit.module: _unit_stub(bound.unit.index) for bound in self.bounds if not bound.unit.is_container
-        }
-        if self._plan is not None:
-            trunk_forward = self._plan.trunk.forward
-
-            def trunk_stub(*args: Any, **kwargs: Any) -> Any:
-                raise _TrunkReached(trunk_forward(*args, **kwargs))
-
-            stubs[self._plan.trunk] = trunk_stub
-        return installed_stubs(stubs)
-
-    def _forward_of(self, batch: dict[str, Any], num_items: int) -> Callable[[SuspendedForward], Any]:
-        options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
-        containers = [unit for unit in self._graph.units if unit.is_container]
-
-        def forward(suspended: SuspendedForward) -> Any:
-            try:
-                with torch.enable_grad():
-                    for unit in containers:
-                        values = suspend(UnitCall(unit.index, (), {}, None))
-                        for leaf, value in values.items():
-                            suspended.bind(unit.module._parameters, leaf, value)
-                    return self._graph.model(**batch, num_items_in_batch=num_items, **options)
-            except _TrunkReached as reached:
-                return reached.output
-
-        return forward
-
     def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         return {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
-
-
-def _unit_stub(index: int) -> Callable[..., Any]:
-    from transformers.utils.output_capturing import _active_collector
-
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        return suspend(UnitCall(index, args, kwargs, _active_collector.get()))
-
-    return stub
 
 
 @contextmanager
@@ -346,20 +312,6 @@ def _single_threaded_backward() -> Iterator[None]:
     """Run autograd on the calling thread: the access, its leases and the order of visits belong to one thread."""
     with torch.autograd.set_multithreading_enabled(False):
         yield
-
-
-def _labelled_rows(shifted: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    rows = (shifted != _IGNORED).nonzero().squeeze(1)
-    return rows.to(device), shifted[rows].to(device)
-
-
-def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in batch.items() if key != "labels"}
-
-
-def _sum(losses: Sequence[Tensor]) -> float:
-    """Add loss terms in double precision, in order, with one synchronisation."""
-    return float(sum(torch.stack([loss.to(torch.float64) for loss in losses]).tolist()))
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from megatrain.optim.threads import KernelThreads
 if TYPE_CHECKING:
     import torch
 
+    from megatrain.engine.objective import Objective
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import UnitLayout
@@ -67,7 +68,8 @@ class StepEngine:
         max_grad_norm: largest global norm that is let through; 0: no clipping.
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
-        seed: of dropout. timeline: told of every tick.
+        seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
+        timeline: told of every tick.
 
     Attributes:
         num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.
@@ -89,6 +91,7 @@ class StepEngine:
         max_grad_norm: float,
         nonfinite: Literal["stop", "skip", "ignore"] = "stop",
         seed: int = 0,
+        objective: Objective | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -105,6 +108,7 @@ class StepEngine:
             order=order,
             head_rows=trace.head_rows or None,
             trace=trace,
+            objective=objective,
         )
         uses = uses_of_layouts(graph, trace)
         self._trained = {

@@ -10,18 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.flops import count_flops
 from megatrain.models.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatrain.engine.objective import Objective
     from megatrain.engine.runner import LayerRunner
     from megatrain.engine.units import BoundUnit
     from megatrain.models.graph import ModelGraph, Unit
@@ -43,6 +45,8 @@ class TracedVisit:
             masks, tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
+        forward_flops: Floating-point operations of the forward.
+        backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
     """
 
     unit: int
@@ -52,6 +56,8 @@ class TracedVisit:
     held_nbytes: int
     forward_nbytes: int
     backward_nbytes: int
+    forward_flops: int = 0
+    backward_flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,9 @@ class VisitTrace:
         head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
-        exact: False if values had to be made up, so that byte counts are estimates.
+        exact: False if values had to be made up, so that counts are estimates.
+        head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
+        num_tokens: Tokens of the micro-batch.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -72,6 +80,8 @@ class VisitTrace:
     head_nbytes: int
     head_rows: int
     exact: bool
+    head_flops: int = 0
+    num_tokens: int = 0
 
 
 def trace_visits(
@@ -82,6 +92,7 @@ def trace_visits(
     *,
     device: torch.device | str = "cpu",
     head_rows: int | None = None,
+    objective: Objective | None = None,
     padded: bool = True,
 ) -> VisitTrace:
     """Learn the visits of a micro-batch of `batch_size` x `seq_len` tokens; all of them have a label.
@@ -92,7 +103,7 @@ def trace_visits(
         seq_len: Tokens per row.
         compute_dtype: Must be the graph's.
         device: Compute device; kernels, and so workspaces, differ between devices.
-        head_rows: As for the runner.
+        head_rows, objective: As for the runner.
         padded: Whether the micro-batch comes with an attention mask.
 
     Raises:
@@ -104,7 +115,13 @@ def trace_visits(
 
     access = _TraceAccess(graph, compute_dtype, torch.device(device))
     runner = LayerRunner(
-        graph, access, device=device, compute_dtype=compute_dtype, head_rows=head_rows, random_enabled=False
+        graph,
+        access,
+        device=device,
+        compute_dtype=compute_dtype,
+        head_rows=head_rows,
+        objective=objective,
+        random_enabled=False,
     )
     access.runner = runner
     for bound in runner.bounds:
@@ -119,7 +136,7 @@ def trace_visits(
             rows = torch.zeros(num_tokens, dtype=torch.long, device=device)
         runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
         access.close()
-    return access.trace()
+    return replace(access.trace(), num_tokens=num_tokens)
 
 
 def _guessing(bound: BoundUnit, ledger: _Ledger) -> Callable[..., Any]:
@@ -145,12 +162,13 @@ def _guessing(bound: BoundUnit, ledger: _Ledger) -> Callable[..., Any]:
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages, and answers the questions about values that fake tensors cannot."""
+    """Counts FLOPs and the bytes of live storages, and answers the questions about values that fake tensors cannot."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_nbytes = 0
         self.peak_nbytes = 0
+        self.num_flops = 0
         self.exact = True
         self._known: dict[int, int] = {}
         self._paused = False
@@ -185,6 +203,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
         else:
             result = func(*args, **(kwargs or {}))
+        self.num_flops += count_flops(func, args, kwargs or {}, result)
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, Tensor):
                 self._count(item)
@@ -211,6 +230,7 @@ class _Phase:
     visit: int
     held_nbytes: int
     peak_nbytes: int
+    num_flops: int = 0
 
 
 class _TraceAccess:
@@ -231,13 +251,14 @@ class _TraceAccess:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
             self._note_visits()
-        self.ledger.peak_nbytes = self.ledger.live_nbytes
+        self.ledger.peak_nbytes, self.ledger.num_flops = self.ledger.live_nbytes, 0
         self._phases.append(_Phase(phase, visit, self.ledger.live_nbytes, 0))
 
     def close(self) -> None:
-        """Read the peak of the phase that ends."""
+        """Read the peak and the FLOPs of the phase that ends."""
         if self._phases:
             self._phases[-1].peak_nbytes = self.ledger.peak_nbytes - self._phases[-1].held_nbytes
+            self._phases[-1].num_flops = self.ledger.num_flops
 
     def _note_visits(self) -> None:
         assert self.runner is not None
@@ -284,9 +305,17 @@ class _TraceAccess:
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
             again = number in self._with_backward
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
-            visits.append(TracedVisit(unit, is_head, again, saved, forward.held_nbytes, *peaks))
-        head_nbytes = phases["head", first_head].peak_nbytes if num_head else 0
-        return VisitTrace(tuple(visits), self._shared_nbytes, head_nbytes, self.runner.head_rows, self.ledger.exact)
+            flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
+            visits.append(TracedVisit(unit, is_head, again, saved, forward.held_nbytes, *peaks, *flops))
+        head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
+        return VisitTrace(
+            visits=tuple(visits),
+            shared_nbytes=self._shared_nbytes,
+            head_nbytes=head.peak_nbytes,
+            head_rows=self.runner.head_rows,
+            exact=self.ledger.exact,
+            head_flops=head.num_flops,
+        )
 
 
 class _NoSink:

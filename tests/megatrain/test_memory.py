@@ -51,7 +51,7 @@ if sys.argv[1] == "train":
 else:
     from megatrain.optim import clip
     import megatrain.data.tokenizer
-    trainer._loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
+    trainer.make_loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind in ("weights", "optimizer"))
 print(json.dumps({"peak": peak, "ram_total": trainer.plan.totals["ram"], "state": state}))

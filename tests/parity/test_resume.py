@@ -15,7 +15,7 @@ import pytest
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
-from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.plan.planner import Plan
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text
@@ -47,6 +47,8 @@ class Watcher:
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self.checkpoints.append(metrics)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
 
     def on_message(self, text: str) -> None:
         self.messages.append(text)

@@ -1,0 +1,96 @@
+"""What training minimises beside plain cross entropy: smoothed labels, and noise on the embeddings (NEFTune)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    from megatrain.config.schema import TrainingConfig
+
+__all__ = ["Objective", "replaced_loss"]
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Changes of the training objective; an evaluation knows none of them.
+
+    Attributes:
+        label_smoothing_factor: share of every target that is spread evenly over the vocabulary; 0: none. Only where
+            the head runs in pieces.
+        neftune_noise_alpha: uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a
+            row x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
+    """
+
+    label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float = 0.0
+
+    @classmethod
+    def of(cls, table: TrainingConfig) -> Objective:
+        """Return what a config asks for."""
+        return cls(table.label_smoothing_factor, table.neftune_noise_alpha)
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let the model's own forward compute this objective, inside the ``with`` block alone."""
+        with ExitStack() as stack:
+            if self.label_smoothing_factor:
+                stack.enter_context(replaced_loss(model, _smoothed(self.label_smoothing_factor)))
+            if self.neftune_noise_alpha:
+                embedding = model.get_input_embeddings()
+                handle = embedding.register_forward_hook(_noise(self.neftune_noise_alpha))
+                stack.callback(handle.remove)
+            yield
+
+
+def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """Return a forward hook that adds noise. It runs again in a recompute, from the same random state."""
+
+    def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))  # as transformers
+        return output + torch.zeros_like(output).uniform_(-largest, largest)
+
+    return add_noise
+
+
+def _smoothed(factor: float) -> Callable[..., Tensor]:
+    """Return a loss of shifted labels: ``(1 - factor)`` of theirs, ``factor`` of the mean over the vocabulary."""
+
+    def loss(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any
+    ) -> Tensor:
+        total = nn.functional.cross_entropy(
+            logits.float().view(-1, vocab_size),
+            shift_labels.view(-1),
+            ignore_index=_IGNORED,
+            reduction="sum",
+            label_smoothing=factor,
+        )
+        return total / num_items_in_batch
+
+    return loss
+
+
+@contextmanager
+def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Put another function in the place of the loss that transformers chose for a model."""
+    own = model.__dict__.get("_loss_function")
+    model.__dict__["_loss_function"] = function
+    try:
+        yield
+    finally:
+        del model.__dict__["_loss_function"]
+        if own is not None:
+            model.__dict__["_loss_function"] = own

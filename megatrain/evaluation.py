@@ -1,0 +1,201 @@
+"""Evaluations: losses of held-out rows, by the engine that trains, between two steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.data.dataset import check_ids, load_dataset
+from megatrain.data.errors import DataError
+from megatrain.data.loader import BatchLoader, LoaderPosition
+from megatrain.data.tokenizer import pad_token_id
+from megatrain.engine.evaluate import EvaluationEngine
+from megatrain.engine.program import evaluation_program
+from megatrain.metrics import EvaluationMetrics, RunObserver
+from megatrain.plan.traffic import Traffic
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.plan.planner import Plan
+    from megatrain.session import Session
+
+__all__ = ["EvaluationSet", "Evaluator", "load_evaluation_sets", "traffic_of_passes"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSet:
+    """Rows that are only evaluated on.
+
+    Attributes:
+        name: as in metrics. loader: one epoch of it is an evaluation.
+        num_micro_batches: in a step of the loader. num_together: how many of them share a pass.
+    """
+
+    name: str
+    loader: BatchLoader
+    num_micro_batches: int
+    num_together: int
+
+    @property
+    def num_passes(self) -> int:
+        """How often the weights are streamed for it."""
+        return self.loader.steps_per_epoch * (self.num_micro_batches // self.num_together)
+
+    def passes(self) -> Iterator[Sequence[Mapping[str, Tensor]]]:
+        """Yield the micro-batches of each pass."""
+        self.loader.seek(LoaderPosition())
+        for _ in range(self.loader.steps_per_epoch):
+            micro_batches = next(self.loader).micro_batches
+            for start in range(0, len(micro_batches), self.num_together):
+                yield micro_batches[start : start + self.num_together]
+
+
+def load_evaluation_sets(
+    config: RunConfig,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerFast,
+    on_message: Callable[[str], None],
+) -> list[EvaluationSet]:
+    """Read and tokenize every ``[[data.eval]]``, in order; nothing where no evaluation is asked for.
+
+    Args:
+        on_message: told what became of the rows.
+
+    Raises:
+        DataError: as ``load_dataset``.
+    """
+    table = config.evaluation
+    if table.eval_strategy == "no" and not table.eval_on_start:
+        return []
+    rows = min(table.per_device_eval_batch_size or plan.micro_batch_size, plan.micro_batch_size)
+    if rows < (table.per_device_eval_batch_size or 0):
+        on_message(f"evaluations use micro-batches of {rows} rows: memory is planned for those of training")
+    num_micro_batches = plan.num_micro_batches * plan.micro_batch_size // rows
+    sets = []
+    for number, source in enumerate(config.data.eval):
+        only = config.data.model_copy(update={"train": (source.as_source(table.eval_max_samples),)})
+        try:
+            dataset = load_dataset(config.model_copy(update={"data": only}), tokenizer, on_message)
+        except DataError as error:
+            raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
+        check_ids(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
+        on_message(f"{source.shown_name}: {dataset.report}")
+        loader = BatchLoader(
+            dataset,
+            micro_batch_size=rows,
+            num_micro_batches=num_micro_batches,
+            max_length=config.data.max_length,
+            packing=config.data.packing,
+            data_seed=config.data_seed,
+            pad_token_id=pad_token_id(tokenizer),
+        )
+        # As in training: no more rows share a pass than memory is planned for.
+        together = num_micro_batches if config.advanced.micro_batch_order == "layer" else 1
+        sets.append(EvaluationSet(source.shown_name, loader, num_micro_batches, together))
+    return sets
+
+
+def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
+    """Return the bytes that each link moves in an evaluation of so many passes: exactly what will be moved."""
+    program = evaluation_program(plan.program)
+    moved = Traffic(program, list(plan.budgets_by_tier), plan.placement.homes, {}).of_first_step()
+    return {link: num_passes * nbytes for link, nbytes in moved.items()}
+
+
+class Evaluator:
+    """Evaluates when the config asks for it. Used by the thread that trains.
+
+    Args:
+        sets: what to evaluate on. steps_per_epoch, max_steps: of the training data and of the run.
+        should_stop: asked between passes; an evaluation that is cut off reports nothing.
+        done: names of the sets that were evaluated before at the step at which the run is continued, and that step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        sets: Sequence[EvaluationSet],
+        observer: RunObserver,
+        *,
+        steps_per_epoch: int,
+        max_steps: int,
+        should_stop: Callable[[], bool],
+        done: tuple[int, Collection[str]] = (0, ()),
+    ) -> None:
+        self._table, self._session, self._sets, self._observer = config.evaluation, session, sets, observer
+        self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
+        self._should_stop = should_stop
+        self._done = {(done[0], name) for name in done[1]}
+        self._engine: EvaluationEngine | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the config asks for an evaluation once ``step`` steps are done, of a set that had none."""
+        return self._is_wanted(step) and any((step, each.name) not in self._done for each in self._sets)
+
+    def _is_wanted(self, step: int) -> bool:
+        strategy = self._table.eval_strategy
+        if step == 0:
+            return self._table.eval_on_start
+        if strategy == "no":
+            return False
+        return step == self._max_steps or step % self._interval == 0
+
+    @property
+    def _interval(self) -> int:
+        return self._steps_per_epoch if self._table.eval_strategy == "epoch" else self._table.eval_steps
+
+    def next_step(self, step: int) -> int:
+        """Return the first step after ``step`` at which an evaluation, or the end of the run, interrupts training."""
+        if not self._sets or self._table.eval_strategy == "no":
+            return self._max_steps
+        return min(self._max_steps, (step // self._interval + 1) * self._interval)
+
+    def run(self, step: int) -> None:
+        """Evaluate every set with the weights that there are, unless it was at this step, and report each.
+
+        No update may be pending, and no copy wait for a later step. Afterwards the store has no schedule of training.
+        """
+        session = self._session
+        if self._engine is None:
+            self._engine = EvaluationEngine(
+                session.store,
+                session.plan.graph,
+                session.plan.trace,
+                session.plan.program,
+                session.plan.placement.homes,
+                device=session.plan.device,
+                timeline=session.timeline,
+            )
+        session.timeline.is_on = False
+        for each in self._sets:
+            if (step, each.name) in self._done:
+                continue
+            start_s = time.perf_counter()
+            total, num_tokens = self._run_set(self._engine, each)
+            if self._should_stop():
+                return
+            loss = total / num_tokens if num_tokens else math.nan
+            seconds = time.perf_counter() - start_s
+            self._observer.on_evaluation(EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds))
+            self._done.add((step, each.name))
+
+    def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int]:
+        """Return the loss summed over the tokens of a set, and their number."""
+        homes = self._session.plan.placement.homes
+        self._session.set_schedule(engine.program.schedule(homes, each.num_passes))
+        terms: list[float] = []
+        num_tokens = 0
+        for number, micro_batches in enumerate(each.passes()):
+            loss = engine.run_pass(micro_batches, number=number)
+            terms += loss.terms
+            num_tokens += loss.num_tokens
+            if self._should_stop():
+                break
+        return math.fsum(terms), num_tokens

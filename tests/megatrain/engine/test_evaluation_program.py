@@ -1,0 +1,54 @@
+"""A pass of an evaluation uses each unit's weights once, and nothing else, in the order of the forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
+from megatrain.engine.trace import trace_visits
+from megatrain.models.graph import build_graph
+from megatrain.optim.adamw import AdamW, AdamWConfig
+from reference.families import tiny_config
+
+
+def program_of(order: Any, *, defer_updates: bool = True, family: str = "llama") -> StepProgram:
+    graph = build_graph(tiny_config(family, tied=True))
+    trace = trace_visits(graph, 2, 8, torch.float32)
+    return ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=3,
+        order=order,
+        compute_tier="ram",
+        compute_dtype=torch.float32,
+        state_kinds=AdamW(AdamWConfig()).state_kinds(False),
+        defer_updates=defer_updates,
+    ).build()
+
+
+@pytest.mark.parametrize("defer_updates", [True, False])
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+def test_a_pass_is_the_forward_and_the_head_on_weights_alone(order: Any, defer_updates: bool) -> None:
+    program = evaluation_program(program_of(order, defer_updates=defer_updates))
+    assert [(tick.phase, tick.visit) for tick in program.ticks] == [*(("forward", n) for n in range(5)), ("head", 5)]
+    for tick in program.ticks:
+        assert not tick.passing and not tick.spent
+        assert all(mode == "r" and program.blocks[key].kind == "weights" for key, mode in tick.held)
+    assert program.ticks == evaluation_program(program_of("layer")).ticks
+    assert program.ticks[0].held == program.ticks[-1].held  # the embedding is the head
+    assert len(program.turns({})) == len(program.ticks)
+
+
+def test_the_schedule_ends_with_the_last_pass() -> None:
+    program = evaluation_program(program_of("layer"))
+    homes = dict.fromkeys(program.blocks, "nvme")
+    schedule = program.schedule(homes, 2)
+    period = len(program.ticks)
+    assert [access.tick for access in schedule.upcoming(period - 1)] == sorted(
+        period + number for number, tick in enumerate(program.ticks) for _ in tick.held
+    )
+    assert not list(schedule.upcoming(2 * period - 1))
+    assert not list(program.schedule(dict.fromkeys(program.blocks, "ram"), 2).upcoming(-1))

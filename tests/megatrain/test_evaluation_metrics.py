@@ -1,0 +1,74 @@
+"""Evaluations as a line for people and as JSON, in a log that is continued, and the FLOPs of a step beside them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatrain.metrics import EvaluationMetrics, Observers, StepMetrics, format_evaluation
+from megatrain.metrics_log import MetricsLog, evaluated_sets
+
+
+def metrics(step: int = 400, name: str = "held_out", loss: float = 1.27341) -> EvaluationMetrics:
+    return EvaluationMetrics(step, 1230, name, loss, num_tokens=12_345, seconds=8.14)
+
+
+def render() -> Any:
+    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+    return importlib.import_module(f"{package}.render")
+
+
+def test_the_line() -> None:
+    line = "eval  held_out at step 400: loss 1.2734, perplexity 3.57 (12,345 tokens in 8.1 s)"
+    assert format_evaluation(metrics()) == line
+    stream = io.StringIO()
+    render().make_observer("plain", console=Console(file=stream)).on_evaluation(metrics())
+    assert stream.getvalue() == line + "\n"
+
+
+@pytest.mark.parametrize(
+    ("loss", "perplexity"), [(0.0, 1.0), (math.nan, math.nan), (math.inf, math.inf), (1e6, math.inf)]
+)
+def test_what_is_not_finite_is_text_in_json(loss: float, perplexity: float, tmp_path: Path) -> None:
+    found = metrics(loss=loss)
+    assert found.perplexity == perplexity or math.isnan(found.perplexity)
+    assert "at step 400" in format_evaluation(found)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.on_evaluation(found)
+    stream = io.StringIO()
+    render().make_observer("json", console=Console(file=stream)).on_evaluation(found)
+    for text in ((tmp_path / "metrics.jsonl").read_text(), stream.getvalue()):
+        values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no strict JSON"))
+        assert values["event"] == "evaluation" and values["name"] == "held_out"
+        assert values["loss"] == (loss if math.isfinite(loss) else str(loss))
+        assert values["perplexity"] == (perplexity if math.isfinite(perplexity) else str(perplexity))
+
+
+def test_a_continued_log_knows_what_was_evaluated(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert evaluated_sets(path, 3) == set()
+    with MetricsLog(path) as log:
+        everybody = Observers([log])
+        for step in (0, 3, 6):
+            everybody.on_evaluation(metrics(step))
+            everybody.on_evaluation(metrics(step, "book"))
+    assert evaluated_sets(path, 3) == {"held_out", "book"} and evaluated_sets(path, 4) == set()
+    with MetricsLog(path, continued_from=3):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 0, 3, 3]
+
+
+def test_flops_of_a_step_and_their_rates() -> None:
+    step = StepMetrics(1, 2, 0.1, 1.0, 1.0, 1e-5, 100, 50, step_s=2.0, eta_s=1.0, model_flops=600, hardware_flops=800)
+    values = step.to_json()
+    assert (values["model_flops"], values["hardware_flops"]) == (600, 800)
+    assert (values["model_flops_per_s"], values["hardware_flops_per_s"]) == (300.0, 400.0)
+    assert StepMetrics(1, 2, 0.1, 1.0, 1.0, 1e-5, 100, 50, 0.0, 1.0).to_json()["model_flops_per_s"] == 0.0

@@ -1,0 +1,338 @@
+"""An evaluation gives Hugging Face's loss, changes no bit of training, and moves exactly what is planned."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.config import load_config
+from megatrain.data.tokenizer import load_tokenizer
+from megatrain.engine.runner import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.evaluation import EvaluationSet, load_evaluation_sets, traffic_of_passes
+from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.models.graph import build_graph
+from megatrain.plan.planner import Plan
+from megatrain.trainer import Trainer
+from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
+from reference.huggingface import build_model, evaluate
+from reference.memory_access import MemoryAccess
+from reference.tiered_run import EXAMPLES, config_text
+
+Batches = Sequence[Mapping[str, torch.Tensor]]
+DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "dropout": 0.2, "attention_dropout": 0.2}
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "RAM": {"nvme": 0},
+    "NVMe": {"placement": ALL_NVME, "ram": "7MiB"},
+    "NVMe, much room": {"placement": ALL_NVME, "ram": "64MiB"},
+    "mixed": {"placement": 'optimizer = ["nvme"]'},
+    "tight": {"ram": "5500KiB"},
+    "micro-batch-major": {"placement": ALL_NVME, "advanced": 'micro_batch_order = "micro_batch"'},
+}
+NUM_STEPS = 5
+#: Three steps, an evaluation, two steps, an evaluation; one before all of them.
+EVALUATION = "eval_steps = 3\neval_on_start = true"
+SEGMENTS = (3, 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_runner(config: Any, model: Any, dtype: torch.dtype = torch.float32) -> tuple[LayerRunner, MemoryAccess]:
+    graph = build_graph(config, dtype=dtype)
+    trace = trace_visits(graph, 2, 12, dtype)
+    access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=dtype, trace=trace, head_rows=trace.head_rows and 4)
+    return runner, access
+
+
+def assert_equals_hugging_face(config: Any, batches: Batches, plain: Any = None) -> None:
+    model = build_model(config)
+    runner, access = make_runner(config, model)
+    before = torch.get_rng_state()
+    found = runner.evaluate(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert access.largest_num_activations == 0 and not access.finish()
+    expected, num_tokens = evaluate(plain or model, batches)
+    assert found.num_tokens == num_tokens
+    assert math.fsum(found.terms) == pytest.approx(expected * num_tokens, rel=1e-6)
+    phases = [phase for phase, _ in access.log]
+    assert set(phases) == {"forward", "head"} and phases.count("head") == 1
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_gives_hugging_faces_loss(family: str) -> None:
+    assert_equals_hugging_face(tiny_config(family, tied=False), padded_batches())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_dropout_is_off(family: str) -> None:
+    assert_equals_hugging_face(tiny_config(family, **DROPOUT), padded_batches())
+
+
+def test_packed_documents() -> None:
+    assert_equals_hugging_face(tiny_config("llama", tied=True), packed_batches())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_loss_is_without_the_routers_auxiliary_term(family: str) -> None:
+    config = tiny_config(family, output_router_logits=True, router_aux_loss_coef=0.3)
+    plain = build_model(tiny_config(family))
+    plain.load_state_dict(build_model(config).state_dict())
+    assert_equals_hugging_face(config, padded_batches(), plain)
+
+
+def test_bfloat16() -> None:
+    config = tiny_config("llama", tied=False)
+    model = build_model(config, torch.bfloat16)
+    found = make_runner(config, model, torch.bfloat16)[0].evaluate(padded_batches())
+    assert math.fsum(found.terms) / found.num_tokens == pytest.approx(evaluate(model, padded_batches())[0], rel=1e-3)
+
+
+def test_training_between_evaluations_repeats_its_bits() -> None:
+    config = tiny_config("gpt2", **DROPOUT)
+    runner, access = make_runner(config, build_model(config))
+    loss, gradients = runner.forward_backward(padded_batches(), seed=1), access.finish()
+    first = runner.evaluate(padded_batches())
+    again, others = runner.forward_backward(padded_batches(), seed=1), access.finish()
+    assert again == loss and all(torch.equal(others[name], gradients[name]) for name in gradients)
+    assert runner.evaluate(padded_batches()) == first
+
+
+def test_micro_batches_without_labels_add_nothing() -> None:
+    config = tiny_config("llama")
+    runner, _ = make_runner(config, build_model(config))
+    empty = {name: tensor.clone() for name, tensor in padded_batches()[0].items()}
+    empty["labels"].fill_(-100)
+    assert runner.evaluate([empty, *padded_batches()]) == runner.evaluate(padded_batches())
+    nothing = runner.evaluate([empty])
+    assert (nothing.terms, nothing.num_tokens) == ((), 0)
+
+
+def test_nan_in_the_weights_is_a_loss_that_is_nan() -> None:
+    config = tiny_config("llama", tied=False)
+    model = build_model(config)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
+    found = make_runner(config, model)[0].evaluate(padded_batches())
+    assert math.isnan(math.fsum(found.terms)) and found.num_tokens > 0
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Keeps evaluations; stops the run after a step, or a set's evaluation there, as somebody outside would."""
+
+    def __init__(self, stop_after: int | None, stop_at: str = "") -> None:
+        self._stop_after, self._stop_at = stop_after, stop_at
+        self.evaluations: list[EvaluationMetrics] = []
+
+    def on_start(self, info: RunInfo) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if metrics.step == self._stop_after and not self._stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self.evaluations.append(metrics)
+        if (metrics.step, metrics.name) == (self._stop_after, self._stop_at):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
+
+    def on_message(self, text: str) -> None: ...
+
+    def on_end(self, summary: RunSummary) -> None: ...
+
+
+@dataclass
+class Run:
+    """What a person has after a run."""
+
+    folder: Path
+    plan: Plan
+    config: Any
+    summary: RunSummary
+    evaluations: list[EvaluationMetrics]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines if "grad_norm" in line]
+
+    @property
+    def logged(self) -> list[tuple[int, str, float, int]]:
+        lines = [line for line in self.lines if line.get("event") == "evaluation"]
+        return [(line["step"], line["name"], line["loss"], line["num_tokens"]) for line in lines]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.folder / "out/final/model.safetensors").read_bytes()
+
+    def sets(self) -> list[EvaluationSet]:
+        return load_evaluation_sets(
+            self.config, self.plan, load_tokenizer(self.config.model.model_name_or_path), lambda text: None
+        )
+
+
+def train(
+    folder: Path,
+    model: Path,
+    placement: dict[str, Any],
+    *,
+    evaluation: str | None = EVALUATION,
+    stop_after: int | None = None,
+    stop_at: str = "",
+    more: str = "",
+) -> Run:
+    folder.mkdir(exist_ok=True)
+    text = config_text(folder, model, **{"nvme": 1, **placement})
+    text = text.replace("[training]\n", f"[training]\nmax_steps = {NUM_STEPS}\n")
+    text += f'[checkpoint]\nmin_free_disk = "0MiB"\n{more}\n'
+    if evaluation is not None:
+        book = (EXAMPLES / "quickstart" / "loomings.txt").read_text()
+        (folder / "held_out.txt").write_text(book[-3000:])
+        (folder / "start.txt").write_text(book[:500])
+        text += '[[data.eval]]\npath = "held_out.txt"\n[[data.eval]]\nname = "the start"\npath = "start.txt"\n'
+        text += f"[evaluation]\n{evaluation}\n"
+    path = folder / "run.toml"
+    path.write_text(text)
+    watcher = Watcher(stop_after, stop_at)
+    trainer = Trainer(load_config(path).config, observer=watcher)
+    summary = trainer.train()
+    assert summary.interrupted == (stop_after is not None)
+    return Run(folder, trainer.plan, trainer.config, summary, watcher.evaluations)
+
+
+@pytest.fixture(scope="module")
+def without(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("without"), tiny_model, PLACEMENTS["RAM"], evaluation=None)
+
+
+@pytest.fixture(scope="module")
+def in_ram(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("in_ram"), tiny_model, PLACEMENTS["RAM"])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_same_bits_with_evaluations_and_planned_traffic(
+    placement: str, tiny_model: Path, tmp_path: Path, without: Run, in_ram: Run
+) -> None:
+    run = train(tmp_path / "w", tiny_model, PLACEMENTS[placement])
+    assert run.losses == without.losses and run.weights == without.weights
+    assert [metrics.step for metrics in run.evaluations] == [0, 0, 3, 3, 5, 5]
+    assert run.logged == in_ram.logged
+
+    num_passes = sum(each.num_passes for each in run.sets())
+    planned = Counter[str]()
+    for num_steps in SEGMENTS:
+        planned.update(run.plan.placement.run_traffic_bytes(num_steps))
+    planned.update(traffic_of_passes(run.plan, 3 * num_passes))
+    assert run.summary.link_bytes == dict(planned)
+    assert run.plan.totals == train_plan(tmp_path / "w", without).totals
+    if PLACEMENTS[placement].get("placement") == ALL_NVME:
+        weights = sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "weights")
+        assert traffic_of_passes(run.plan, 1)["nvme->ram"] >= weights
+
+
+def train_plan(folder: Path, without: Run) -> Plan:
+    """Return the plan of the same run without evaluations."""
+    from megatrain.plan.planner import plan_run
+
+    config = load_config(folder / "run.toml").config
+    plain = config.model_copy(update={"data": without.config.data, "evaluation": without.config.evaluation})
+    return plan_run(plain)
+
+
+def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Run) -> None:
+    model = AutoModelForCausalLM.from_pretrained(in_ram.folder / "out/final", dtype=torch.float32)
+    for each, metrics in zip(in_ram.sets(), in_ram.evaluations[-2:], strict=True):
+        batches = [batch for micro_batches in each.passes() for batch in micro_batches]
+        labelled = [batch for batch in batches if (batch["labels"] != -100).any()]
+        expected, num_tokens = evaluate(model, labelled)
+        assert metrics.num_tokens == num_tokens == each.loader.dataset.report.num_trained_tokens
+        assert metrics.loss == pytest.approx(expected, rel=1e-6)
+        assert metrics.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+    losses = [metrics.loss for metrics in in_ram.evaluations if metrics.name == "held_out"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_who_continues_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+    """Stopped at a step whose evaluation is due, after one that is lost with its step, and stopped once more."""
+    stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
+    assert [line[0] for line in stopped.logged] == [0, 0]
+    train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=4)
+    log = tmp_path / "w/out/metrics.jsonl"
+    lost = {"event": "evaluation", "step": 5, "name": "held_out", "loss": 0.0, "num_tokens": 1}
+    log.write_text(log.read_text() + json.dumps(lost) + "\n")
+    done = train(tmp_path / "w", tiny_model, PLACEMENTS["mixed"])
+    assert done.logged == in_ram.logged
+    assert done.losses == in_ram.losses and done.weights == in_ram.weights
+
+
+def test_an_evaluation_that_is_cut_off_is_finished_later(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+    stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=3, stop_at="held_out")
+    assert stopped.logged == in_ram.logged[:3]
+    done = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"])
+    assert [metrics.step for metrics in done.evaluations] == [3, 5, 5]
+    assert done.logged == in_ram.logged and done.losses == in_ram.losses and done.weights == in_ram.weights
+
+
+def test_evaluations_and_checkpoints_at_the_same_and_other_steps(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+    run = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], more="save_steps = 1\nsave_total_limit = 1")
+    assert run.losses == in_ram.losses and run.weights == in_ram.weights and run.logged == in_ram.logged
+    each_step = run.plan.placement.run_traffic_bytes(1)
+    passes = traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in run.sets()))
+    assert run.summary.link_bytes == {link: NUM_STEPS * each_step[link] + passes[link] for link in passes}
+
+
+def test_fewer_rows_at_a_time_and_of_all(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+    narrow = train(tmp_path / "narrow", tiny_model, PLACEMENTS["RAM"], evaluation="per_device_eval_batch_size = 1")
+    assert [metrics.step for metrics in narrow.evaluations] == [5, 5]
+    for mine, theirs in zip(narrow.logged, in_ram.logged[-2:], strict=True):
+        assert mine[2] == pytest.approx(theirs[2], rel=1e-6) and mine[3] == theirs[3]
+    wide = train(tmp_path / "wide", tiny_model, PLACEMENTS["RAM"], evaluation="per_device_eval_batch_size = 64")
+    assert wide.logged == in_ram.logged[-2:]
+    book = tmp_path / "rows.jsonl"
+    book.write_text("".join(json.dumps({"text": f"Call me Ishmael {number}."}) + "\n" for number in range(9)))
+    few = load_config(narrow.folder / "run.toml", overrides=[f"data.eval.0.path={book}", "eval_max_samples=4"])
+    sets = load_evaluation_sets(few.config, narrow.plan, load_tokenizer(str(tiny_model)), lambda text: None)
+    assert len(sets[0].loader.dataset) == 4
+
+
+def test_evaluations_at_the_end_of_every_epoch(tiny_model: Path, tmp_path: Path) -> None:
+    text = config_text(tmp_path, tiny_model, nvme=0)
+    text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 20\nmax_steps = 5")
+    text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\npath = "{EXAMPLES / "quickstart/loomings.txt"}"\n'
+    path = tmp_path / "run.toml"
+    path.write_text(text + '[evaluation]\neval_strategy = "epoch"\n')
+    watcher = Watcher(None)
+    trainer = Trainer(load_config(path).config, observer=watcher)
+    assert trainer.make_loader().steps_per_epoch == 2
+    trainer.train()
+    assert [(metrics.step, metrics.name) for metrics in watcher.evaluations] == [
+        (2, "loomings"),
+        (4, "loomings"),
+        (5, "loomings"),
+    ]

@@ -1,0 +1,141 @@
+"""Smoothed labels and noisy embeddings equal transformers' own, and are the same bits wherever blocks live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.trainer_pt_utils import LabelSmoother
+
+from megatrain.engine.objective import Objective
+from megatrain.engine.runner import LayerRunner
+from megatrain.engine.suspend import micro_batch_seed
+from megatrain.engine.trace import trace_visits
+from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.graph import build_graph
+from reference.families import FAMILIES, padded_batches, tiny_config
+from reference.huggingface import build_model, train_step
+from reference.memory_access import MemoryAccess
+from reference.tiered_run import config_text, run_config
+
+SEED = 11
+FACTOR, ALPHA = 0.2, 5.0
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def streamed(config: Any, model: Any, objective: Objective, order: Any = "layer") -> tuple[float, dict[str, Any]]:
+    graph = build_graph(config)
+    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    runner = LayerRunner(
+        graph,
+        access,
+        device="cpu",
+        compute_dtype=torch.float32,
+        order=order,
+        head_rows=4,
+        objective=objective,
+        trace=trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=4),
+    )
+    loss, gradients = runner.forward_backward(padded_batches(), seed=SEED).loss, access.finish()
+    assert runner.forward_backward(padded_batches(), seed=SEED).loss == loss
+    assert runner.forward_backward(padded_batches(), seed=SEED + 1).loss != loss or not objective.neftune_noise_alpha
+    assert not model.get_input_embeddings()._forward_hooks and "_loss_function" not in vars(graph.model)
+    plain = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, head_rows=4)
+    assert runner.evaluate(padded_batches()) == plain.evaluate(padded_batches())
+    return loss, gradients
+
+
+def smoothed_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, dict[str, Any]]:
+    """Return loss and gradients of transformers' label smoother, as its Trainer calls it."""
+    num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+    smoother, total = LabelSmoother(epsilon=FACTOR), 0.0
+    for number, batch in enumerate(micro_batches):
+        torch.manual_seed(micro_batch_seed(SEED, number))
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        output = model(**inputs, use_cache=False)
+        loss = smoother(output, batch["labels"], shift_labels=True, num_items_in_batch=num_items)
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(expected: tuple[float, dict[str, Any]], found: tuple[float, dict[str, Any]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert set(found[1]) == set(expected[1])
+    noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).abs().max() <= max(noise, 1e-5 * gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_smoothed_labels_of_every_family(family: str) -> None:
+    config = tiny_config(family, tied=False)
+    found = streamed(config, build_model(config), Objective(label_smoothing_factor=FACTOR))
+    assert_close(smoothed_step(build_model(config), padded_batches()), found)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_noisy_embeddings_of_every_family(family: str) -> None:
+    config = tiny_config(family, tied=False)
+    model = build_model(config)
+    objective = Objective(neftune_noise_alpha=ALPHA)
+    found = streamed(config, model, objective)
+    if family in ("llama", "gpt2"):
+        again = streamed(config, model, objective, order="micro_batch")
+        assert again[0] == found[0] and all(torch.equal(again[1][name], found[1][name]) for name in found[1])
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = ALPHA
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    expected = train_step(model, padded_batches(), SEED)
+    assert_close((expected.loss, expected.gradients), found)
+
+
+def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
+    objective = Objective(FACTOR, ALPHA)
+    for family, changes in (
+        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.3}),
+    ):
+        config = tiny_config(family, tied=False, **changes)
+        model = build_model(config)
+        embedding = model.get_input_embeddings()
+        loss = streamed(config, model, objective)[0]
+        embedding.neftune_noise_alpha = ALPHA
+        embedding.register_forward_hook(neftune_post_forward_hook)
+        expected = smoothed_step(model, padded_batches())[0]
+        if family == "mixtral":  # the smoother alone knows no auxiliary term
+            assert loss > expected + 0.1
+        else:
+            assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_of_a_models_own_cannot_be_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.engine.runner.plan_head", lambda graph: None)
+    with pytest.raises(UnsupportedModelError, match="label_smoothing_factor"):
+        trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(FACTOR))
+
+
+def test_same_bits_in_every_placement(tiny_model: Path, tmp_path: Path) -> None:
+    def run(name: str, **options: Any) -> Any:
+        text = config_text(tmp_path / name, tiny_model, **options)
+        keys = f"label_smoothing_factor = {FACTOR}\nneftune_noise_alpha = {ALPHA}\n"
+        return run_config(text.replace("[training]\n", f"[training]\n{keys}"), tmp_path / name, num_steps=3)
+
+    in_ram, on_nvme = run("ram", nvme=0), run("nvme", placement=ALL_NVME, ram="7MiB")
+    plain = run_config(config_text(tmp_path / "plain", tiny_model, nvme=0), tmp_path / "plain", num_steps=3)
+    assert on_nvme.losses == in_ram.losses and on_nvme.digests == in_ram.digests
+    assert all(mine != theirs for mine, theirs in zip(in_ram.losses, plain.losses, strict=True))
+    moved = {link: stats.num_bytes for link, stats in on_nvme.moved.links.items()}
+    assert moved == on_nvme.plan.placement.run_traffic_bytes(3)
