@@ -26,7 +26,7 @@ from bench.common import QUICKSTART, ROOT, Report
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.loader import LoaderPosition
-from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.session import Session
 from megatrain.trainer import Trainer
 
@@ -100,6 +100,8 @@ class Quiet:
 
     def on_start(self, info: RunInfo) -> None: ...
     def on_step(self, metrics: StepMetrics) -> None: ...
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
+
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
     def on_message(self, text: str) -> None: ...
     def on_end(self, summary: RunSummary) -> None: ...
@@ -173,7 +175,7 @@ def make_small_model(folder: Path) -> Path:
 
 def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids [rows, tokens], and the engine's logits [rows * (tokens - 1), words] from the checkpoint."""
-    loader = trainer._loader()
+    loader = trainer.make_loader()
     loader.seek(LoaderPosition())
     ids = next(loader).micro_batches[0]["input_ids"]
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}

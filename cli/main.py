@@ -21,6 +21,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_DATA = 4
+EXIT_VERIFY = 5
 EXIT_INTERRUPTED_AND_SAVED = 75
 
 DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
@@ -37,8 +38,10 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
     ("megatrain.doctor.scratch", "UnusablePathError", EXIT_CONFIG),
     ("megatrain.checkpoint.resume", "ConfigChangedError", EXIT_CONFIG),
+    ("megatrain.translate.source", "TranslationError", EXIT_CONFIG),
     ("megatrain.checkpoint.state", "CheckpointError", EXIT_FAILED),
     ("megatrain.run_folder", "UnreachableRunError", EXIT_FAILED),
+    ("megatrain.report.history", "NotARunError", EXIT_CONFIG),
     ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.data.errors", "DataError", EXIT_DATA),
     ("megatrain.engine.runner", "NoTrainedTokensError", EXIT_DATA),
@@ -51,17 +54,26 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
 _COMMANDS = {
     name: f".{name}"
     for name in (
+        "check",
         "ckpt",
         "clean",
+        "completion",
+        "config",
+        "data",
         "doctor",
         "export",
+        "init",
         "plan",
+        "report",
         "run",
         "save",
         "status",
         "stop",
+        "trace",
+        "verify",
     )
 }
+_COMMANDS["import"] = ".import_"  # a word of Python
 
 
 class RunFailedError(Exception):
@@ -113,6 +125,8 @@ class CommandGroup(click.Group):
 
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
         extra["standalone_mode"] = False
+        if os.environ.get("NO_COLOR"):
+            extra["color"] = False
         try:
             code = super().main(args, **extra)
         except click.ClickException as error:
@@ -150,8 +164,8 @@ def command_group() -> None:
     """Train language models larger than the GPU: weights, gradients and optimizer state live in GPU memory, RAM
     and NVMe drives, and move by schedule.
 
-    Exit codes: 0 done, 1 failed, 2 config or usage, 3 does not fit, 4 data, 75 interrupted and saved: run it again to
-    continue.
+    Exit codes: 0 done, 1 failed, 2 config or usage, 3 does not fit, 4 data, 5 verify found a difference, 75 interrupted
+    and saved: run it again to continue.
     """
 
 

@@ -2,37 +2,145 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_DOES_NOT_FIT
+from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, RunFailedError
+from .main import describe as describe_error
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from megatrain.config.schema import RunConfig
     from megatrain.plan.planner import Plan
     from megatrain.plan.simulate import SimulatedStep
+    from megatrain.plan.what_if import Alternative, RunLength
+    from megatrain.trainer import Trainer
 
 
 @click.command("plan")
 @config_options
 @json_option
+@click.option(
+    "--what-if",
+    "alternatives",
+    multiple=True,
+    metavar="CHANGES",
+    help="Also plan with other sizes, a line each: ram=64GiB, nvme=1TB, gpu=40GiB, batch=16, length=8192, or any key; "
+    "several changes with commas between them. May be repeated.",
+)
+@click.option("--measure", is_flag=True, help="Measure this machine first, as `doctor --quick` does.")
 @click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
+@click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")
 def command(
-    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool, simulate: bool
+    config: Path,
+    extra_files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    as_json: bool,
+    alternatives: tuple[str, ...],
+    measure: bool,
+    simulate: bool,
+    count_steps: bool,
 ) -> int:
-    """Show where every byte goes and what moves per step. Trains nothing."""
+    """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
     loaded = load(config, extra_files, overrides)
 
+    from megatrain.plan.solve import DoesNotFitError
+    from megatrain.plan.what_if import overrides_of, plan_alternative
+
+    try:
+        changes = {text: overrides_of(text, loaded.config) for text in alternatives}
+    except ValueError as error:
+        raise RunFailedError(f"--what-if: {error}", EXIT_CONFIG) from None
+    if measure:
+        _measure(loaded.config)
+    others = [plan_alternative(text, config, extra_files, overrides, sets) for text, sets in changes.items()]
+    try:
+        trainer = _trainer(loaded.config)
+    except DoesNotFitError as error:
+        if not others:
+            raise
+        _print_misfit(error, others, as_json=as_json)
+        return EXIT_DOES_NOT_FIT
+    plan = trainer.plan
+    num_steps = None
+    if count_steps:
+        training = loaded.config.training
+        num_steps = trainer.make_loader().num_steps(training.num_train_epochs, training.max_steps)
+    _print(plan, loaded.config, others, as_json=as_json, simulate=simulate, num_steps=num_steps)
+    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _trainer(config: RunConfig) -> Trainer:
     from megatrain.trainer import Trainer
 
-    from .render import QuietObserver, print_plan
+    from .render import QuietObserver
 
-    plan = Trainer(loaded.config, observer=QuietObserver()).plan
-    print_plan(plan, as_json=as_json, simulated=_simulated(plan) if simulate else None)
-    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+    return Trainer(config, observer=QuietObserver())
+
+
+def _measure(config: RunConfig) -> None:
+    """Measure the machine and the drives of a config, and keep the rates for this plan and later ones."""
+    from megatrain.doctor.examine import examine
+    from megatrain.doctor.scratch import terminated_as_interrupted
+    from megatrain.plan.machine import existing_parent
+    from megatrain.plan.profile import profile_path, store_profile
+
+    paths = list(dict.fromkeys(existing_parent(table.path) for table in config.tiers.nvme))
+    with terminated_as_interrupted():
+        found = examine(paths, quick=True, on_progress=lambda what: click.echo(f"measuring {what} ...", err=True))
+    try:
+        store_profile(found.profile)
+    except OSError as error:
+        click.echo(f"warning: the rates are not used: {profile_path()}: {error.strerror}", err=True)
+
+
+def _print(
+    plan: Plan,
+    config: RunConfig,
+    others: Sequence[Alternative],
+    *,
+    as_json: bool,
+    simulate: bool,
+    num_steps: int | None,
+) -> None:
+    from megatrain.plan.what_if import GIVEN, describe, run_length
+
+    from .render import TimedPlan, plan_to_json, print_plan
+
+    simulated = _simulated(plan) if simulate else None
+    given = describe(GIVEN, plan) if isinstance(plan, TimedPlan) and plan.estimate is not None else None
+    length = None if given is None else run_length(plan, config, num_steps, given.step_s)
+    lines = [one for one in (given, *others) if one is not None] if others else []
+    if as_json:
+        values: dict[str, Any] = {**plan_to_json(plan), "run": None if length is None else length.to_json()}
+        if simulated is not None:
+            values["simulated"] = dataclasses.asdict(simulated)
+        if lines:
+            values["what_if"] = [one.to_json() for one in lines]
+        click.echo(json.dumps(values))
+        return
+    print_plan(plan, simulated=simulated)
+    if length is not None and given is not None:
+        for line in _run_lines(length, given.step_s):
+            click.echo(line)
+    if lines:
+        _print_alternatives(lines)
+
+
+def _print_misfit(error: Exception, others: Sequence[Alternative], *, as_json: bool) -> None:
+    """Print the alternatives to a config that does not fit."""
+    if as_json:
+        values = {"fits": False, "problem": describe_error(error), "what_if": [one.to_json() for one in others]}
+        click.echo(json.dumps(values))
+        return
+    click.echo(f"error: {describe_error(error)}", err=True)
+    _print_alternatives(others)
 
 
 def _simulated(plan: Plan) -> SimulatedStep | None:
@@ -43,3 +151,61 @@ def _simulated(plan: Plan) -> SimulatedStep | None:
         click.echo("warning: nothing to replay a step with: run megatrain-tier doctor first", err=True)
         return None
     return simulate_step(plan, plan.estimate.tokens_per_step, rates)
+
+
+def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
+    """Return what the whole run comes to."""
+    from tiered.units import GB, TB, format_duration, format_size
+
+    if length.num_steps is None:
+        if step_s is None:
+            return ["run             as many steps as the data has: --count-steps reads it"]
+        thousand = format_duration(1000 * step_s)
+        return [f"run             as many steps as the data has: --count-steps reads it; 1,000 take {thousand}"]
+    line = f"run             {length.num_steps:,} steps, {length.num_tokens:,} tokens"
+    if length.seconds is not None:
+        line += f", {format_duration(length.seconds)} without evaluations and saves"
+    lines = [line]
+    if length.written_bytes:
+        nbytes = length.written_bytes
+        written = f"{nbytes / TB:,.2f} TB" if nbytes >= TB else f"{nbytes / GB:,.2f} GB"
+        share = "" if length.share_of_limit is None else f", {length.share_of_limit:.2%} of max_written"
+        lines.append(f"                NVMe writes {written}{share}")
+    if length.num_saves:
+        saves = f"{length.num_saves} checkpoint{'s' if length.num_saves > 1 else ''}"
+        lines.append(f"                {saves}, which write {format_size(length.saved_bytes)} to output_dir")
+    return lines
+
+
+def _print_alternatives(lines: Sequence[Alternative]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tiered.units import format_duration, format_size
+
+    from .render import PLAIN_WIDTH
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("what if", overflow="fold")
+    for name in ("step", "tok/s", "bound by", "moved/step", "NVMe writes/step"):
+        table.add_column(name, justify="left" if name == "bound by" else "right", no_wrap=True)
+    table.add_column("needs at least", overflow="fold")
+    for one in lines:
+        if not one.fits:
+            table.add_row(Text(one.what), "", "", "", "", "", Text(f"cannot run: {one.problem}", style="red"))
+            continue
+        needs = "  ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in one.peak_bytes.items())
+        table.add_row(
+            Text(one.what),
+            "-" if one.step_s is None else format_duration(one.step_s),
+            "-" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
+            one.bound_by or "-",
+            format_size(one.moved_bytes),
+            format_size(one.written_bytes),
+            needs,
+        )
+    console.print(table)

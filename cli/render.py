@@ -14,10 +14,12 @@ from rich.text import Text
 
 from megatrain.metrics import (
     CheckpointMetrics,
+    EvaluationMetrics,
     RunInfo,
     RunSummary,
     StepMetrics,
     format_checkpoint,
+    format_evaluation,
     format_stalls,
     format_step,
     format_tiers,
@@ -149,6 +151,8 @@ class QuietObserver:
 
     def on_step(self, metrics: StepMetrics) -> None: ...
 
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
+
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
 
     def on_message(self, text: str) -> None: ...
@@ -175,6 +179,9 @@ class PlainObserver(QuietObserver):
         if is_shown(metrics, self._logging_steps):
             self._line(format_step(metrics))
 
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._line(format_evaluation(metrics))
+
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self._line(format_checkpoint(metrics))
 
@@ -199,6 +206,9 @@ class JsonObserver(QuietObserver):
     def on_step(self, metrics: StepMetrics) -> None:
         if is_shown(metrics, self._logging_steps):
             self._object({"event": "step", **metrics.to_json()})
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._object({"event": "evaluation", **metrics.to_json()})
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self._object({"event": "checkpoint", **metrics.to_json()})

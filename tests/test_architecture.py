@@ -40,7 +40,8 @@ RANKS = {
     "tiered.testing": 11,
     "megatrain": 20,
     "megatrain.trainer": 21,
-    "megatrain.__init__": 22,
+    "megatrain.verify": 22,
+    "megatrain.__init__": 23,
     "cli": 30,
 }
 
@@ -49,6 +50,8 @@ RESTRICTED = {
     "kvikio": ("tiered/links/kvikio.py", "tiered/links/probe.py"),
     "cupy": (),
     "zarr": (),
+    "datasets": ("megatrain/data/hub.py",),
+    "pyarrow": ("megatrain/data/files.py",),
     "numba": ("megatrain/optim/kernels.py",),
     "greenlet": ("megatrain/engine/",),
     "triton": ("megatrain/optim/triton_kernels.py",),
@@ -59,6 +62,7 @@ RESTRICTED = {
         "megatrain/models/",
         "megatrain/optim/lr.py",
         "megatrain/trainer.py",
+        "megatrain/verify/",
     ),
     "torch.cuda": (
         "megatrain/doctor/gpu.py",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from megatrain.config.problems import ConfigError, Problem
 from megatrain.run_folder import CHECKPOINTS_NAME
 from tiered.tiers.directory import files_below, reusable_bytes
 from tiered.tiers.ownership import read_owner, read_store_id, snapshot_folders
@@ -23,9 +24,16 @@ _CGROUP_FILES = (
 
 
 def resolve_device(config: RunConfig) -> torch.device:
-    """Return the compute device: what ``device`` says, or CUDA where there is one."""
+    """Return the compute device: what ``device`` says, or CUDA where there is one.
+
+    Raises:
+        ConfigError: the config asks for a GPU and torch finds none.
+    """
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        problem = Problem("device", 'device = "cuda", but torch finds no GPU that it can use', 'Write "auto" or "cpu"')
+        raise ConfigError(str(config.output_dir), [problem])
     return torch.device(config.device)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, layouts_of_unit
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
@@ -163,7 +164,8 @@ def plan_run(config: RunConfig) -> Plan:
     check_groups(config.optimizer, (entry for layout in trainable for entry in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
-    trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device)
+    objective = Objective.of(config.training)
+    trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective)
     optimizer = make_optimizer(config.optimizer)
     kinds = optimizer.state_kinds(dtype.itemsize == 2)
     program = ProgramBuilder(

@@ -51,7 +51,7 @@ lr_scheduler_type = "constant"
 size = "64MiB"
 """
 #: What a run that has not saved leaves in its folder.
-OWN_FILES = ("LOCK", "config.resolved.toml", "status.json")
+OWN_FILES = ("LOCK", "config.resolved.toml", "plan.json", "status.json")
 NVME = '[[tiers.nvme]]\npath = "scratch"\nsize = "64MiB"\n'
 GPT2 = '{"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 1024}'
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Call me Ishmael."}]
@@ -187,13 +187,13 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "broken tokenizer": (lambda w: w.file("model/tokenizer.json", "{"), 4, ("the tokenizer cannot be opened",)),
     "tokenizer of another model": (lambda w: (w.model_config(vocab_size=256), w.weights(lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:256].clone()}))), 4, ("tokenizer", "vocab_size", "256")),
     "no data file": (lambda w: w.swap("data.txt", "date.txt"), 4, ("date.txt: there is no such file or folder",)),
-    "kind of data": (lambda w: (w.file("data.parquet"), w.swap("data.txt", "data.parquet")), 4, ('".parquet" files are not read',)),
+    "kind of data": (lambda w: (w.file("data.xlsx"), w.swap("data.txt", "data.xlsx")), 4, ('".xlsx" files are not read',)),
     "empty data": (lambda w: w.file("data.txt", ""), 4, ("data.txt: the file is empty",)),
     "not utf-8": (lambda w: (w.folder / "data.txt").write_bytes(b"caf\xe9"), 4, ("not UTF-8",)),
     "broken line": (lambda w: w.rows('{"text": "good"}', '{"text": "bad'), 4, ("rows.jsonl line 2", "broken JSON")),
     "no known field": (lambda w: w.rows('{"question": "?", "answer": "!"}'), 4, ("line 1", "`question`, `answer`", 'prompt = "question"')),
     "chat as text": (lambda w: w.rows(json.dumps({"messages": CHAT})), 4, ("line 1", 'Write task = "sft"')),
-    "unknown role": (lambda w: w.rows(json.dumps({"messages": [{"role": "bot", "content": "x"}]}), task="sft"), 4, ("message 1", '"bot" is not known')),
+    "unknown role": (lambda w: w.rows(json.dumps({"messages": [{"role": "narrator", "content": "x"}]}), task="sft"), 4, ("message 1", '"narrator" is not known')),
     "no chat template": (lambda w: ([path.unlink() for path in w.model.glob("chat_template*")], w.file("model/tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}'), w.rows(json.dumps({"messages": CHAT}), task="sft")), 4, ("chat template",)),
     "no trained token": (lambda w: w.rows('{"prompt": "a", "completion": ""}', task="sft"), 4, ("no token would be trained",)),
     # tiers
@@ -279,7 +279,7 @@ def test_interrupt(work: Work, drive: str, saves: bool, cli_module: CliModule, m
     if saves:
         assert result.exit_code == 75
         assert "interrupted at step 1, saved: run the same command again" in result.stderr
-        assert names == sorted([*OWN_FILES, "checkpoints", "metrics.jsonl", "notes.txt"])
+        assert names == sorted([*OWN_FILES, "checkpoints", "metrics.jsonl", "notes.txt", "summary.json"])
     else:
         assert (result.exit_code, result.stderr.strip()) == (1, "error: interrupted; nothing saved")
         assert names == sorted([*OWN_FILES, "metrics.jsonl", "notes.txt"])

@@ -49,3 +49,15 @@ def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], 
         total += float(loss.detach())
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Reference(total, gradients)
+
+
+def evaluate(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, int]:
+    """Return the mean loss over all tokens that have a label, in eval mode, and their number."""
+    total, num_tokens = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for batch in micro_batches:
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**batch, use_cache=False).loss) * count
+            num_tokens += count
+    return total / num_tokens, num_tokens

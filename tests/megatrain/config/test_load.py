@@ -194,11 +194,14 @@ def test_resolved_file_reproduces_the_config(tmp_path: Path, text: str) -> None:
 def test_resolved_file_holds_every_key(smallest: Path) -> None:
     text = to_toml(load_config(smallest).config)
     optional = {
-        "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "optimizer.lr_scheduler_kwargs",
+        "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "data.train.subset",
+        "data.train.split", "data.max_cache_size", "optimizer.lr_scheduler_kwargs",
         "optimizer.groups.params", "optimizer.groups.learning_rate", "optimizer.groups.weight_decay",
         "checkpoint.save_interval", "training.train_batch_tokens", "advanced.file_size",
         "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate", "tiers.nvme.max_written",
+        "evaluation.eval_max_samples", "evaluation.per_device_eval_batch_size",
     }  # fmt: skip
+    optional |= {key for key in known_keys() if key.startswith("data.eval.")}
     for key in known_keys() - optional:
         assert f"\n{key.rsplit('.', 1)[-1]} = " in "\n" + text, key
 

@@ -1,0 +1,89 @@
+"""``megatrain-tier check``: find every mistake before a run starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .main import EXIT_CONFIG, EXIT_DATA, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED
+from .options import config_options, json_option
+
+if TYPE_CHECKING:
+    from megatrain.checkup import Finding
+
+_EXIT_CODES = {"config": EXIT_CONFIG, "fit": EXIT_DOES_NOT_FIT, "data": EXIT_DATA, "failed": EXIT_FAILED}
+_ORDER = (EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_FAILED)
+_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+_PLAIN_WIDTH = 140
+
+
+@click.command("check")
+@config_options
+@json_option
+def command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
+    """Find every mistake before a run starts.
+
+    Looks at config, model, tokenizer, data, room and checkpoints; trains and writes nothing. Reads every row of the
+    data, but no weights. Lists all problems at once.
+
+    The exit code is that of the first kind: 2 config or model, 3 does not fit, 4 data, 1 storage failed.
+    """
+    is_shown = sys.stderr.isatty() and not as_json
+    if is_shown:
+        click.echo("looking at the config ...", nl=False, err=True)
+
+    from megatrain.checkup import check_run
+
+    def show(what: str) -> None:
+        if is_shown:
+            click.echo(f"\r\x1b[Klooking at the {what} ...", nl=False, err=True)
+
+    findings = []
+    for finding in check_run(config, extra_files, overrides, show):
+        findings.append(finding)
+        if is_shown:
+            click.echo("\r\x1b[K", nl=False, err=True)
+        if not as_json:
+            _print(finding)
+    if is_shown:
+        click.echo("\r\x1b[K", nl=False, err=True)
+    codes = {_EXIT_CODES[finding.kind] for finding in findings if finding.kind is not None}
+    code = next((code for code in _ORDER if code in codes), EXIT_DONE)
+    if as_json:
+        click.echo(json.dumps({"exit_code": code, "findings": [dataclasses.asdict(finding) for finding in findings]}))
+        return code
+    count = sum(finding.severity == "problem" for finding in findings)
+    if count:
+        click.secho(f"{count} problem{'s' if count > 1 else ''}", fg="red", bold=True)
+    else:
+        click.secho("no problem found", fg="green")
+    return code
+
+
+def _print(finding: Finding) -> None:
+    width = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _PLAIN_WIDTH
+    lines = finding.text.splitlines() or [""]
+    indent = " " * 21
+    wrapped = [
+        line
+        for number, text in enumerate(lines)
+        for line in textwrap.wrap(
+            text,
+            width - len(indent),
+            subsequent_indent="" if number == 0 else "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
+    ]
+    mark = click.style(f"{finding.severity:<7}", fg=_COLOURS[finding.severity])
+    click.echo(f"{mark}  {finding.subject:<12}{wrapped[0] if wrapped else ''}")
+    for line in wrapped[1:]:
+        click.echo(indent + line)

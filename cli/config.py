@@ -1,0 +1,175 @@
+"""``megatrain-tier config``: resolved values, the schema, differences, and what a key means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .main import EXIT_CONFIG, RunFailedError
+from .options import config_options, json_option, load
+
+if TYPE_CHECKING:
+    from megatrain.config.changes import Change
+    from megatrain.config.describe import KeyDescription
+
+_ORIGIN_COLUMN = 64
+
+
+@click.group("config")
+def command() -> None:
+    """Show, compare and explain configs."""
+
+
+@command.command("show")
+@config_options
+@click.option("--origin", "with_origin", is_flag=True, help="Say of each value which file and line set it.")
+@json_option
+def show_command(
+    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], with_origin: bool, as_json: bool
+) -> int:
+    """Print CONFIG with every default filled in, as TOML.
+
+    That is what output_dir/config.resolved.toml holds, and what reproduces the run.
+    """
+    loaded = load(config, extra_files, overrides)
+
+    from megatrain.config.origins import DEFAULT, resolved_lines
+    from megatrain.config.resolved import to_toml
+
+    lines = resolved_lines(loaded)
+    if as_json:
+        import tomllib
+
+        origins = {line.key: line.origin for line in lines if line.key}
+        click.echo(json.dumps({"values": tomllib.loads(to_toml(loaded.config)), "origins": origins}))
+        return 0
+    for line in lines:
+        text = line.text
+        if with_origin and line.key:
+            text = f"{text:<{_ORIGIN_COLUMN}}  # {line.origin}"
+        click.secho(text, dim=line.origin == DEFAULT, bold=text.startswith("["))
+    return 0
+
+
+@command.command("schema")
+@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write it there.")
+def schema_command(out: Path | None) -> int:
+    """Print the JSON Schema of config files.
+
+    Editors with taplo (VS Code: Even Better TOML) complete and check a config whose first line is
+    "#:schema ./megatrain-tier.schema.json".
+    """
+    from megatrain.config.json_schema import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if out is None:
+        click.echo(text, nl=False)
+        return 0
+    out.write_text(text, encoding="utf-8")
+    click.echo(str(out))
+    return 0
+
+
+@command.command("diff")
+@click.argument("before", metavar="A", type=click.Path(path_type=Path))
+@click.argument("now", metavar="B", type=click.Path(path_type=Path))
+@json_option
+def diff_command(before: Path, now: Path, as_json: bool) -> int:
+    """Say what differs, and if it alters results.
+
+    A and B are config files, or output_dirs of runs, whose resolved configs are compared.
+    """
+    from megatrain.config.origins import difference, load_run
+
+    found = difference(load_run(before), load_run(now))
+    if as_json:
+        values = {name: list(map(_to_json, getattr(found, name))) for name in ("altering", "by_contents", "free")}
+        click.echo(json.dumps(values, default=str))
+        return 0
+    groups = (
+        ("alters results", found.altering, "red"),
+        ("alters results if it is other data or another model", found.by_contents, "yellow"),
+        ("does not alter results", found.free, "green"),
+    )
+    for title, changes, colour in groups:
+        if changes:
+            click.secho(title, fg=colour)
+            for change in changes:
+                click.echo(f"  {change}")
+    if found.is_empty:
+        click.echo("no difference")
+    return 0
+
+
+def _to_json(change: Change) -> dict[str, Any]:
+    return dataclasses.asdict(change)
+
+
+@command.command("explain")
+@click.argument("key")
+@json_option
+def explain_command(key: str, as_json: bool) -> int:
+    """Say what KEY means, takes, defaults to and alters.
+
+    KEY is a key (data.max_length), its last name (max_length), a table (tiers.nvme), or the name in another tool
+    (cutoff_len).
+    """
+    from megatrain.config import ConfigError
+    from megatrain.config.describe import describe_key, find_keys
+
+    try:
+        names, note = find_keys(key)
+    except ConfigError as error:
+        raise RunFailedError(str(error.problems[0]), EXIT_CONFIG) from None
+    descriptions = [describe_key(name) for name in names]
+    if as_json:
+        click.echo(json.dumps({"note": note, "keys": [description.to_json() for description in descriptions]}))
+        return 0
+    if note:
+        click.echo(f"{note}\n")
+    for number, description in enumerate(descriptions):
+        if number:
+            click.echo()
+        _print(description)
+    return 0
+
+
+def _print(description: KeyDescription) -> None:
+    width = min(110, max(40, shutil.get_terminal_size((100, 24)).columns))
+
+    def line(name: str, text: str) -> None:
+        click.echo(_wrap(text, width, f"  {name:<9}", " " * 11))
+
+    click.secho(description.key, bold=True)
+    click.echo(_wrap(description.meaning, width, "  ", "  "))
+    line("values", description.values)
+    line("default", description.default)
+    line("alters", _ALTERS[description.alters])
+    for tool, name, note in description.other_names:
+        line("called" if (tool, name, note) == description.other_names[0] else "", f"{name} in {tool}" + _note(note))
+    for number, text in enumerate(description.example):
+        click.echo(f"  {'write' if not number else '':<9}{text}")
+
+
+def _note(note: str) -> str:
+    return f" ({note})" if note else ""
+
+
+def _wrap(text: str, width: int, first: str, others: str) -> str:
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
+
+
+_ALTERS = {
+    "yes": "the results: a checkpoint is not continued with another value unless you say --allow-config-change",
+    "no": "nothing in the results: it may change from one start of a run to the next",
+    "by contents": "the results of a new run. A continued one has its weights in the checkpoint, and refuses data with "
+    "other rows",
+}

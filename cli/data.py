@@ -1,0 +1,150 @@
+"""``megatrain-tier data``: rows as the loss sees them, and figures of all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import config_options, json_option, load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatrain.data.preview import DataStats, RowPreview
+    from megatrain.data.report import Dropped
+
+_BAR_WIDTH = 40
+_BEGIN, _END = "[[", "]]"
+
+
+@click.group("data")
+def command() -> None:
+    """Look at training data as the loss sees it."""
+
+
+@command.command("preview")
+@config_options
+@click.option("-n", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many rows.")
+@click.option("--row", type=click.IntRange(min=1), metavar="I", help="Only row I, counted from 1 over all sources.")
+@json_option
+def preview_command(
+    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], count: int, row: int | None, as_json: bool
+) -> int:
+    """Show rows with the tokens that are trained in green.
+
+    Without colour, trained text stands in [[double brackets]].
+    """
+    loaded = load(config, extra_files, overrides)
+
+    from megatrain.data.preview import preview_rows
+
+    previews = preview_rows(loaded.config, count, row)
+    if as_json:
+        click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
+        return 0
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for number, preview in enumerate(previews):
+        if number:
+            click.echo()
+        _print_row(preview, is_coloured)
+    return 0
+
+
+def _print_row(preview: RowPreview, is_coloured: bool) -> None:
+    def styled(text: str, **style: object) -> str:
+        return click.style(text, **style) if is_coloured else text  # type: ignore[arg-type]
+
+    share = 100.0 * preview.num_trained / max(1, preview.num_tokens)
+    figures = f"{preview.num_tokens:,} tokens, {preview.num_trained:,} trained ({share:.1f}%)"
+    if preview.num_tokens_before > preview.num_tokens:
+        figures += f", cut from {preview.num_tokens_before:,}"
+    click.echo(f"{styled(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
+    if preview.where:
+        click.echo(styled(preview.where, dim=True))
+    if preview.dropped:
+        click.echo(styled(f"dropped: {_visible(preview.dropped)}", fg="red"))
+    for reason in preview.untrained_turns:
+        click.echo(styled(f"a turn is not trained: {_visible(reason)}", fg="yellow"))
+    parts = []
+    for segment in preview.segments:
+        text = _visible(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
+        if is_coloured:
+            parts.append(
+                click.style(text, fg="green", bold=True) if segment.is_trained else click.style(text, dim=True)
+            )
+        else:
+            parts.append(f"{_BEGIN}{text}{_END}" if segment.is_trained else text)
+    if parts:
+        click.echo("".join(parts))
+
+
+def _visible(text: str) -> str:
+    """Return a text whose control characters are shown, not obeyed."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+@command.command("stats")
+@config_options
+@json_option
+def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
+    """Show lengths, trained share, padding, and what is dropped.
+
+    Reads and tokenizes all rows, or takes them from the cache where they are.
+    """
+    loaded = load(config, extra_files, overrides)
+
+    from megatrain.data.preview import dataset_stats
+
+    stats = dataset_stats(loaded.config, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(stats.to_json()))
+        return 0
+    _print_stats(stats, is_packed=loaded.config.data.packing, max_length=loaded.config.data.max_length)
+    return 0
+
+
+def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
+    report = stats.report
+    click.echo(
+        f"rows       {report.num_rows:,} read, {report.num_dropped:,} dropped, {report.num_truncated:,} truncated to "
+        f"{max_length:,} tokens"
+    )
+    for name, reasons in (("dropped", report.dropped), ("turns", report.untrained_turns)):
+        _print_reasons(name, reasons)
+    for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, "without a trained token")):
+        if count:
+            click.echo(f"  {count:>8,}  dropped: {reason}")
+    share = 100.0 * stats.num_trained_tokens / max(1, stats.num_tokens)
+    click.echo(
+        f"epoch      {stats.num_documents:,} documents, {stats.num_tokens:,} tokens, {stats.num_trained_tokens:,} "
+        f"trained ({share:.1f}%)"
+    )
+    click.echo(f"           {stats.num_rows:,} rows in {stats.num_steps:,} steps")
+    other = f"{100 * stats.padding_share_other:.1f}% {'without' if is_packed else 'with'} packing"
+    click.echo(f"padding    {100 * stats.padding_share:.1f}%   ({other})")
+    if len(stats.sources) > 1 or any(source.weight != 1.0 for source in stats.sources):
+        for source in stats.sources:
+            share = 100.0 * source.num_trained_tokens / max(1, source.num_tokens)
+            click.echo(
+                f"source     {source.path}  {source.num_documents:,} documents, {source.num_tokens:,} tokens, "
+                f"{share:.1f}% trained, weight {source.weight:g}"
+            )
+    lengths = "   ".join(f"{percent}% <= {tokens:,}" for percent, tokens in stats.percentiles.items() if percent)
+    click.echo(f"lengths    shortest {stats.percentiles[0]:,}   {lengths}")
+    largest = max(bin.num_documents for bin in stats.histogram)
+    for bin in stats.histogram:
+        bar = "#" * max(1, round(_BAR_WIDTH * bin.num_documents / largest))
+        click.echo(f"  {f'{bin.low:,}-{bin.high:,}':>15}  {bin.num_documents:>9,}  {bar}")
+
+
+def _print_reasons(name: str, reasons: Sequence[Dropped]) -> None:
+    for each in reasons:
+        what = "dropped" if name == "dropped" else "turns not trained"
+        click.echo(f"  {each.count:>8,}  {what}: {_visible(each.reason)} (first: {each.example})")

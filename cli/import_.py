@@ -1,0 +1,83 @@
+"""``megatrain-tier import``: another tool's config, translated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .main import EXIT_CONFIG, RunFailedError
+from .options import json_option
+
+if TYPE_CHECKING:
+    from megatrain.translate.source import Tool
+    from megatrain.translate.translation import Translation
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--from",
+    "tool",
+    type=click.Choice(["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]),
+    help="Whose config it is. Default: seen from its keys.",
+)
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Write the TOML file there."
+)
+@json_option
+def command(file: Path, tool: Tool | None, out: Path | None, as_json: bool) -> int:
+    """Translate the config of another tool.
+
+    Reads YAML and JSON of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain. Prints TOML, or writes it to OUT. Lists
+    what has no equivalent here, and what is not needed. Relative paths in FILE are taken from the current folder, as
+    the tool itself would.
+    """
+    from megatrain.translate.translation import translate_file
+
+    if out is not None and out.exists():
+        raise RunFailedError(f"{out}: is there already; nothing was written. Name another file", EXIT_CONFIG)
+    translation = translate_file(file, tool, folder=None if out is None else out.absolute().parent)
+    if out is not None:
+        _write(out, translation.toml)
+    if as_json:
+        click.echo(json.dumps({**translation.to_json(), "out": None if out is None else str(out)}, default=str))
+        return 0
+    if out is None:
+        click.echo(translation.toml, nl=False)
+    _print_rest(translation, out)
+    return 0
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileNotFoundError:
+        raise RunFailedError(f"{out.parent}: there is no such folder", EXIT_CONFIG) from None
+
+
+def _print_rest(translation: Translation, out: Path | None) -> None:
+    """Say on stderr what a person should look at."""
+    from megatrain.translate.source import TITLES
+    from megatrain.translate.translation import one_line
+
+    num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
+    head = f"{num_carried} values of {TITLES[translation.tool]} translated"
+    click.echo(head if out is None else f"{head}, written to {out}", err=True)
+    for title, lefts, colour in (
+        ("no equivalent here", translation.lost, "yellow"),
+        ("not needed here", translation.unneeded, None),
+    ):
+        if lefts:
+            click.secho(f"{title}:", fg=colour, err=True)
+            for left in lefts:
+                click.echo(f"  {one_line(left)}", err=True)
+    if translation.to_fill_in:
+        click.secho("to fill in:", fg="red", err=True)
+        for key, entry in translation.to_fill_in.items():
+            click.echo(f"  {key}: {entry.note}", err=True)
+    if out is not None:
+        click.echo(f"next: megatrain-tier check {out}", err=True)

@@ -1,0 +1,83 @@
+"""``megatrain-tier init``: write a first config for this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from .main import EXIT_CONFIG, RunFailedError
+from .options import json_option
+
+_NAME = "run.toml"
+
+
+@click.command("init")
+@click.argument("path", required=False, type=click.Path(path_type=Path), metavar="[PATH]")
+@click.option("--task", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="What to train.")
+@click.option("--model", metavar="FOLDER_OR_ID", help="A Hugging Face folder, or the name of a model on the hub.")
+@click.option("--data", metavar="PATH", help="File, glob or folder of training data, or the hub name of a data set.")
+@json_option
+def command(path: Path | None, task: str, model: str | None, data: str | None, as_json: bool) -> int:
+    """Write a commented starter config for this machine.
+
+    PATH is the file, default run.toml, or a folder for it. Nothing is overwritten. Beside it goes the JSON Schema with
+    which editors complete and check the file.
+    """
+    path = path or Path(_NAME)
+    path = path / _NAME if path.is_dir() else path
+    if path.exists():
+        raise RunFailedError(f"{path}: is there already; nothing was written. Name another file", EXIT_CONFIG)
+    if not path.absolute().parent.is_dir():
+        raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
+
+    from megatrain.config.starter import starter_toml
+    from megatrain.plan.inventory import machine_facts, model_facts
+
+    folder = path.absolute().parent
+    facts = None
+    if model is not None:
+        facts = model_facts(_as_written(model, folder), Path(model).expanduser() if _is_path(model) else None)
+    text = starter_toml(machine_facts(folder), task, facts, None if data is None else _as_written(data, folder))
+    schema = _write_schema(folder)
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+    if as_json:
+        click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
+        return 0
+    click.echo(f"wrote  {path}" + ("" if schema is None else f" and {schema.name}"))
+    to_fill_in = [line.split(" = ")[0] for line in text.splitlines() if "FILL IN" in line]
+    if to_fill_in:
+        click.echo(f"fill   {', '.join(to_fill_in)}")
+    click.echo(f"next   megatrain-tier check {path}")
+    return 0
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or Path(text).exists()
+
+
+def _as_written(text: str, folder: Path) -> str:
+    """Return a path of the command line as the config has it: relative to its folder, where it is below it."""
+    if text.startswith("~") or not (_is_path(text) or any(char in text for char in "*?[")):
+        return text
+    whole = os.path.abspath(text)
+    shorter = os.path.relpath(whole, folder)
+    return whole if shorter.startswith(os.pardir) and os.path.isabs(text) else shorter
+
+
+def _write_schema(folder: Path) -> Path | None:
+    """Write the schema beside the config; a file of that name that is not ours stays, and None is returned."""
+    from megatrain.config.json_schema import FILE_NAME, TITLE, json_schema
+
+    path = folder / FILE_NAME
+    if path.exists():
+        try:
+            if json.loads(path.read_text(encoding="utf-8")).get("title") != TITLE:
+                return None
+        except (OSError, ValueError, AttributeError):
+            return None
+    path.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    return path

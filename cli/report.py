@@ -1,0 +1,52 @@
+"""``megatrain-tier report``: what was planned, what happened, where the time went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from .main import EXIT_FAILED, RunFailedError
+from .options import json_option
+
+
+@click.command("report")
+@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT",
+    help="Write one page that needs nothing else: no network, no other file.",
+)
+@json_option
+def command(run: Path, page: Path | None, as_json: bool) -> int:
+    """Say what was planned, what happened, and where the time went.
+
+    RUN is the output_dir of a run: one that is done, one that goes on, or one that died.
+    """
+    from megatrain.report.figures import compute_figures
+    from megatrain.report.history import read_history
+
+    history = read_history(run)
+    figures = compute_figures(history)
+    if page is not None:
+        from megatrain.report.page import draw_page
+
+        try:
+            page.write_text(draw_page(history, figures), encoding="utf-8")
+        except OSError as error:
+            raise RunFailedError(f"{page}: {error.strerror}. Name another file", EXIT_FAILED) from None
+    if as_json:
+        click.echo(json.dumps({**figures.to_json(), "page": None if page is None else str(page)}, allow_nan=False))
+        return 0
+    from megatrain.report.text import report_lines
+
+    first, *others = report_lines(figures)
+    click.secho(first, bold=True)
+    for line in others:
+        click.echo(line)
+    if page is not None:
+        click.echo(f"page    {page}")
+    return 0

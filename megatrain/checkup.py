@@ -1,0 +1,331 @@
+"""Everything that can be known to be wrong with a run before it starts: config, files, data, room, checkpoints.
+
+Each part is looked at whatever the others found, so that one look names every mistake. Nothing is trained or written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatrain.checkpoint.resume import ConfigChangedError, already_done, check_changes, find_candidates
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.config import ConfigError, load_config
+from megatrain.config.salvage import salvage
+from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
+from megatrain.data.errors import DataError
+from megatrain.data.loader import BatchLoader
+from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.evaluation import load_evaluation_sets
+from megatrain.loop import describe_model
+from megatrain.models.checkpoint_names import ConversionError
+from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.export import ExportError, check_target
+from megatrain.models.folder import ModelFolder, ModelFolderError
+from megatrain.models.graph import FreezeError, ModelGraph, build_graph, num_learned_positions
+from megatrain.models.initialize import InitializationError
+from megatrain.models.load import WeightLoader
+from megatrain.optim.factory import ParameterGroupError
+from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
+from megatrain.plan import machine
+from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.solve import DoesNotFitError
+from megatrain.run_folder import FINAL_NAME, living_owner
+from megatrain.session import check_drives
+from tiered.errors import TieredError
+from tiered.units import format_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.data.report import DataReport
+
+#: What a problem is about: the config or the model, room, data, or storage that failed.
+Kind = Literal["config", "fit", "data", "failed"]
+_KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
+    ((DoesNotFitError,), "fit"),
+    ((DataError,), "data"),
+    (
+        (
+            ConfigError, ModelFolderError, UnsupportedModelError, FreezeError, ConversionError, InitializationError,
+            ParameterGroupError, ScheduleError, ExportError, CheckpointError, ConfigChangedError,
+        ),
+        "config",
+    ),
+    ((TieredError, OSError), "failed"),
+)  # fmt: skip
+_EXPECTED = tuple(error for errors, _ in _KIND_OF for error in errors)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what. severity: "ok", "note" (worth knowing) or "problem" (the run would be refused, or end).
+        text: what was seen, and what to do about a problem. kind: of a problem.
+    """
+
+    subject: str
+    severity: Literal["ok", "note", "problem"]
+    text: str
+    kind: Kind | None = None
+
+
+def problem(subject: str, error: Exception) -> Finding:
+    """Return the finding behind an expected error."""
+    kind = next(kind for errors, kind in _KIND_OF if isinstance(error, errors))
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    return Finding(subject, "problem", text, kind)
+
+
+def check_run(
+    path: Path,
+    extra_files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Iterator[Finding]:
+    """Yield what is found, part by part.
+
+    Args:
+        path, extra_files, overrides: as for :func:`megatrain.config.load_config`.
+        on_progress: told what is looked at next.
+    """
+    try:
+        loaded = load_config(path, extra_files, overrides)
+    except ConfigError as error:
+        config, further = (None, []) if overrides else salvage(path, extra_files, error.problems)
+        for each in (*error.problems, *further):
+            is_elsewhere = each.where not in ("", str(path)) or each.line is None
+            where = f"{each.where}: " if each.where and is_elsewhere else ""
+            yield Finding("config", "problem", f"{where}{each}", "config")
+        if config is None:
+            yield Finding("rest", "note", "not looked at: too little of the config can be used")
+            return
+        yield from _Checkup(config, on_progress, is_whole=False).look()
+        return
+    yield Finding("config", "ok", f"{path}: no mistake in it")
+    for warning in loaded.warnings:
+        yield Finding("config", "note", warning)
+    yield from _Checkup(loaded.config, on_progress, is_whole=True).look()
+
+
+class _Checkup:
+    """Looks at the parts of one config, keeping what later parts need.
+
+    Args:
+        is_whole: the config is as written; else mistakes were taken out, and what depends on all of it is not judged.
+    """
+
+    def __init__(self, config: RunConfig, on_progress: Callable[[str], None], *, is_whole: bool) -> None:
+        data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
+        self._bad_rows = config.data.bad_rows
+        self._config = config.model_copy(update={"data": data})
+        self._on_progress = on_progress
+        self._is_whole = is_whole
+        self._is_planned = True
+        self._graph: ModelGraph | None = None
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+        self._dataset: TokenDataset | None = None
+        self._plan: Plan | None = None
+        self._num_steps: int | None = None
+
+    def look(self) -> Iterator[Finding]:
+        parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+            ("model", self._look_at_model),
+            ("tokenizer", self._look_at_tokenizer),
+            ("data", self._look_at_data),
+        ]
+        if self._is_whole:
+            parts += [
+                ("plan", self._look_at_plan),
+                ("eval data", self._look_at_eval_data),
+                ("disk", self._look_at_disk),
+                ("steps", self._look_at_steps),
+                ("checkpoints", self._look_at_checkpoints),
+            ]
+        for subject, part in parts:
+            self._on_progress(subject)
+            try:
+                yield from part()
+            except _EXPECTED as error:
+                yield problem(subject, error)
+        if not self._is_whole:
+            yield Finding("plan", "note", "not made before the config is right")
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _look_at_model(self) -> Iterator[Finding]:
+        config, table = self._config, self._config.model
+        cuda = machine.resolve_device(config.model_copy(update={"device": "auto"})).type
+        if config.device == "cuda" and cuda != "cuda":
+            text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
+            yield Finding("device", "problem", text, "config")
+            self._is_planned = False
+        dtype = machine.resolve_compute_dtype(config, machine.resolve_device(config))
+        folder = table.model_name_or_path
+        graph = build_graph(folder, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype)
+        self._graph = graph
+        size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
+        if table.train_from_scratch:
+            yield Finding("model", "ok", f"{size}, from random weights")
+        else:
+            WeightLoader(folder, graph.model)
+            records = ModelFolder(folder).records.values()
+            files = {record.file for record in records}
+            nbytes = format_size(sum(record.nbytes for record in records))
+            text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
+            yield Finding("model", "ok", text)
+        positions, length = num_learned_positions(graph), config.data.max_length
+        if positions is not None and length > positions:
+            text = f"data.max_length = {length}, but this model has {positions} positions. Write at most {positions}"
+            yield Finding("model", "problem", text, "config")
+
+    def _look_at_tokenizer(self) -> Iterator[Finding]:
+        table = self._config.model
+        folder = table.tokenizer_name_or_path or table.model_name_or_path
+        self._tokenizer = load_tokenizer(folder, chat_template=table.chat_template)
+        template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
+        yield Finding("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
+
+    def _look_at_data(self) -> Iterator[Finding]:
+        if self._tokenizer is None:
+            yield Finding("data", "note", "not looked at without a tokenizer")
+            return
+        try:
+            dataset = load_dataset(self._config, self._tokenizer)
+        except DataError as error:
+            yield from self._each_source(error)
+            return
+        self._dataset = dataset
+        if self._graph is not None:
+            num_embeddings = self._graph.model.get_input_embeddings().weight.shape[0]
+            check_ids(dataset, num_embeddings, where=self._config.model.model_name_or_path)
+        head = str(dataset.report).splitlines()[0]
+        proven = "; every mask proven" if self._config.task == "sft" else ""
+        yield Finding("data", "ok", f"{head}{proven}")
+        yield from self._rows_left_out(dataset.report)
+
+    def _each_source(self, error: DataError) -> Iterator[Finding]:
+        """Look at each source alone, so that a mistake in one does not hide those of the others."""
+        assert self._tokenizer is not None
+        sources = self._config.data.train
+        if len(sources) == 1:
+            yield problem("data", error)
+            return
+        found = []
+        for source in sources:
+            only = self._config.data.model_copy(update={"train": (source,)})
+            try:
+                load_dataset(self._config.model_copy(update={"data": only}), self._tokenizer)
+            except DataError as each:
+                found.append(problem("data", each))
+        yield from found or [problem("data", error)]
+
+    def _rows_left_out(self, report: DataReport) -> Iterator[Finding]:
+        for each in report.dropped:
+            text = f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
+            if self._bad_rows == "error":
+                yield Finding("data", "problem", f'{text}. data.bad_rows = "error" would end the run there', "data")
+            else:
+                yield Finding("data", "note", text)
+        for each in report.untrained_turns:
+            text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+            yield Finding("data", "note", text)
+
+    def _look_at_plan(self) -> Iterator[Finding]:
+        if self._graph is None or not self._is_planned:
+            yield Finding("plan", "note", "not made without a model and a device for it")
+            return
+        self._plan = plan = plan_run(self._config)
+        sizes = ", ".join(
+            f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}" for tier, nbytes in plan.totals.items()
+        )
+        yield Finding("plan", "ok", f"fits: {sizes}")
+
+    def _look_at_eval_data(self) -> Iterator[Finding]:
+        if self._plan is None or self._tokenizer is None or not self._config.data.eval:
+            return
+        for each in load_evaluation_sets(self._config, self._plan, self._tokenizer, lambda text: None):
+            head = str(each.loader.dataset.report).splitlines()[0]
+            yield Finding("eval data", "ok", f"{each.name}: {head}")
+
+    def _look_at_disk(self) -> Iterator[Finding]:
+        folder = self._config.output_dir
+        parent = machine.existing_parent(folder)
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            text = f"output_dir: cannot write in {parent}. Write another folder"
+            yield Finding("disk", "problem", text, "config")
+        check_target(folder / FINAL_NAME)
+        for number, table in enumerate(self._config.tiers.nvme):
+            parent = machine.existing_parent(table.path)
+            if not os.access(parent, os.W_OK | os.X_OK):
+                text = f"tiers.nvme.{number}.path: cannot write in {parent}. Write another folder"
+                yield Finding("disk", "problem", text, "config")
+        if self._plan is None:
+            return
+        check_drives(self._config, self._plan)
+        yield Finding("disk", "ok", f"room for blocks, and for {self._config.checkpoint.save_total_limit} checkpoints")
+
+    def _look_at_steps(self) -> Iterator[Finding]:
+        if self._plan is None or self._dataset is None or self._tokenizer is None:
+            return
+        config, training, table = self._config, self._config.training, self._config.optimizer
+        loader = BatchLoader(
+            self._dataset,
+            micro_batch_size=self._plan.micro_batch_size,
+            num_micro_batches=self._plan.num_micro_batches,
+            max_length=config.data.max_length,
+            packing=config.data.packing,
+            data_seed=config.data_seed,
+            pad_token_id=pad_token_id(self._tokenizer),
+        )
+        num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
+        warmup = num_warmup_steps(table.warmup_steps, num_steps)
+        if table.warmup_steps >= 1 and warmup >= num_steps and table.lr_scheduler_type != "constant":
+            text = (
+                f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
+            )
+            text += "the run. Write fewer, or a fraction below 1 of all steps"
+            yield Finding("steps", "problem", text, "config")
+        learning_rate_schedule(
+            table.lr_scheduler_type, table.learning_rate, num_steps, warmup, table.lr_scheduler_kwargs
+        )
+        self._num_steps = num_steps
+        text = f"{num_steps:,} steps, {num_steps / loader.steps_per_epoch:.4g} epochs of {loader.steps_per_epoch:,}"
+        yield Finding("steps", "ok", text)
+
+    def _look_at_checkpoints(self) -> Iterator[Finding]:
+        owner = living_owner(self._config.output_dir)
+        if owner is not None:
+            yield Finding("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+        notices: list[str] = []
+        candidates = find_candidates(self._config, notices.append)
+        yield from (Finding("checkpoints", "note", text) for text in notices)
+        if not candidates:
+            yield Finding("checkpoints", "ok", "none: the run starts from the model")
+            return
+        if self._plan is None or self._dataset is None:
+            yield Finding("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
+            return
+        changes: list[str] = []
+        check_changes(
+            self._config,
+            candidates[0],
+            describe_model(self._config, self._plan),
+            self._dataset.fingerprint(),
+            allow=False,
+            on_notice=changes.append,
+        )
+        yield from (Finding("checkpoints", "note", text) for text in changes)
+        if self._num_steps is not None and already_done(self._config, candidates[0], self._num_steps) is not None:
+            yield Finding("checkpoints", "note", "the run is done: raise the number of steps to train longer")
+        yield Finding("checkpoints", "ok", f"continues from {candidates[0]}")
+
+
+def _count(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"

@@ -1,0 +1,108 @@
+"""What this machine and a model folder offer to a starter config: free RAM, GPU memory, drives, parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from megatrain.config.schema import RunConfig
+from megatrain.config.starter import Drive, MachineFacts, ModelFacts
+from megatrain.models.folder import ModelFolder, ModelFolderError
+from megatrain.plan import machine
+from megatrain.plan.profile import file_system_of
+from tiered.units import GiB
+
+_SCRATCH = "scratch/megatrain-tier"
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs")
+_NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
+_LEAST_FREE_BYTES = 4 * GiB
+
+
+def machine_facts(folder: Path) -> MachineFacts:
+    """Look at the machine; allocates and writes nothing.
+
+    Args:
+        folder: where the config will lie; its drive comes first, as a path relative to it.
+    """
+    config = _any_config(folder)
+    device = machine.resolve_device(config)
+    return MachineFacts(
+        ram_bytes=machine.total_ram_bytes(),
+        free_ram_bytes=machine.ram_capacity_bytes(config),
+        gpu_bytes=machine.gpu_capacity_bytes(config, device) if device.type == "cuda" else None,
+        drives=tuple(_drives(folder)),
+    )
+
+
+def _any_config(folder: Path) -> RunConfig:
+    """Return a config in which all sizes are "auto"."""
+    values = {
+        "task": "sft",
+        "output_dir": str(folder / "outputs"),
+        "model": {"model_name_or_path": "model"},
+        "data": {"train": [{"path": "data"}]},
+    }
+    return RunConfig.model_validate(values)
+
+
+def _drives(folder: Path) -> Iterator[Drive]:
+    """Yield the drive of ``folder``, then the others of this machine that can be written, the emptiest first."""
+    own = file_system_of(folder)
+    yield Drive(_SCRATCH, _free(folder), own.kind, _objection(own.kind, _free(folder)))
+    found = []
+    seen = {own.device}
+    for partition in psutil.disk_partitions(all=False):
+        point = Path(partition.mountpoint)
+        is_writable = "rw" in partition.opts.split(",") and os.access(point, os.W_OK)
+        if not is_writable or not point.is_dir() or partition.fstype in _NOT_FOR_DATA:
+            continue
+        file_system = file_system_of(point)
+        if file_system.device in seen or _free(point) < _LEAST_FREE_BYTES:
+            continue
+        seen.add(file_system.device)
+        found.append(Drive(str(point / "megatrain-tier"), _free(point), file_system.kind))
+    yield from sorted(
+        (Drive(d.path, d.free_bytes, d.kind, _objection(d.kind, d.free_bytes)) for d in found),
+        key=lambda drive: (bool(drive.objection), -drive.free_bytes),
+    )
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(machine.existing_parent(path)).free
+
+
+def _objection(kind: str, free_bytes: int) -> str:
+    if kind in _IN_MEMORY:
+        return f"not a drive: {kind} is RAM"
+    if kind.startswith(_REMOTE):
+        return f"{kind} may be far away: measure it with `megatrain-tier doctor PATH` first"
+    if free_bytes < _LEAST_FREE_BYTES:
+        return "little room"
+    return ""
+
+
+def model_facts(name: str, folder: Path | None) -> ModelFacts:
+    """Return what a model folder says of itself; a folder that cannot be used says nothing.
+
+    Args:
+        name: how it is written in the config. folder: where it is; None: not on this machine.
+    """
+    if folder is None or not folder.is_dir():
+        return ModelFacts(name)
+    try:
+        records = ModelFolder(folder).records
+        num_parameters = sum(record.numel for record in records.values() if record.dtype.is_floating_point)
+    except (ModelFolderError, OSError):
+        num_parameters = 0
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        positions = values.get("max_position_embeddings", values.get("n_positions", 0))
+    except (OSError, ValueError, AttributeError):
+        positions = 0
+    return ModelFacts(name, num_parameters, positions if isinstance(positions, int) and positions > 1 else 0)

@@ -1,0 +1,192 @@
+"""The plan with other sizes: what fits, and how long a step would take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.config.load import load_config
+from megatrain.config.problems import ConfigError
+from megatrain.plan.planner import plan_run
+from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.solve import DoesNotFitError
+from tiered.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+    from megatrain.plan.planner import Plan
+
+__all__ = ["Alternative", "RunLength", "describe", "overrides_of", "plan_alternative", "run_length"]
+
+GIVEN = "as configured"
+_NEXT_CHANGE = re.compile(r",(?=\s*[A-Za-z_][\w.]*\s*=)")
+_SHORT = "ram, gpu, nvme, batch, length"
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One line: a plan with other sizes, or why there is none.
+
+    Attributes:
+        what: the changes, as they were given. problem: why it cannot run, or "".
+        step_s: seconds of a step, with its waits where rates are measured; None: not measured.
+        moved_bytes, written_bytes: over all links, and to drives, in a step.
+        peak_bytes, capacity_bytes: tier -> the least that it needs, and what it has. num_tokens: in a step.
+    """
+
+    what: str
+    problem: str = ""
+    step_s: float | None = None
+    bound_by: str | None = None
+    num_tokens: int = 0
+    moved_bytes: int = 0
+    written_bytes: int = 0
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return not self.problem
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Places for tokens per second, padding included."""
+        return self.num_tokens / self.step_s if self.step_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {**asdict(self), "fits": self.fits, "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """A whole run, without evaluations and saves.
+
+    Attributes:
+        num_steps, num_tokens: None and 0 where only the data tells. seconds: None: not measured.
+        written_bytes: to all drives of ``[[tiers.nvme]]``. share_of_limit: of the most that may still be written there.
+        num_saves, saved_bytes: checkpoints, and what they write to ``output_dir``.
+    """
+
+    num_steps: int | None
+    num_tokens: int = 0
+    seconds: float | None = None
+    written_bytes: int = 0
+    share_of_limit: float | None = None
+    num_saves: int = 0
+    saved_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def overrides_of(text: str, config: RunConfig) -> list[str]:
+    """Return what ``--set`` would be for ``"ram=64GiB,batch=16"``.
+
+    Besides any key of the config: ``ram``, ``gpu`` and ``nvme`` (all drives together, or "none") are sizes, ``length``
+    is ``data.max_length``, and ``batch`` the key of the batch that the config uses.
+
+    Raises:
+        ValueError: a part is not ``NAME=VALUE``, or the size of the drives is none.
+    """
+    found: list[str] = []
+    for part in _NEXT_CHANGE.split(text):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not value:
+            raise ValueError(f'"{part}" is not NAME=VALUE. Write for example ram=64GiB; names: {_SHORT}, or any key')
+        if name in ("ram", "gpu"):
+            found.append(f"tiers.{name}.size={value}")
+        elif name == "nvme":
+            found.extend(_drives(value, config))
+        elif name == "length":
+            found.append(f"data.max_length={value}")
+        elif name == "batch":
+            by_tokens = config.training.train_batch_tokens is not None
+            found.append(f"training.{'train_batch_tokens' if by_tokens else 'per_device_train_batch_size'}={value}")
+        else:
+            found.append(f"{name}={value}")
+    return found
+
+
+def _drives(value: str, config: RunConfig) -> list[str]:
+    """Return the changes that give all drives together a size; without any, one below ``output_dir``."""
+    if value in ("none", "0"):
+        return ["tiers.nvme=[]"]
+    count = len(config.tiers.nvme)
+    if not count:
+        return [f'tiers.nvme=[{{ path = "{config.output_dir / "nvme"}", size = "{value}" }}]']
+    is_share = value == "auto" or value.endswith("%")
+    each = value if is_share else f"{parse_size(value) // count}B"
+    return [f"tiers.nvme.{number}.size={each}" for number in range(count)]
+
+
+def plan_alternative(
+    what: str, path: Path, extra_files: Sequence[Path], overrides: Sequence[str], changes: Sequence[str]
+) -> Alternative:
+    """Plan a config with changes, and say what became of it. Nothing is written."""
+    try:
+        plan = plan_run(load_config(path, extra_files, [*overrides, *changes]).config)
+    except DoesNotFitError as error:
+        need, have = format_size(error.need_bytes), format_size(error.have_bytes)
+        return Alternative(what, f"{error.tier} needs {need}, has {have}")
+    except ConfigError as error:
+        return Alternative(what, error.problems[0].message)
+    return describe(what, plan)
+
+
+def describe(what: str, plan: Plan) -> Alternative:
+    """Return the line of a plan."""
+    estimate = plan.estimate
+    assert estimate is not None, what
+    return Alternative(
+        what,
+        step_s=step_seconds(plan),
+        bound_by=estimate.bound_by,
+        num_tokens=estimate.tokens_per_step,
+        moved_bytes=sum(plan.traffic.values()),
+        written_bytes=sum(nbytes for link, nbytes in plan.traffic.items() if link.endswith("->nvme")),
+        peak_bytes=dict(plan.totals),
+        capacity_bytes=dict(plan.budgets),
+    )
+
+
+def step_seconds(plan: Plan) -> float | None:
+    """Return how long a step should take: replayed with its waits; None where this machine was not measured."""
+    rates = measured_rates(plan)
+    if rates is None or plan.estimate is None:
+        return None
+    return simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
+
+
+def run_length(plan: Plan, config: RunConfig, num_steps: int | None, step_s: float | None) -> RunLength:
+    """Return what the whole run comes to.
+
+    Args:
+        num_steps: where somebody has counted them; None: as ``training.max_steps`` says.
+        step_s: seconds of a step, None if not known.
+    """
+    if num_steps is None:
+        num_steps = config.training.max_steps if config.training.max_steps > 0 else None
+    if num_steps is None:
+        return RunLength(None)
+    moved = plan.placement.run_traffic_bytes(num_steps)
+    written = sum(nbytes for link, nbytes in moved.items() if link.endswith("->nvme"))
+    limits = [table.max_written for table in config.tiers.nvme]
+    table = config.checkpoint
+    saves = 0 if table.save_strategy == "no" else 1
+    if table.save_strategy == "steps":
+        saves = -(-num_steps // table.save_steps)
+    return RunLength(
+        num_steps=num_steps,
+        num_tokens=num_steps * config.rows_per_step * config.data.max_length,
+        seconds=None if step_s is None else num_steps * step_s,
+        written_bytes=written,
+        share_of_limit=written / sum(limit for limit in limits if limit) if limits and all(limits) else None,
+        num_saves=saves,
+        saved_bytes=saves * plan.checkpoint_bytes_in_output_dir,
+    )

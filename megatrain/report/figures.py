@@ -1,0 +1,298 @@
+"""The figures of a report: each computed once, for the terminal, for JSON and for the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatrain.config.json_schema import leaf_schema
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, known_keys, plain
+from megatrain.config.resolved import format_value, resolved_values
+from megatrain.config.schema import RunConfig
+from megatrain.report.history import RunHistory
+from tiered.errors import TieredError
+from tiered.tiers.wear import WearCounter
+
+#: Steps at the start that are left out of means: files are made, and pages are touched for the first time.
+NUM_WARM_STEPS = 2
+#: Cause of a stall in the metrics -> how people read it.
+CAUSES = {
+    "fill": "waiting for fetches",
+    "drain": "waiting for write-backs",
+    "space": "waiting for room",
+    "lease": "waiting for blocks in use",
+    "commit": "waiting for a checkpoint",
+}
+COMPUTING = "computing"
+#: Keys that every run has of its own, and that are shown elsewhere.
+_OWN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A figure as it was planned and as it was measured; None: not known."""
+
+    planned: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """How much more was measured than planned, as a share of what was planned."""
+        if not self.planned or self.measured is None:
+            return None
+        return self.measured / self.planned - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """What was written to one path.
+
+    Attributes:
+        nbytes: in the steps that the metrics know. bytes_per_step: planned and measured.
+        limit_bytes: ``max_written``. lifetime_bytes: written there by all runs together; None: not known.
+    """
+
+    nbytes: int
+    bytes_per_step: Compared
+    limit_bytes: int | None = None
+    lifetime_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key of the config whose value is not the default; ``default`` is "" where there is none."""
+
+    key: str
+    value: str
+    default: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All figures of one run. Bytes and seconds; a share is between 0 and 1.
+
+    Attributes:
+        step, max_steps: done, and of the whole run. seconds: of all steps, evaluations and saves.
+        first_loss, last_loss: of a step. evaluations: name -> (step, loss), in order.
+        step_s: median of a step after the first ones, evaluations and saves not included.
+        time_s: what a step spends its time on -> mean seconds, the largest share first.
+        tokens_per_s, trained_tokens_per_s, model_flops_per_s, hardware_flops_per_s: over the steps in ``time_s``.
+        tiers: tier -> peak. capacity_bytes: by tier. links: link -> bytes per step.
+        rss_first_bytes, rss_last_bytes, rss_peak_bytes: after the first steps, at the end, and the most.
+        restarts: (step, date and time) of each start but the first.
+    """
+
+    name: str
+    path: str
+    state: str
+    message: str
+    headline: str
+    step: int
+    max_steps: int
+    seconds: float
+    first_loss: float | None
+    last_loss: float | None
+    evaluations: Mapping[str, Sequence[tuple[int, float]]]
+    num_real_tokens: int
+    num_trained_tokens: int
+    padding_share: float | None
+    step_s: Compared
+    time_s: Mapping[str, float]
+    tokens_per_s: float | None
+    trained_tokens_per_s: float | None
+    model_flops_per_s: float | None
+    hardware_flops_per_s: float | None
+    tiers: Mapping[str, Compared]
+    capacity_bytes: Mapping[str, int]
+    links: Mapping[str, Compared]
+    drives: Mapping[str, Drive]
+    rss_first_bytes: int | None
+    rss_last_bytes: int | None
+    rss_peak_bytes: int | None
+    checkpoints: Sequence[Mapping[str, Any]]
+    restarts: Sequence[tuple[int, str]]
+    settings: Sequence[Setting] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    export_dir: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values; numbers that are not finite become None."""
+        values: dict[str, Any] = _strict(asdict(self))
+        return values
+
+
+def compute_figures(history: RunHistory) -> Figures:
+    """Return the figures of a run; those that cannot be known are None or empty."""
+    steps, plan = history.steps, history.plan
+    warm = steps[NUM_WARM_STEPS:] or steps
+    real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
+    warm_s = sum(step.get("step_s", 0.0) for step in warm)
+    rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
+    status = history.status
+    return Figures(
+        name=history.name,
+        path=str(history.path),
+        state=history.state,
+        message=status.message if status is not None else "",
+        headline=str(plan.get("headline", "")),
+        step=max([step["step"] for step in steps[-1:]], default=status.step if status is not None else 0),
+        max_steps=max([step.get("max_steps", 0) for step in steps[-1:]], default=status.max_steps if status else 0),
+        seconds=_total_seconds(history),
+        first_loss=steps[0]["loss"] if steps else None,
+        last_loss=steps[-1]["loss"] if steps else None,
+        evaluations=_evaluations(history),
+        num_real_tokens=real,
+        num_trained_tokens=trained,
+        padding_share=_padding_share(history, real),
+        step_s=Compared(_planned_step_s(plan), median(step["step_s"] for step in warm) if warm else None),
+        time_s=_time_s(warm),
+        tokens_per_s=_rate(warm, "num_real_tokens", warm_s),
+        trained_tokens_per_s=_rate(warm, "num_trained_tokens", warm_s),
+        model_flops_per_s=_rate(warm, "model_flops", warm_s),
+        hardware_flops_per_s=_rate(warm, "hardware_flops", warm_s),
+        tiers=_tiers(history),
+        capacity_bytes=_capacities(history),
+        links=_links(history, warm),
+        drives=_drives(history, warm),
+        rss_first_bytes=rss[min(4, len(rss) - 1)] if rss else None,
+        rss_last_bytes=rss[-1] if rss else None,
+        rss_peak_bytes=max([*rss, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
+        checkpoints=history.checkpoints,
+        restarts=[(start.get("first_step", 0), str(start.get("at", ""))) for start in plan.get("starts", [])[1:]],
+        settings=changed_settings(history.config) if history.config is not None else (),
+        machine=plan.get("machine", {}),
+        versions=plan.get("versions", {}),
+        export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
+    )
+
+
+def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
+    """Return the seconds of a replayed step, which has its waits, else of the estimate; None: nothing was measured."""
+    replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
+    planned = replayed.get("step_s", estimate.get("predicted_step_s"))
+    return float(planned) if planned else None
+
+
+def _total_seconds(history: RunHistory) -> float:
+    steps = sum(step.get("step_s", 0.0) for step in history.steps)
+    evaluations = sum(line.get("seconds", 0.0) for line in history.evaluations)
+    return float(steps + evaluations + sum(line.get("stall_s", 0.0) for line in history.checkpoints))
+
+
+def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, dict[int, float]] = {}
+    for line in history.evaluations:
+        found.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
+    return {name: sorted(losses.items()) for name, losses in found.items()}
+
+
+def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
+    """Return the share of places that held no token; only packed rows have a length that the config tells."""
+    config = history.config
+    if config is None or not history.steps or not config.data.packing:
+        return None
+    places = len(history.steps) * config.rows_per_step * config.data.max_length
+    return max(0.0, 1 - num_real_tokens / places)
+
+
+def _time_s(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    if not steps:
+        return {}
+    causes = dict.fromkeys(cause for step in steps for cause in step.get("stall_s", {}))
+    waits = {cause: fmean(step.get("stall_s", {}).get(cause, 0.0) for step in steps) for cause in causes}
+    total = fmean(step.get("step_s", 0.0) for step in steps)
+    parts = {COMPUTING: max(0.0, total - sum(waits.values())), **waits}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _rate(steps: Sequence[Mapping[str, Any]], key: str, seconds: float) -> float | None:
+    total = sum(step.get(key, 0) for step in steps)
+    return total / seconds if seconds > 0 and total else None
+
+
+def _tiers(history: RunHistory) -> dict[str, Compared]:
+    planned = history.plan.get("peak_bytes", {})
+    measured: dict[str, float] = {}
+    used = [step.get("tier_used_bytes", {}) for step in history.steps]
+    for tiers in (*used, *(end.get("tier_peak_bytes", {}) for end in history.ends)):
+        for tier, nbytes in tiers.items():
+            measured[tier] = max(measured.get(tier, 0), nbytes)
+    return {tier: Compared(planned.get(tier), measured.get(tier)) for tier in dict.fromkeys([*planned, *measured])}
+
+
+def _capacities(history: RunHistory) -> dict[str, int]:
+    last = history.steps[-1].get("tier_capacity_bytes", {}) if history.steps else {}
+    return dict(last or history.plan.get("budget_bytes", {}))
+
+
+def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Compared]:
+    """Return bytes per step and link: the middle one of the steps, else the mean of the last start that ended."""
+    planned = history.plan.get("link_bytes_per_step", {})
+    measured: dict[str, float] = {}
+    moved = [step["link_bytes"] for step in warm if step.get("link_bytes")]
+    if moved:
+        measured = {link: median(each.get(link, 0) for each in moved) for link in planned}
+    elif history.ends and history.plan.get("starts"):
+        end, first = history.ends[-1], history.plan["starts"][-1].get("first_step", 0)
+        number = end.get("num_steps", 0) - first
+        if number > 0:
+            measured = {link: nbytes / number for link, nbytes in end.get("link_bytes", {}).items()}
+    return {link: Compared(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])}
+
+
+def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Drive]:
+    estimate = history.plan.get("estimate") or {}
+    planned = estimate.get("nvme_written_bytes_per_step") or {}
+    limits: dict[str, int | None] = {}
+    if history.config is not None:
+        limits = {str(table.path): table.max_written for table in history.config.tiers.nvme}
+    paths = dict.fromkeys([*limits, *planned, *(p for step in history.steps for p in step.get("written_bytes", {}))])
+    drives = {}
+    for path in paths:
+        each = [step.get("written_bytes", {}).get(path, 0) for step in warm]
+        nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
+        per_step = Compared(planned.get(path), median(each) if each else None)
+        drives[path] = Drive(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
+    return drives
+
+
+def _lifetime_bytes(path: Path) -> int | None:
+    try:
+        return WearCounter(path).written_bytes or None
+    except TieredError:
+        return None
+
+
+def changed_settings(config: RunConfig) -> list[Setting]:
+    """Return the keys whose value is not the default, in the order of the config."""
+    found: list[Setting] = []
+
+    def look(value: Any, path: tuple[str | int, ...]) -> None:
+        key = plain(path)
+        if isinstance(value, dict) and key not in FREE_TABLES:
+            for name, inner in value.items():
+                look(inner, (*path, name))
+        elif key in ARRAY_TABLES:
+            for index, inner in enumerate(value):
+                look(inner, (*path, index))
+        elif key in known_keys() and key not in _OWN_KEYS and value is not None and value != {}:
+            default = leaf_schema(key).get("default")
+            if (list(value) if isinstance(value, tuple) else value) != default:
+                text = "" if default is None or default == {} else format_value(default)
+                found.append(Setting(".".join(map(str, path)), format_value(value), text))
+
+    look(resolved_values(config), ())
+    return found
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,144 @@
+"""A report as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatrain.report.figures import CAUSES, COMPUTING, Compared, Figures
+from tiered.units import GB, TB, GiB, MiB, format_duration, format_size
+
+__all__ = ["cause_name", "format_flops", "report_lines", "wear_size"]
+
+_NAME_WIDTH, _NUMBER_WIDTH = 18, 12
+_SMALLEST_SHARE = 0.001  # of a step; what takes less is not shown
+
+
+def report_lines(figures: Figures) -> list[str]:
+    """Return the report of a run."""
+    lines = [_headline(figures)]
+    if figures.headline:
+        lines.append(figures.headline)
+    if figures.state in ("failed", "died") and figures.message:
+        lines.append(f"{'why' if figures.state == 'failed' else 'said last'}: {figures.message}")
+    if figures.first_loss is None:
+        lines.append("no step was recorded: nothing to compare")
+    table = list(_comparison(figures))
+    if table:
+        head = f"{'':<{_NAME_WIDTH}}{'planned':>{_NUMBER_WIDTH}}{'measured':>{_NUMBER_WIDTH}}"
+        lines += [head, *table]
+    if figures.time_s:
+        lines.append("a step is " + " | ".join(_times(figures)))
+    lines += _rest(figures)
+    return lines
+
+
+def _headline(figures: Figures) -> str:
+    parts = [f"report  {figures.name}", f"{figures.state} {figures.step:,}/{figures.max_steps:,}"]
+    if figures.seconds:
+        parts.append(format_duration(figures.seconds))
+    if figures.first_loss is not None and figures.last_loss is not None:
+        parts.append(f"loss {figures.first_loss:.4f} -> {figures.last_loss:.4f}")
+    for name, losses in figures.evaluations.items():
+        first, last = losses[0][1], losses[-1][1]
+        parts.append(f"{name} {last:.4f}" if len(losses) == 1 else f"{name} {first:.4f} -> {last:.4f}")
+    return "   ".join(parts)
+
+
+def _comparison(figures: Figures) -> Iterator[str]:
+    if figures.step_s.measured is not None:
+        error = figures.step_s.error
+        note = "doctor measured no rates for a plan of times"
+        if error is not None:
+            note = f"{1 + error:.1f} times as long" if error > 1 else f"{error:+.0%}"
+        yield _row("step s", figures.step_s, 1.0, note, digits=3 if (figures.step_s.measured or 0) < 10 else 1)
+    for tier, peak in figures.tiers.items():
+        capacity = figures.capacity_bytes.get(tier)
+        unit, name = _unit(max(peak.planned or 0, peak.measured or 0))
+        of = f"of {capacity / unit:,.1f}; planned: the least that it needs" if capacity else ""
+        yield _row(f"{tier} {name}", peak, unit, of)
+    for link, moved in figures.links.items():
+        unit, name = _unit(max(moved.planned or 0, moved.measured or 0))
+        error = moved.error
+        note = "" if error is None else "per step" if error == 0 else f"per step, {error:+.2%}"
+        yield _row(f"{link} {name}", moved, unit, note)
+
+
+def _row(name: str, pair: Compared, unit: float, note: str = "", *, digits: int = 1) -> str:
+    numbers = ("-" if value is None else f"{value / unit:,.{digits}f}" for value in (pair.planned, pair.measured))
+    cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
+    return f"{name:<{_NAME_WIDTH}}{cells}   {note}".rstrip()
+
+
+def _unit(nbytes: float) -> tuple[int, str]:
+    return (GiB, "GiB") if nbytes >= GiB else (MiB, "MiB")
+
+
+def _times(figures: Figures) -> Sequence[str]:
+    total = sum(figures.time_s.values())
+    return [
+        f"{cause_name(cause)} {format_duration(seconds)} ({seconds / total:.0%})"
+        for cause, seconds in figures.time_s.items()
+        if seconds > _SMALLEST_SHARE * total or cause == COMPUTING
+    ]
+
+
+def cause_name(cause: str) -> str:
+    """Return what people read for a part of a step."""
+    return CAUSES.get(cause, cause)
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Return a rate of floating-point operations."""
+    for unit, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
+        if flops_per_s >= unit:
+            return f"{flops_per_s / unit:.1f} {name}"
+    return f"{flops_per_s / 1e6:.0f} MFLOP/s"
+
+
+def wear_size(nbytes: float) -> str:
+    """Return a size in the decimal units in which the endurance of drives is stated."""
+    return f"{nbytes / TB:,.2f} TB" if nbytes >= TB else f"{nbytes / GB:,.2f} GB"
+
+
+def _rest(figures: Figures) -> Iterator[str]:
+    if figures.tokens_per_s is not None:
+        speed = f"speed   {figures.tokens_per_s:,.0f} tok/s (trained {figures.trained_tokens_per_s or 0:,.0f})"
+        if figures.hardware_flops_per_s:
+            model, hardware = format_flops(figures.model_flops_per_s or 0), format_flops(figures.hardware_flops_per_s)
+            speed += f"   {model} of the model, {hardware} computed"
+        yield speed
+    if figures.num_real_tokens:
+        padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
+        yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
+    if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
+        grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
+        yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps"
+    for path, drive in figures.drives.items():
+        yield f"wrote   {path}   {_wear(figures, path)}" if drive.nbytes else f"wrote   {path}   nothing in steps"
+    if figures.checkpoints:
+        last = figures.checkpoints[-1]
+        stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
+        yield (
+            f"saved   {len(figures.checkpoints)} checkpoints, the last at step {last['step']}, "
+            f"{format_size(last.get('nbytes', 0))}; training stood still for {stalls:.1f} s in all"
+        )
+    if figures.restarts:
+        at = ", ".join(f"step {step}" for step, _ in figures.restarts)
+        yield f"starts  continued {len(figures.restarts)} time{'s' if len(figures.restarts) > 1 else ''}: {at}"
+    if figures.export_dir is not None:
+        yield f"model   {figures.export_dir}"
+
+
+def _wear(figures: Figures, path: str) -> str:
+    drive = figures.drives[path]
+    text = wear_size(drive.nbytes)
+    per_step = drive.bytes_per_step
+    if per_step.measured is not None:
+        planned = "" if per_step.planned is None else f", planned {format_size(per_step.planned)}"
+        text += f" ({format_size(per_step.measured)} per step{planned})"
+    if drive.lifetime_bytes is not None:
+        text += f"; all runs {wear_size(drive.lifetime_bytes)}"
+        if drive.limit_bytes:
+            share = drive.lifetime_bytes / drive.limit_bytes
+            text += f", {share:.1%} of max_written {wear_size(drive.limit_bytes)}"
+    return text

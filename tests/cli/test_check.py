@@ -1,0 +1,183 @@
+"""``megatrain-tier check``: every mistake at once, the exit code of the first kind, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+
+from reference.saved_run import SavedRun, make_run
+from tiered.units import MiB
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return make_run(tmp_path_factory.mktemp("clean") / "w")
+
+
+@pytest.fixture
+def run(clean: SavedRun, tmp_path: Path) -> SavedRun:
+    return clean.copy(tmp_path / "w")
+
+
+def check(run: SavedRun, *words: object, **config: Any) -> Result:
+    """Check, and see that nothing was written."""
+    path = run.write_config(**config)
+    before = sorted(run.folder.rglob("*"))
+    result = run.call("check", path, *words)
+    assert sorted(run.folder.rglob("*")) == before
+    assert "Traceback" not in result.output and "\x1b" not in result.output
+    return result
+
+
+def findings(result: Result) -> dict[str, list[dict[str, Any]]]:
+    """Return what was found by subject."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in json.loads(result.stdout)["findings"]:
+        found.setdefault(finding["subject"], []).append(finding)
+    return found
+
+
+def test_all_is_well(run: SavedRun) -> None:
+    result = check(run)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [
+        "config", "model", "tokenizer", "data", "plan", "disk", "steps", "checkpoints",
+    ]  # fmt: skip
+    assert {line.split()[0] for line in lines[:-1]} == {"ok"}
+    assert "all 20 tensors are there" in lines[1]
+    assert lines[-1] == "no problem found"
+
+
+def test_everything_is_wrong_at_once(run: SavedRun) -> None:
+    (run.folder / "model/model.safetensors").write_bytes(b"short")
+    (run.folder / "data.txt").unlink()
+    result = check(run, more="[training2]\nbogus = 1\n", ram="100")
+    assert result.exit_code == 2
+    problems = [line for line in result.stdout.splitlines() if line.startswith("problem")]
+    assert len(problems) == 4, result.output
+    for part in (
+        "unknown table `training2`",
+        "tiers.ram.size = 100 has no unit",
+        "is not a safetensors file",
+        "there is no such file",
+    ):
+        assert part in " ".join(result.stdout.split()), part
+    assert result.stdout.splitlines()[-1] == "4 problems"
+
+
+def spoil_weights(run: SavedRun) -> None:
+    path = run.folder / "model/model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("model.norm.weight")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][1:].contiguous()
+    save_file(tensors, path, {"format": "pt"})
+
+
+Spoil = Callable[[SavedRun], object]
+CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
+    "a tensor is missing": (spoil_weights, {}, 2, "model", "1 tensors of LlamaForCausalLM are missing"),
+    "no model": (lambda run: shutil.rmtree(run.folder / "model"), {}, 2, "model", "is not a folder"),
+    "no tokenizer": (lambda run: (run.folder / "model/tokenizer.json").unlink(), {}, 4, "tokenizer", "tokenizer.json"),
+    "frozen nothing": (lambda run: None, {"model": 'freeze = ["nothing.*"]'}, 2, "model", "nothing.*"),
+    "broken rows": (lambda run: (run.folder / "data.txt").write_bytes(b"\xff"), {}, 4, "data", "not UTF-8"),
+    "does not fit": (lambda run: None, {"ram": "1MiB"}, 3, "plan", "this run needs at least"),
+    "no CUDA": (lambda run: None, {"device": "cuda"}, 2, "device", "no CUDA device"),
+    "no output_dir": (lambda run: (run.folder / "out").write_text("x"), {}, 2, "config", "is a file"),
+    "somebody else's model": (
+        lambda run: ((run.folder / "out/final").mkdir(parents=True), (run.folder / "out/final/x").touch()),
+        {}, 2, "disk", "no export of this program",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_mistakes(run: SavedRun, case: str) -> None:
+    spoil, config, code, subject, text = CASES[case]
+    spoil(run)
+    words = ("--set", f"device={config.pop('device')}") if "device" in config else ()
+    result = check(run, "--json", *words, **config)
+    assert result.exit_code == code, result.output
+    found = findings(result)[subject]
+    assert any(text in finding["text"] and finding["severity"] == "problem" for finding in found), found
+
+
+def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
+    words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000")
+    result = check(run, "--json", *words, steps=-1)
+    assert result.exit_code == 2
+    assert "does not end within" in findings(result)["steps"][0]["text"]
+
+
+def test_each_source_has_its_own_problem(run: SavedRun) -> None:
+    (run.folder / "broken.jsonl").write_text("{\n")
+    more = '[[data.train]]\npath = "nowhere.txt"\n[[data.train]]\npath = "broken.jsonl"\n'
+    result = check(run, "--json", more=more)
+    texts = [finding["text"] for finding in findings(result)["data"]]
+    assert result.exit_code == 4 and len(texts) == 2
+    assert "nowhere.txt" in texts[0] and "broken.jsonl line 1" in texts[1]
+
+
+def test_rows_that_are_left_out_are_explained(run: SavedRun) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"messages": [{"role": "nobody", "content": "x"}]}]
+    (run.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--set", "task=sft", "--set", "data.train.0.path=" + str(run.folder / "rows.jsonl"))
+    result = check(run, "--json", *words)
+    assert result.exit_code == 0, result.output
+    notes = [finding["text"] for finding in findings(result)["data"] if finding["severity"] == "note"]
+    assert len(notes) == 1 and notes[0].startswith("1 row dropped:") and "line 2" in notes[0]
+    strict = check(run, "--json", *words, "--set", "data.bad_rows=error")
+    assert strict.exit_code == 4
+    assert "would end the run there" in findings(strict)["data"][-1]["text"]
+
+
+def test_a_full_drive(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        total, used, free = 100 * MiB, 100 * MiB, 4096
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
+    result = check(run, "--json")
+    assert result.exit_code == 3
+    assert "output_dir" in findings(result)["disk"][0]["text"]
+
+
+def test_checkpoints(run: SavedRun) -> None:
+    assert run.run(steps=4).exit_code == 0
+    result = check(run, "--json", steps=8)
+    assert result.exit_code == 0, result.output
+    found = findings(result)["checkpoints"]
+    assert "continues from the checkpoint of step 4" in found[-1]["text"]
+    done = findings(check(run, "--json", steps=4))["checkpoints"]
+    assert any("the run is done" in finding["text"] for finding in done)
+    changed = check(run, "--json", "--set", "learning_rate=5e-3", steps=8)
+    assert changed.exit_code == 2
+    text = findings(changed)["checkpoints"][0]["text"]
+    assert "optimizer.learning_rate: 0.001 -> 0.005" in text and "--allow-config-change" in text
+    refused = check(run, "--json", "--set", "checkpoint.resume_from_checkpoint=no", steps=8)
+    assert refused.exit_code == 2
+
+
+def test_a_config_that_is_none(tmp_path: Path, clean: SavedRun) -> None:
+    missing = clean.call("check", tmp_path / "nowhere.toml")
+    assert missing.exit_code == 2 and "there is no such file" in missing.stdout
+    (tmp_path / "x.toml").write_text("x = = 1")
+    broken = clean.call("check", tmp_path / "x.toml")
+    assert broken.exit_code == 2 and "line 1: this is not TOML" in broken.stdout
+    assert clean.call("check").exit_code == 2
+
+
+def test_rows_to_evaluate_on(run: SavedRun) -> None:
+    shutil.copy(run.folder / "data.txt", run.folder / "held_out.txt")
+    result = check(run, "--json", more='[[data.eval]]\npath = "held_out.txt"\n')
+    assert result.exit_code == 0, result.output
+    assert findings(result)["eval data"][0]["text"].startswith("held_out: 1 rows")
+    missing = check(run, "--json", more='[[data.eval]]\npath = "nowhere.txt"\n')
+    assert missing.exit_code == 4
+    assert "nowhere.txt" in findings(missing)["eval data"][0]["text"]

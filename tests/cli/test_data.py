@@ -1,0 +1,105 @@
+"""``megatrain-tier data``: rows with trained tokens marked, and figures of all rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner, Result
+
+from reference.saved_run import QUICKSTART, command_group
+
+CONFIG = """task = "sft"
+output_dir = "out"
+device = "cpu"
+[model]
+model_name_or_path = "model"
+chat_template = "chat.jinja"
+[data]
+max_length = 64
+cache_dir = "none"
+[[data.train]]
+path = "rows.jsonl"
+"""
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}\n</>\n{% endfor %}"
+
+
+def row(answer: str) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": answer}]})
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(command_group(), ["data", *map(str, words)])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    shutil.copytree(QUICKSTART / "model", tmp_path / "model")
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    (tmp_path / "rows.jsonl").write_text("\n".join([row("Ahab."), row("Call me\x1b[31m Ishmael."), row("")]) + "\n")
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_preview_marks_what_is_trained(config: Path) -> None:
+    result = call("preview", config)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output, "what the data holds is shown, not obeyed"
+    assert "<assistant>\n[[Ahab." in result.stdout
+    assert "\\x1b[31m Ishmael" in result.stdout
+    assert "dropped: no token of it would be trained" in result.stdout
+    one = call("preview", config, "-n", "1").stdout
+    assert "row 1" in one and "row 2" not in one
+
+
+def test_preview_of_one_row(config: Path) -> None:
+    result = call("preview", config, "--row", "2", "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["rows"]
+    assert found["number"] == 2 and found["where"].endswith("line 2")
+    assert "Ishmael" in "".join(part["text"] for part in found["segments"] if part["is_trained"])
+    missing = call("preview", config, "--row", "9")
+    assert missing.exit_code == 4 and "The data has 3 rows" in missing.stderr
+
+
+def test_stats(config: Path) -> None:
+    result = call("stats", config)
+    assert result.exit_code == 0, result.output
+    assert "rows       3 read, 1 dropped, 0 truncated to 64 tokens" in result.stdout
+    assert "without a trained token" in result.stdout
+    assert "padding" in result.stdout and "lengths" in result.stdout
+    values = json.loads(call("stats", config, "--json").stdout)
+    assert values["num_documents"] == 2
+    assert not (config.parent / "out").exists()
+
+
+def test_trained_text_is_coloured_on_a_terminal(
+    config: Path, cli_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal:
+        @staticmethod
+        def isatty() -> bool:
+            return True
+
+    data = cli_module("data")
+    monkeypatch.setattr(data, "sys", type("Sys", (), {"stdout": Terminal}))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = CliRunner().invoke(command_group(), ["data", "preview", str(config), "-n", "1"], color=True)
+    assert "\x1b[32m" in coloured.output and "[[" not in coloured.output
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = CliRunner().invoke(command_group(), ["data", "preview", str(config), "-n", "1"], color=True)
+    assert "\x1b" not in plain.output and "[[Ahab" in plain.output
+
+
+def test_mistakes(config: Path) -> None:
+    (config.parent / "rows.jsonl").write_text("{broken\n")
+    for words in (("preview", config), ("stats", config)):
+        result = call(*words)
+        assert result.exit_code == 4 and "line 1" in result.stderr and "Traceback" not in result.output
+    assert call("stats", config.parent / "nowhere.toml").exit_code == 2
+    assert call("preview", config, "-n", "0").exit_code == 2

@@ -1,0 +1,120 @@
+"""``megatrain-tier init``: a file that loads, passes `check` where its paths exist, and overwrites nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from megatrain.config import load_config
+from megatrain.config.json_schema import FILE_NAME
+from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
+from megatrain.plan import inventory
+from reference.saved_run import QUICKSTART, command_group, make_run
+from tiered.units import GiB
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(command_group(), list(map(str, words)))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_file_for_this_machine(here: Path) -> None:
+    result = call("init")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        f"wrote  run.toml and {FILE_NAME}",
+        "fill   model_name_or_path, path",
+        "next   megatrain-tier check run.toml",
+    ]
+    text = Path("run.toml").read_text()
+    assert text.startswith(f"#:schema ./{FILE_NAME}\n")
+    config = load_config("run.toml").config
+    assert config.task == "sft" and config.tiers.ram.size.is_auto
+    assert json.loads(Path(FILE_NAME).read_text())["properties"]["task"]
+    assert sorted(path.name for path in here.iterdir()) == [FILE_NAME, "run.toml"]
+
+
+def test_nothing_is_overwritten(here: Path) -> None:
+    Path("run.toml").write_text("mine")
+    result = call("init")
+    assert result.exit_code == 2 and "run.toml: is there already; nothing was written" in result.stderr
+    assert [path.name for path in here.iterdir()] == ["run.toml"]
+    assert Path("run.toml").read_text() == "mine"
+    assert call("init", "nowhere/run.toml").exit_code == 2
+    Path(FILE_NAME).write_text("not ours")
+    assert call("init", "other.toml").exit_code == 0
+    assert Path(FILE_NAME).read_text() == "not ours"
+    Path(FILE_NAME).write_text('{"title": "Config of megatrain-tier"}')
+    assert call("init", "third.toml", "--json").exit_code == 0
+    assert "properties" in Path(FILE_NAME).read_text(), "an older schema of ours is renewed"
+
+
+def test_with_a_model_and_data_it_passes_check(here: Path) -> None:
+    make_run(here)
+    (here / "configs").mkdir()
+    result = call("init", "configs", "--task", "pretrain", "--model", "model", "--data", "data.txt", "--json")
+    assert result.exit_code == 0, result.output
+    path = json.loads(result.stdout)["path"]
+    assert path == str(here / "configs/run.toml")
+    config = load_config(path).config
+    assert config.model.model_name_or_path == str(here / "model")
+    assert config.data.train[0].path == str(here / "data.txt")
+    assert "0.1 M parameters" in Path(path).read_text()
+    checked = call("check", path, "--json")
+    assert checked.exit_code == 0, checked.output
+
+
+def test_a_hub_name_stays_a_name(here: Path) -> None:
+    assert call("init", "--model", "org/model", "--data", "org/chats").exit_code == 0
+    config = load_config("run.toml").config
+    assert (config.model.model_name_or_path, config.data.train[0].path) == ("org/model", "org/chats")
+
+
+@pytest.mark.parametrize("task", ["sft", "pretrain"])
+@pytest.mark.parametrize("gpu", [None, 24 * GiB])
+@pytest.mark.parametrize(
+    "drives",
+    [
+        (),
+        (Drive("scratch", 900 * GiB, "ext4"),),
+        (
+            Drive("scratch", 9 * GiB, "tmpfs", "not a drive"),
+            Drive('/mnt/a "b"', GiB, "xfs"),
+            Drive("/mnt/c", GiB, "xfs"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("model", [None, ModelFacts("m"), ModelFacts("m", 8_000_000_000, 256)])
+def test_every_starter_loads_without_a_warning(
+    tmp_path: Path, task: str, gpu: int | None, drives: tuple[Drive, ...], model: ModelFacts | None
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(starter_toml(MachineFacts(64 * GiB, 50 * GiB, gpu, drives), task, model, None))
+    loaded = load_config(path)
+    assert loaded.warnings == ()
+    config = loaded.config
+    assert len(config.tiers.nvme) == any(not drive.objection for drive in drives)
+    assert ("[tiers.gpu]" in path.read_text()) == (gpu is not None)
+    if model is not None and model.max_positions:
+        assert config.data.max_length == 256
+
+
+def test_facts_of_a_model() -> None:
+    facts = inventory.model_facts("x", QUICKSTART / "model")
+    assert facts.num_parameters == 0 and facts.max_positions > 1, "it has a config and no weights"
+    assert inventory.model_facts("x", None) == inventory.model_facts("x", QUICKSTART) == ModelFacts("x")
+
+
+def test_drives_that_are_none() -> None:
+    assert "RAM" in inventory._objection("tmpfs", 99 * GiB)
+    assert "doctor" in inventory._objection("nfs4", 99 * GiB)
+    assert inventory._objection("ext4", GiB) == "little room"
+    assert inventory._objection("ext4", 99 * GiB) == ""

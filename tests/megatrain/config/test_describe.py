@@ -1,0 +1,94 @@
+"""What `config explain` knows of a key, and under which names it is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.config import ConfigError
+from megatrain.config.aliases import TRANSLATIONS
+from megatrain.config.changes import alters_results
+from megatrain.config.describe import alters, describe_key, find_keys
+from megatrain.config.keys import known_keys
+
+
+@pytest.mark.parametrize("key", sorted(known_keys()))
+def test_every_key_is_described(key: str) -> None:
+    found = describe_key(key)
+    assert found.meaning and found.values and found.default
+    assert (found.alters == "yes") == alters_results(key)
+    assert find_keys(key) == ([key], "")
+
+
+def test_a_description_in_full() -> None:
+    found = describe_key("data.max_length")
+    assert (found.values, found.default, found.alters) == ("whole number at least 2", "1024", "yes")
+    names = {(tool, name) for tool, name, _ in found.other_names}
+    assert {("LLaMA-Factory", "cutoff_len"), ("Axolotl", "sequence_len"), ("MegaTrain", "max_seq_len")} <= names
+    assert found.example == ("[data]", "max_length = 1024")
+    assert found.to_json()["schema"]["minimum"] == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "default", "example"),
+    [
+        ("task", "required", ()),
+        ("tiers.nvme.path", "required", ()),
+        ("run_name", "see above", ()),
+        ("training.train_batch_tokens", "not set", ()),
+        ("tiers.ram.size", '"auto"', ("[tiers.ram]", 'size = "110GiB"')),
+        ("tiers.nvme.rate", "see above", ("[[tiers.nvme]]", 'rate = "2.0GB/s"')),
+        ("checkpoint.min_free_disk", '"1GiB"', ("[checkpoint]", 'min_free_disk = "1GiB"')),
+    ],
+)
+def test_defaults_and_examples(key: str, default: str, example: tuple[str, ...]) -> None:
+    found = describe_key(key)
+    assert (found.default, found.example) == (default, example)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("optimizer.learning_rate", "yes"),
+        ("data.train.path", "by contents"),
+        ("model.model_name_or_path", "by contents"),
+        ("data.cache_dir", "no"),
+        ("tiers.ram.size", "no"),
+        ("output_dir", "no"),
+    ],
+)
+def test_what_alters_results(key: str, what: str) -> None:
+    assert alters(key) == what
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("max_length", ["data.max_length"]),
+        ("data.train.0.path", ["data.train.path"]),
+        ("data.train.0.columns.prompt", ["data.train.columns"]),
+        ("warmup_ratio", ["optimizer.warmup_steps"]),
+        ("cutoff_len", ["data.max_length"]),
+        ("[tiers.ram]", ["tiers.ram.pinned", "tiers.ram.size"]),
+    ],
+)
+def test_names_that_are_found(name: str, keys: list[str]) -> None:
+    assert find_keys(name)[0] == keys
+
+
+def test_a_last_name_of_several_keys_finds_them_all() -> None:
+    assert {"tiers.gpu.size", "tiers.nvme.size", "tiers.ram.size"} <= set(find_keys("size")[0])
+
+
+def test_every_name_of_other_tools_is_found() -> None:
+    for name, translation in TRANSLATIONS.items():
+        if translation.ours:
+            keys, note = find_keys(name)
+            assert keys
+            assert note or name in {key.rpartition(".")[2] for key in keys}
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean optimizer\.learning_rate"):
+        find_keys("learning_rat")
+    with pytest.raises(ConfigError, match="no key `qqq`"):
+        find_keys("qqq")

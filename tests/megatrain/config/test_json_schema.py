@@ -1,0 +1,166 @@
+"""The JSON Schema says of values what the loader says; checked by a validator for the words that it uses."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import ConfigError, load_config, to_toml
+from megatrain.config.json_schema import json_schema, leaf_schema
+from megatrain.config.keys import known_keys
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+}
+BASE = """
+task = "sft"
+output_dir = "out"
+[model]
+model_name_or_path = "org/model"
+[[data.train]]
+path = "chat.jsonl"
+"""
+
+
+def complaints(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
+    """Return what a value does not keep to; every word of the schema must be one that is known here."""
+    known = {"type", "enum", "const", "anyOf", "pattern", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
+    known |= {"multipleOf", "minLength", "minItems", "items", "properties", "required", "additionalProperties"}
+    known |= {"propertyNames", "description", "default", "examples", "title", "$schema"}
+    assert set(schema) <= known, set(schema) - known
+    found = []
+    is_flag = isinstance(value, bool)
+    if "type" in schema and (not isinstance(value, TYPES[schema["type"]]) or (is_flag and schema["type"] != "boolean")):
+        return [f"{where}: {value!r} is no {schema['type']}"]
+    if "enum" in schema and value not in schema["enum"]:
+        found.append(f"{where}: {value!r} is not in {schema['enum']}")
+    if "const" in schema and value != schema["const"]:
+        found.append(f"{where}: {value!r} is not {schema['const']!r}")
+    if "anyOf" in schema and all(complaints(one, value, where) for one in schema["anyOf"]):
+        found.append(f"{where}: {value!r} is none of {schema['anyOf']}")
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        found.append(f"{where}: {value!r} does not match")
+    number = value if isinstance(value, int | float) and not is_flag else None
+    for word, is_good in (
+        ("minimum", lambda bound: number >= bound),
+        ("exclusiveMinimum", lambda bound: number > bound),
+        ("maximum", lambda bound: number <= bound),
+        ("exclusiveMaximum", lambda bound: number < bound),
+        ("multipleOf", lambda bound: number % bound == 0),
+    ):
+        if word in schema and number is not None and not is_good(schema[word]):
+            found.append(f"{where}: {value} breaks {word} {schema[word]}")
+    if len(value if isinstance(value, str | list) else "x") < schema.get("minLength", schema.get("minItems", 0)):
+        found.append(f"{where}: too short")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            found += complaints(schema.get("items", {}), item, f"{where}.{index}")
+    if isinstance(value, dict):
+        found += [f"{where}: no {name}" for name in schema.get("required", ()) if name not in value]
+        for name, item in value.items():
+            found += complaints(schema.get("propertyNames", {}), name, f"{where}.{name}")
+            inner = schema.get("properties", {}).get(name, schema.get("additionalProperties", {}))
+            found += [f"{where}.{name} is unknown"] if inner is False else complaints(inner, item, f"{where}.{name}")
+    return found
+
+
+def is_valid(folder: Path, text: str) -> bool:
+    """Return whether the loader takes a config."""
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    try:
+        load_config(path)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["quickstart.toml", "sft.toml", "tiny.toml"])
+def test_examples_and_their_resolved_form_keep_to_it(name: str) -> None:
+    path = EXAMPLES / name
+    assert complaints(json_schema(), tomllib.loads(path.read_text(encoding="utf-8"))) == []
+    resolved = tomllib.loads(to_toml(load_config(path).config))
+    assert complaints(json_schema(), resolved) == []
+
+
+@pytest.mark.parametrize("key", sorted(known_keys()))
+def test_every_key_has_a_meaning_and_a_default_that_keeps_to_it(key: str) -> None:
+    schema = leaf_schema(key)
+    assert schema["description"]
+    if "default" in schema:
+        assert complaints(schema, schema["default"]) == []
+    assert json.loads(json.dumps(schema)) == schema
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[tiers.ram]\nsize = 110",
+        '[tiers.ram]\nsize = "110"',
+        '[tiers.ram]\nsize = "11X"',
+        '[checkpoint]\nsave_interval = "45"',
+        "[checkpoint]\nsave_interval = 45",
+        '[placement]\nweights = "disk"',
+        "[placement]\nweights = []",
+        '[optimizer]\nlearning_rate = "1e-5"',
+        "[optimizer]\nlearning_rate = 0",
+        '[optimizer]\noptim = "adam"',
+        "[training]\nmax_steps = 1.5",
+        "[training]\nnum_steps = 5",
+        '[advanced]\nprefetch = "1"',
+        "[profile]\ntrace_steps = [0]",
+        '[[tiers.nvme]]\nsize = "1GiB"',
+        '[[tiers.nvme]]\npath = "x"\nrate = "2GB"',
+        "[export]\nmax_shard_size = 5",
+    ],
+)
+def test_what_the_loader_refuses_the_schema_refuses(tmp_path: Path, line: str) -> None:
+    assert not is_valid(tmp_path, BASE + line)
+    assert complaints(json_schema(), tomllib.loads(BASE + line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '[tiers.ram]\nsize = "110 GiB"\npinned = "90%"',
+        '[checkpoint]\nsave_interval = "1h30min"\nresume_from_checkpoint = false',
+        '[placement]\nweights = "ram"\noptimizer = ["ram"]',
+        '[advanced]\nprefetch = "unlimited"\nfile_size = "16MiB"',
+        "[advanced]\nprefetch = 0",
+        '[[tiers.nvme]]\npath = "x"\nrate = "2.0GB/s"\nmax_written = "200TB"',
+        "[optimizer]\nlr_scheduler_kwargs = { num_cycles = 0.4 }",
+        '[[optimizer.groups]]\nparams = ["a"]\nweight_decay = 0',
+        "seed = 1\n",
+    ],
+)
+def test_what_the_loader_takes_the_schema_takes(tmp_path: Path, line: str) -> None:
+    text = line + BASE if line.startswith("seed") else BASE + line
+    assert is_valid(tmp_path, text)
+    assert complaints(json_schema(), tomllib.loads(text)) == []
+
+
+@given(st.from_regex(r"[0-9_]{1,4}(\.[0-9]{1,2})? ?[kMGTi]{0,2}[Bb]?", fullmatch=True))
+def test_sizes_are_taken_by_both_or_by_none(text: str) -> None:
+    from tiered.units import parse_size
+
+    schema = leaf_schema("export.max_shard_size")
+    try:
+        parse_size(text)
+    except ValueError:
+        is_size = False
+    else:
+        is_size = True
+    assert is_size == (not complaints(schema, text)), text

@@ -1,0 +1,239 @@
+"""A report says what the run recorded: of runs that are done, go on, died, were continued, or have one step or none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
+from megatrain.report.figures import compute_figures
+from megatrain.report.history import NotARunError, read_history
+from megatrain.report.page import draw_page
+from megatrain.report.record import read_record, write_plan, write_summary
+from megatrain.report.text import report_lines
+from megatrain.run_folder import RunFolder, RunStatus
+from megatrain.trainer import Trainer
+from reference.tiered_run import EXAMPLES, config_text
+
+MIB = 1 << 20
+STEP = StepMetrics(
+    step=1, max_steps=8, epoch=0.1, loss=4.0, grad_norm=0.5, lr=1e-3, num_real_tokens=100, num_trained_tokens=80,
+    step_s=2.0, eta_s=4.5, tier_used_bytes={"ram": 50 * MIB, "nvme": 90 * MIB},
+    tier_capacity_bytes={"ram": 64 * MIB, "nvme": 100 * MIB}, stall_s={"fill": 0.5, "drain": 0.0}, rss_bytes=200 * MIB,
+    written_bytes={"/drive": MIB}, model_flops=10**9, hardware_flops=2 * 10**9,
+)  # fmt: skip
+PLAN = {
+    "format": 1, "headline": "tiny", "peak_bytes": {"ram": 40 * MIB, "nvme": 90 * MIB},
+    "budget_bytes": {"ram": 64 * MIB, "nvme": 100 * MIB}, "link_bytes_per_step": {"ram->nvme": MIB, "nvme->ram": MIB},
+    "estimate": {"predicted_step_s": 1.0, "nvme_written_bytes_per_step": {"/drive": MIB}},
+    "replayed": {"step_s": 1.6}, "machine": {"host": "here", "ram_bytes": MIB, "drives": {}},
+    "versions": {"torch": "2"}, "starts": [{"at": "2026-01-01", "first_step": 0, "budget_bytes": {"ram": MIB}}],
+}  # fmt: skip
+
+
+class Quiet:
+    """An observer that says nothing."""
+
+    def on_start(self, info: Any) -> None: ...
+    def on_step(self, metrics: Any) -> None: ...
+    def on_evaluation(self, metrics: Any) -> None: ...
+    def on_checkpoint(self, metrics: Any) -> None: ...
+    def on_message(self, text: str) -> None: ...
+    def on_end(self, summary: Any) -> None: ...
+
+
+def leave(folder: Path, losses: list[float], *, state: str = "done", plan: Any = PLAN, **status: Any) -> Path:
+    """Leave what a run leaves that made some steps."""
+    with RunFolder(folder) as run:
+        lines: list[dict[str, Any]] = []
+        for number, loss in enumerate(losses, 1):
+            lines.append(replace(STEP, step=number, loss=loss).to_json())
+        if losses:
+            last = len(losses)
+            lines.append({"event": "evaluation", **EvaluationMetrics(last, 8, "held <out>", 1.5, 10, 0.5).to_json()})
+            checkpoint = CheckpointMetrics(last, folder, 9 * MIB, MIB, 8 * MIB, 1.5, 0.25)
+            lines.append({"event": "checkpoint", **checkpoint.to_json()})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if plan is not None:
+            (folder / "plan.json").write_text(json.dumps(plan))
+        run.write_status(RunStatus(state, step=len(losses), max_steps=8, **status), force=True)  # type: ignore[arg-type]
+    return folder
+
+
+def lines_of(folder: Path) -> list[str]:
+    return report_lines(compute_figures(read_history(folder)))
+
+
+def page_of(folder: Path) -> str:
+    history = read_history(folder)
+    return draw_page(history, compute_figures(history))
+
+
+def check_page(page: str) -> int:
+    """Check that a page stands alone and can be read; return the number of drawings."""
+    assert not re.search(r"<(script|link|img|iframe)|https?://|url\(|@import", page)
+    open_tags: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            if tag not in ("meta", "br"):
+                open_tags.append(tag)
+
+        def handle_startendtag(self, tag: str, attrs: Any) -> None: ...
+
+        def handle_endtag(self, tag: str) -> None:
+            assert open_tags.pop() == tag
+
+    Reader().feed(page)
+    assert not open_tags
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for drawing in drawings:
+        for number in re.findall(r'(?:x|y|width|height|points|cx|cy)="([^"]*)"', drawing):
+            assert "nan" not in number and "inf" not in number, number
+        assert ElementTree.fromstring(drawing).tag == "svg"
+    return len(drawings)
+
+
+def test_a_run_that_is_done(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25])
+    lines = lines_of(folder)
+    assert lines[0] == "report  out   done 8/8   16.8 s   loss 4.0000 -> 1.2500   held <out> 1.5000"
+    text = "\n".join(lines)
+    assert re.search(r"step s +1\.600 +2\.000   \+25%", text)
+    assert re.search(r"ram MiB +40\.0 +50\.0   of 64\.0", text)
+    assert re.search(r"ram->nvme MiB +1\.0 +-$", text, re.MULTILINE)
+    assert "a step is computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
+    assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
+    assert "wrote   /drive   0.01 GB (1.00 MiB per step, planned 1.00 MiB)" in lines
+    assert any(line.startswith("saved   1 checkpoints, the last at step 8, 9.00 MiB") for line in lines)
+
+
+def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
+    page = page_of(leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25]))
+    assert check_page(page) == 10  # a bar and nine charts
+    for text in ("held &lt;out&gt;", "seconds per step", "+25.0%", "RAM in use", "9.00 MiB", "torch 2", "color-scheme"):
+        assert text in page, text
+    assert "<out>" not in page
+
+
+@pytest.mark.parametrize("losses", [[], [4.0], [float("nan")], [4.0, float("inf"), 3.0, float("nan")], [2.0] * 1000])
+@pytest.mark.parametrize("plan", [None, PLAN], ids=["no plan", "plan"])
+def test_short_long_and_broken_runs(losses: list[float], plan: Any, tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", losses, state="training", plan=plan)
+    lines, page = lines_of(folder), page_of(folder)
+    assert "died" in lines[0]
+    assert check_page(page) == (10 if losses and plan else 10 if losses else 0)
+    assert len(page) < 400_000
+    values = compute_figures(read_history(folder)).to_json()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    if not losses:
+        assert any("no step was recorded" in line for line in lines)
+
+
+def test_why_a_run_failed(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.0], state="failed", message="step 3: the <gradient> is not finite")
+    assert "why: step 3: the <gradient> is not finite" in lines_of(folder)
+    assert "the &lt;gradient&gt; is not finite" in page_of(folder)
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.0], state="training")
+    with RunFolder(folder):
+        assert "training 2/8" in lines_of(folder)[0]
+        assert '<span class="state open">training</span>' in page_of(folder)
+
+
+def test_lines_that_a_crash_cut_off_are_passed_over(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.0])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('null\n[1]\n{"step": "x"}\n{"step": 3, "loss": 2.')
+    (folder / "plan.json").write_text("{")
+    (folder / "config.resolved.toml").write_text("= 1")
+    figures = compute_figures(read_history(folder))
+    assert (figures.step, figures.last_loss, figures.step_s.planned, figures.settings) == (2, 3.0, None, ())
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotARunError, match="Give the output_dir"):
+        read_history(tmp_path)
+
+
+def test_bytes_of_each_step_come_before_means_of_a_whole_start(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [])
+    link_bytes = {"ram->nvme": 2 * MIB, "nvme->ram": MIB}
+    lines = [{**replace(STEP, step=n).to_json(), "link_bytes": link_bytes} for n in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_summary(RunSummary(5, 1.0, 1.0, 1.0, 1, 1, link_bytes={"ram->nvme": 50 * MIB, "nvme->ram": 5 * MIB}), folder)
+    links = compute_figures(read_history(folder)).links
+    assert links["ram->nvme"].measured == 2 * MIB and links["ram->nvme"].error == 1.0
+    assert links["nvme->ram"].error == 0
+    (folder / "metrics.jsonl").write_text(json.dumps(STEP.to_json()) + "\n")
+    assert compute_figures(read_history(folder)).links["ram->nvme"].measured == 10 * MIB
+
+
+@pytest.fixture(scope="module")
+def real_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was made in two starts, the second with less RAM."""
+    folder = tmp_path_factory.mktemp("report")
+    book = EXAMPLES / "quickstart" / "loomings.txt"
+    for max_steps, ram in ((2, "7MiB"), (5, "6MiB")):
+        text = config_text(folder, tiny_model, ram=ram, placement='weights = ["nvme"]\noptimizer = ["nvme"]')
+        text = text.replace("[training]\n", f"[training]\nmax_steps = {max_steps}\n")
+        text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\nname = "book"\npath = "{book}"\n'
+        (folder / "run.toml").write_text(text)
+        Trainer(load_config(folder / "run.toml").config, observer=Quiet()).train()
+    return folder / "out"
+
+
+def test_a_real_run_in_two_starts(real_run: Path) -> None:
+    history = read_history(real_run)
+    figures = compute_figures(history)
+    assert (figures.state, figures.step, figures.max_steps) == ("done", 5, 5)
+    assert [step for step, _ in figures.restarts] == [2]
+    assert [step for step, _ in figures.evaluations["book"]][-1] == 5
+    assert figures.capacity_bytes["ram"] == 6 * MIB
+    assert figures.tiers["nvme"].measured is not None and figures.tiers["nvme"].measured <= 256 * MIB
+    [drive] = figures.drives.values()
+    assert drive.bytes_per_step.planned == drive.bytes_per_step.measured == figures.links["ram->nvme"].planned
+    assert drive.lifetime_bytes is not None and drive.lifetime_bytes >= drive.nbytes > 0
+    assert figures.padding_share is not None and 0 <= figures.padding_share < 0.5
+    assert figures.versions["torch"] and figures.machine["cpu"] and figures.export_dir == str(real_run / "final")
+    changed = {setting.key: (setting.value, setting.default) for setting in figures.settings}
+    assert changed["data.max_length"] == ("64", "1024") and changed["training.max_steps"] == ("5", "-1")
+    assert "optimizer.adam_beta1" not in changed and "output_dir" not in changed
+    assert len(history.saved) == 2 and len(history.ends) == 2
+    assert check_page(draw_page(history, figures)) >= 9
+    assert "starts  continued 1 time: step 2" in report_lines(figures)
+
+
+def test_a_run_that_starts_anew_forgets_the_one_before(real_run: Path, tmp_path: Path) -> None:
+    config = load_config(real_run.parent / "run.toml", (), [f"output_dir={tmp_path}", "device=cpu"]).config
+    plan = Trainer(config, observer=Quiet()).plan
+    for continued_from, count in ((None, 1), (3, 2), (None, 1), (0, 2)):
+        path = write_plan(plan, config, continued_from)
+        record = read_record(path)
+        assert record is not None and len(record["starts"]) == count
+        assert (tmp_path / "summary.json").exists() == (continued_from is not None and count == 2)
+        write_summary(RunSummary(1, 1.0, 1.0, 1.0, 1, 1), tmp_path)
+    assert record["peak_bytes"] == dict(plan.totals) and record["link_bytes_per_step"] == dict(plan.traffic)
+
+
+def test_the_command(real_run: Path, tmp_path: Path, cli_call: Callable[..., Any]) -> None:
+    page = tmp_path / "report.html"
+    result = cli_call("report", real_run, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == f"page    {page}" and "\x1b" not in result.output
+    assert check_page(page.read_text()) >= 9
+    values = json.loads(cli_call("report", real_run, "--json").stdout)
+    assert values["step"] == 5 and values["page"] is None and values["links"]["ram->nvme"]["planned"] > 0
+    missing = cli_call("report", real_run, "--html", tmp_path / "none" / "report.html")
+    assert missing.exit_code == 1 and "Name another file" in missing.stderr

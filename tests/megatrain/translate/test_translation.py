@@ -1,0 +1,499 @@
+"""Configs of other tools as their users write them: what comes of each value, and that the result loads."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import RunConfig, load_config
+from megatrain.translate.source import TranslationError
+from megatrain.translate.translation import Translation, one_line, translate_file
+
+LLAMA_FACTORY = """
+### model
+model_name_or_path: org/Base-8B
+trust_remote_code: true
+flash_attn: sdpa
+enable_liger_kernel: true
+### method
+stage: sft
+do_train: true
+finetuning_type: full
+deepspeed: zero3.json
+### dataset
+dataset: chats, questions,missing
+template: qwen3
+cutoff_len: 4096
+max_samples: 1000
+overwrite_cache: true
+preprocessing_num_workers: 16
+mask_history: true
+### output
+output_dir: saves/full
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1e-5
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+weight_decay: 0.03
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+"""
+INFO = {
+    "chats": {
+        "file_name": "chats.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "tools": "functions"},
+        "tags": {"role_tag": "role", "content_tag": "content"},
+    },
+    "questions": {"file_name": "q.json", "columns": {"prompt": "question", "response": "answer"}, "num_samples": 20},
+    "better": {"file_name": "b.json", "ranking": True},
+}
+AXOLOTL = """
+base_model: org/Base-350M
+plugins: [axolotl.integrations.liger.LigerPlugin]
+datasets:
+  - path: org/chats
+    type: chat_template
+    split: train[:20%]
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+  - path: org/instructions
+    type: alpaca
+  - path: json
+    data_files: [mine/one.jsonl]
+    type: {field_instruction: question, field_output: answer, format: "[Q] {instruction}"}
+output_dir: ./outputs/out
+sequence_len: 4096
+sample_packing: true
+excess_length_strategy: drop
+wandb_project: mine
+gradient_accumulation_steps: 2
+micro_batch_size: 4
+num_epochs: 2
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+cosine_min_lr_ratio: 0.1
+learning_rate: 5e-5
+bf16: auto
+tf32: true
+sdp_attention: true
+gradient_checkpointing: true
+warmup_ratio: 0.1
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+fsdp_config: {offload_params: true}
+"""
+TRL = """
+model_name_or_path: org/Base-7B
+model_revision: main
+torch_dtype: bfloat16
+chat_template: "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+dataset_mixture:
+  datasets:
+    - {id: org/chats, config: default, split: train_sft, columns: [messages], weight: 0.5}
+    - {id: org/more, config: SFT, split: train}
+assistant_only_loss: true
+bf16: true
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+packing: true
+packing_strategy: bfd
+max_length: 2048
+max_steps: -1
+num_train_epochs: 1
+output_dir: data/out
+per_device_train_batch_size: 16
+push_to_hub: true
+save_strategy: epoch
+save_total_limit: 1
+use_liger_kernel: true
+"""
+DEEPSPEED = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.98], "eps": 1e-6, "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 500, "total_num_steps": 10000}},
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "aio": {"block_size": 1048576},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/mnt/drive"},
+    },
+}
+MEGATRAIN = """
+model: {name: org/Base-7B, dtype: bfloat16, device: 0, attn_implementation: sdpa, trust_remote_code: true}
+dataset: {path: mine/math.jsonl, max_seq_len: 1024, query_field: q, num_workers: 4}
+training: {batch_size: 16, num_steps: 1000, learning_rate: 2.0e-5, max_grad_norm: 1.0}
+optimizer: {type: deepspeed_adam, beta1: 0.9, beta2: 0.98}
+memory: {checkpoint_interval: 4, num_grad_slabs: 12}
+logging: {log_interval: 5, enable_timing: true}
+"""
+
+
+def translate(folder: Path, text: str | dict[str, Any], name: str = "") -> tuple[Translation, RunConfig]:
+    """Translate a text in a folder and load what comes of it."""
+    path = folder / (name or ("theirs.json" if isinstance(text, dict) else "theirs.yaml"))
+    path.write_text(json.dumps(text) if isinstance(text, dict) else text, encoding="utf-8")
+    translation = translate_file(path, folder=folder, base=folder)
+    out = folder / "ours.toml"
+    out.write_text(translation.toml, encoding="utf-8")
+    assert translation.toml.isascii()
+    return translation, load_config(out).config
+
+
+def lost(translation: Translation) -> set[str]:
+    return {left.theirs for left in translation.lost}
+
+
+def unneeded(translation: Translation) -> set[str]:
+    return {left.theirs for left in translation.unneeded}
+
+
+def test_llama_factory(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    zero = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "drive"}}}
+    (tmp_path / "zero3.json").write_text(json.dumps(zero))
+    translation, config = translate(tmp_path, LLAMA_FACTORY)
+    assert translation.tool == "llamafactory"
+    assert (config.task, config.output_dir) == ("sft", tmp_path / "saves/full")
+    assert config.model.model_name_or_path == "org/Base-8B"
+    assert config.model.attn_implementation == "sdpa"
+    assert config.precision.compute_dtype == "bfloat16"
+    assert (config.data.max_length, config.data.packing, config.data.train_on) == (4096, False, "last_assistant")
+    chats, questions, missing = config.data.train
+    assert (chats.path, chats.format, chats.max_samples) == (str(tmp_path / "data/chats.jsonl"), "messages", 1000)
+    assert dict(chats.columns) == {"tools": "functions"}
+    assert (questions.format, questions.max_samples) == ("alpaca", 20)
+    assert dict(questions.columns) == {"instruction": "question", "output": "answer"}
+    assert missing.path == str(tmp_path / "data/missing.json")
+    assert list(translation.to_fill_in) == ["data.train.2.path"]
+    training, optimizer = config.training, config.optimizer
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (1, 2)
+    assert (training.num_train_epochs, config.logging.logging_steps) == (3.0, 10)
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup_steps) == (1e-5, 0.03, 0.1)
+    assert optimizer.adam_beta2 == 0.999, "the default of transformers, not ours"
+    assert optimizer.weight_decay_exclude == ("*.bias", "*norm*"), "embeddings decay there"
+    assert config.tiers.nvme[0].path == tmp_path / "drive"
+    assert {"trust_remote_code"} <= lost(translation)
+    assert {"deepspeed", "template", "ddp_timeout", "enable_liger_kernel", "plot_loss"} <= unneeded(translation)
+
+
+@pytest.mark.parametrize(
+    ("line", "task", "train_on", "packing"),
+    [
+        ("stage: sft", "sft", "assistant", False),
+        ("stage: sft\ntrain_on_prompt: true\nneat_packing: true", "sft", "all", True),
+        ("stage: sft\npacking: true", "sft", "assistant", True),
+        ("stage: pt", "pretrain", "all", True),
+        ("stage: pt\npacking: false", "pretrain", "all", False),
+    ],
+)
+def test_llama_factory_masks_and_packing(tmp_path: Path, line: str, task: str, train_on: str, packing: bool) -> None:
+    text = f"model_name_or_path: a/b\nfinetuning_type: full\ndataset: x\noutput_dir: o\n{line}\n"
+    _, config = translate(tmp_path, text)
+    assert (config.task, config.data.train_on, config.data.packing) == (task, train_on, packing)
+    assert (config.data.max_length, config.optimizer.learning_rate) == (2048, 5e-5)
+    assert (config.optimizer.lr_scheduler_type, config.training.num_train_epochs) == ("linear", 3.0)
+
+
+EVALUATION = "eval_strategy: steps\neval_steps: 50\nper_device_eval_batch_size: 2\n"
+
+
+def test_rows_to_evaluate_on(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {**INFO, "hub": {"hf_hub_url": "org/hub", "subset": "en"}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    text = f"model_name_or_path: a/b\nfinetuning_type: full\ndataset: chats\noutput_dir: o\n{EVALUATION}"
+    _, config = translate(tmp_path, f"{text}eval_dataset: questions,hub\n")
+    assert (config.evaluation.eval_strategy, config.evaluation.eval_steps) == ("steps", 50)
+    questions, hub = config.data.eval
+    assert (questions.name, questions.format, hub.name, hub.subset) == ("questions", "alpaca", "hub", "en")
+    translation, config = translate(tmp_path, f"{text}val_size: 0.1\n")
+    assert {"val_size", "eval_strategy", "eval_steps", "per_device_eval_batch_size"} <= lost(translation)
+    assert config.evaluation.eval_strategy == "no"
+    text = f"model_name_or_path: a/b\ndataset_name: c/d\ndataset_config: en\ndataset_test_split: test\n{EVALUATION}"
+    _, config = translate(tmp_path, text)
+    assert (config.data.eval[0].split, config.data.eval[0].subset, config.data.train[0].subset) == ("test", "en", "en")
+    text = "base_model: a/b\nlearning_rate: 1\ntest_datasets: [{path: e.jsonl, type: alpaca}]\neval_steps: 7\n"
+    _, config = translate(tmp_path, text)
+    assert (config.data.eval[0].path, config.evaluation.eval_steps) == (str(tmp_path / "e.jsonl"), 7)
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    translation, config = translate(tmp_path, AXOLOTL)
+    assert (config.model.model_name_or_path, config.output_dir) == ("org/Base-350M", tmp_path / "outputs/out")
+    assert (config.data.max_length, config.data.packing, config.data.overlong) == (4096, True, "drop")
+    assert config.data.train_on == "assistant"
+    chats, instructions, mine = config.data.train
+    assert (chats.path, chats.split, chats.format, dict(chats.columns)) == ("org/chats", "train", "sharegpt", {})
+    assert (instructions.path, instructions.format) == ("org/instructions", "alpaca")
+    assert (mine.path, mine.format) == (str(tmp_path / "mine/one.jsonl"), "alpaca")
+    assert dict(mine.columns) == {"instruction": "question", "output": "answer"}
+    training, optimizer = config.training, config.optimizer
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 2)
+    assert (training.num_train_epochs, optimizer.optim, optimizer.learning_rate) == (2, "adamw", 5e-5)
+    assert optimizer.lr_scheduler_type == "cosine_with_min_lr"
+    assert dict(optimizer.lr_scheduler_kwargs) == {"min_lr_rate": 0.1}
+    assert (optimizer.warmup_steps, optimizer.weight_decay) == (0.1, 0.0)
+    assert (config.checkpoint.save_strategy, config.model.attn_implementation) == ("epoch", "sdpa")
+    assert {"datasets[0].split", "datasets[2].type.format"} <= lost(translation)
+    assert {"fsdp_config", "gradient_checkpointing", "plugins", "tf32"} <= unneeded(translation)
+    assert "special_tokens" not in lost(translation)
+
+
+@pytest.mark.parametrize(
+    ("sources", "task", "format_", "columns"),
+    [
+        ("datasets: [{path: a/b, type: completion, field: body}]", "pretrain", "text", {"text": "body"}),
+        ("pretraining_dataset: {path: a/b, name: en, text_column: doc}", "pretrain", "text", {"text": "doc"}),
+        ("pretraining_dataset: [a/b]", "pretrain", "text", {}),
+        ("datasets: [{path: a/b, type: sharegpt}]", "sft", "sharegpt", {}),
+        ("datasets: [{path: a/b, type: chat_template}]", "sft", "messages", {}),
+        ("datasets: [{path: a/b, type: alpaca_w_system.load}]", "sft", "alpaca", {}),
+        ("datasets: [{path: a/b, type: oasst}]", "sft", "auto", {}),
+        (
+            "datasets: [{path: a/b, type: chat_template, field_messages: turns, message_field_role: who}]",
+            "sft", "messages", {"messages": "turns", "role": "who"},
+        ),
+    ],
+)  # fmt: skip
+def test_axolotl_data(tmp_path: Path, sources: str, task: str, format_: str, columns: dict[str, str]) -> None:
+    _, config = translate(tmp_path, f"base_model: x/y\nlearning_rate: 1e-4\n{sources}\n")
+    source = config.data.train[0]
+    assert (config.task, source.format, dict(source.columns)) == (task, format_, columns)
+    assert (config.data.max_length, config.data.packing) == (512, False)
+    assert config.optimizer.lr_scheduler_type == "cosine"
+
+
+def test_trl(tmp_path: Path) -> None:
+    translation, config = translate(tmp_path, TRL)
+    assert translation.tool == "trl"
+    assert (config.data.train_on, config.data.max_length, config.data.packing) == ("assistant", 2048, True)
+    first, second = config.data.train
+    assert (first.path, first.subset, first.split, first.weight) == ("org/chats", None, "train_sft", 0.5)
+    assert (second.path, second.subset, second.split) == ("org/more", "SFT", "train")
+    assert config.optimizer.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert (config.checkpoint.save_strategy, config.checkpoint.save_total_limit) == ("epoch", 1)
+    assert config.precision.compute_dtype == "bfloat16"
+    assert {"chat_template", "push_to_hub"} <= lost(translation)
+    assert "model_revision" not in lost(translation), "main is what a folder holds"
+
+
+@pytest.mark.parametrize(
+    ("line", "train_on"),
+    [("assistant_only_loss: true", "assistant"), ("completion_only_loss: true", "completion"), ("seed: 1", "all")],
+)
+def test_trl_masks(tmp_path: Path, line: str, train_on: str) -> None:
+    text = f"model_name_or_path: a/b\ndataset_name: c/d\ndataset_text_field: body\noutput_dir: o\n{line}\n"
+    _, config = translate(tmp_path, text)
+    assert config.data.train_on == train_on
+    assert (config.optimizer.learning_rate, config.data.max_length) == (2e-5, 1024)
+    assert dict(config.data.train[0].columns) == {"text": "body"}
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    translation, config = translate(tmp_path, DEEPSPEED)
+    training, optimizer = config.training, config.optimizer
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 8)
+    assert (training.max_steps, optimizer.max_grad_norm, config.logging.logging_steps) == (10000, 0.5, 10)
+    assert (optimizer.learning_rate, optimizer.adam_beta1, optimizer.adam_beta2) == (3e-5, 0.8, 0.98)
+    assert (optimizer.lr_scheduler_type, optimizer.warmup_steps) == ("linear", 500)
+    assert config.precision.compute_dtype == "bfloat16"
+    assert config.tiers.nvme[0].path == Path("/mnt/drive")
+    assert {"task", "output_dir", "model.model_name_or_path", "data.train.0.path"} == set(translation.to_fill_in)
+    assert {"zero_optimization", "aio"} <= unneeded(translation)
+
+
+@pytest.mark.parametrize(
+    ("values", "batch"),
+    [
+        ({"train_batch_size": 32}, (32, 1)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, (8, 4)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}, (4, 4)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, (8, 1)),
+    ],
+)
+def test_deepspeed_batches(tmp_path: Path, values: dict[str, Any], batch: tuple[int, int]) -> None:
+    _, config = translate(tmp_path, {"zero_optimization": {"stage": 2}, **values})
+    assert (config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps) == batch
+
+
+def test_megatrain(tmp_path: Path) -> None:
+    translation, config = translate(tmp_path, MEGATRAIN)
+    assert (config.model.model_name_or_path, config.data.max_length) == ("org/Base-7B", 1024)
+    assert dict(config.data.train[0].columns) == {"prompt": "q", "completion": "response"}
+    assert config.data.train[0].path == str(tmp_path / "mine/math.jsonl")
+    assert (config.training.per_device_train_batch_size, config.training.max_steps) == (16, 1000)
+    optimizer = config.optimizer
+    assert (optimizer.optim, optimizer.adam_beta2, optimizer.weight_decay) == ("adamw", 0.98, 0.01)
+    assert (optimizer.lr_scheduler_type, optimizer.weight_decay_exclude) == ("constant", ())
+    assert (config.data.packing, config.data.train_on) == (False, "last_assistant")
+    assert config.logging.logging_steps == 5
+    assert "model.trust_remote_code" in lost(translation)
+    assert {"memory", "model.device", "dataset.num_workers", "logging.enable_timing"} <= unneeded(translation)
+
+
+REFUSED = {
+    "LoRA": ("model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n", "finetuning_type: lora is not supported"),
+    "LoRA by default": ("model_name_or_path: a\nstage: sft\ncutoff_len: 5\n", "default is LoRA, which is not"),
+    "freeze": ("model_name_or_path: a\nfinetuning_type: freeze\n", "finetuning_type: freeze is not supported"),
+    "DPO": ("model_name_or_path: a\nstage: dpo\nfinetuning_type: full\n", "DPO is not supported"),
+    "quantized": ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "quantized weights"),
+    "adapter": ("base_model: a\nadapter: qlora\n", "adapter: qlora is not supported"),
+    "4 bit": ("base_model: a\nload_in_4bit: true\n", "load_in_4bit"),
+    "rl": ("base_model: a\nrl: dpo\n", "DPO is not supported"),
+    "reward model": ("base_model: a\nreward_model: true\n", "reward model training is not supported"),
+    "peft": ("model_name_or_path: a\ndataset_name: b\nuse_peft: true\n", "use_peft"),
+    "TRL DPO": ("model_name_or_path: a\ndataset_name: b\nbeta: 0.1\n", "preference training"),
+    "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
+    "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must hold"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_is_not_done_here_is_refused_with_a_sentence(tmp_path: Path, case: str) -> None:
+    text, message = REFUSED[case]
+    with pytest.raises(TranslationError, match=message) as caught:
+        translate(tmp_path, text)
+    assert str(tmp_path / "theirs.yaml") in str(caught.value)
+
+
+def test_preferences_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    with pytest.raises(TranslationError, match="`better` holds preferences"):
+        translate(tmp_path, "model_name_or_path: a\nstage: sft\nfinetuning_type: full\ndataset: better\n")
+
+
+def test_values_that_cannot_be_here_are_taken_out_and_named(tmp_path: Path) -> None:
+    text = TRL + "attn_implementation: flash_attention_3\nsave_steps: 0.25\noptim: galore_adamw\nwarmup_steps: 2.5\n"
+    translation, config = translate(tmp_path, text)
+    assert {"attn_implementation", "save_steps", "optim", "warmup_steps"} <= lost(translation)
+    assert config.optimizer.optim == "adamw"
+    listed = translation.toml.split("config_version")[0]
+    for left in translation.lost:
+        assert one_line(left) in listed
+        assert len(one_line(left)) < 400
+    values = translation.to_json()
+    assert {left["key"] for left in values["no_equivalent"]} == lost(translation)
+    assert values["values"]["optimizer.learning_rate"]["value"] == 2e-5
+
+
+def test_paths_are_relative_to_where_the_config_lies(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "models/base").mkdir(parents=True)
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        "base_model: models/base\nlearning_rate: 1\ndatasets: [{path: ./d.jsonl, type: alpaca}]\noutput_dir: o\n"
+    )
+    translation = translate_file(path, folder=tmp_path / "configs", base=tmp_path)
+    out = tmp_path / "configs/ours.toml"
+    out.write_text(translation.toml)
+    config = load_config(out).config
+    assert config.model.model_name_or_path == str(tmp_path / "models/base")
+    assert (config.output_dir, config.data.train[0].path) == (tmp_path / "o", str(tmp_path / "d.jsonl"))
+
+
+def test_many_sources_stay_in_order(tmp_path: Path) -> None:
+    sources = ", ".join(f"{{path: org/set{number}, type: alpaca}}" for number in range(12))
+    _, config = translate(tmp_path, f"base_model: a/b\nlearning_rate: 1e-4\ndatasets: [{sources}]\n")
+    assert [source.path for source in config.data.train] == [f"org/set{number}" for number in range(12)]
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 10**6), st.floats(allow_nan=False), st.text(max_size=8),
+    st.lists(st.text(max_size=4), max_size=2), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
+)  # fmt: skip
+KEYS = {
+    "theirs.yaml": [
+        "output_dir", "learning_rate", "optim", "warmup_ratio", "bf16", "report_to", "save_steps", "dataset", "packing",
+        "cutoff_len", "max_samples", "val_size", "eval_strategy", "deepspeed", "lr_scheduler_type", "save_strategy",
+        "stage", "flash_attn", "chat_template", "dataset_dir", "eval_dataset", "logging_steps",
+    ],
+    "ax.yaml": [
+        "output_dir", "datasets", "sequence_len", "optimizer", "lr_scheduler", "val_set_size", "sample_packing",
+        "cosine_min_lr_ratio", "pretraining_dataset", "chat_template", "roles_to_train", "test_datasets",
+    ],
+    "trl.yaml": ["dataset_name", "datasets", "dataset_mixture", "max_length", "lr_scheduler_kwargs", "packing", "seed"],
+    "ds.json": ["optimizer", "scheduler", "train_batch_size", "gradient_clipping", "bf16", "fp16", "zero_optimization"],
+    "mt.yaml": ["model", "dataset", "training", "optimizer", "logging", "memory", "more"],
+}  # fmt: skip
+STARTS: dict[str, dict[str, Any]] = {
+    "theirs.yaml": {"model_name_or_path": "a/b", "stage": "sft", "finetuning_type": "full", "output_dir": "o"},
+    "ax.yaml": {"base_model": "a/b"},
+    "trl.yaml": {"model_name_or_path": "a/b", "max_length": 64},
+    "ds.json": {"zero_optimization": {}},
+    "mt.yaml": {"model": {"name": "a"}, "dataset": {"path": "b"}, "training": {}},
+}
+
+
+@given(st.data())
+def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
+    """No value of theirs, however wrong, ends in a traceback or in a file that does not load."""
+    name = data.draw(st.sampled_from(sorted(KEYS)))
+    values = {**STARTS[name], **data.draw(st.dictionaries(st.sampled_from(KEYS[name]), VALUES, max_size=4))}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        path = folder / name
+        path.write_text(json.dumps(values, ensure_ascii=False))
+        out = folder / "out.toml"
+        with contextlib.suppress(TranslationError):
+            out.write_text(translate_file(path, base=folder).toml)
+            assert load_config(out).config is not None
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the place of every value in a tree, the root excepted."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for name, child in children for place in ((*path, name), *nodes(child, (*path, name)))]
+
+
+WHOLE: dict[str, Any] = {
+    "theirs.yaml": yaml.safe_load(LLAMA_FACTORY),
+    "ax.yaml": yaml.safe_load(AXOLOTL),
+    "trl.yaml": yaml.safe_load(TRL),
+    "ds.json": DEEPSPEED,
+    "mt.yaml": yaml.safe_load(MEGATRAIN),
+}
+
+
+@given(st.data())
+def test_a_real_config_with_one_wrong_value(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(WHOLE)))
+    values = copy.deepcopy(WHOLE[name])
+    *above, last = data.draw(st.sampled_from(nodes(values)))
+    at = values
+    for part in above:
+        at = at[part]
+    at[last] = data.draw(VALUES)
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        (folder / name).write_text(json.dumps(values, ensure_ascii=False))
+        out = folder / "out.toml"
+        with contextlib.suppress(TranslationError):
+            out.write_text(translate_file(folder / name, base=folder).toml)
+            assert load_config(out).config is not None
