@@ -115,7 +115,7 @@ class Saver:
                 figures.nbytes,
                 figures.written_bytes,
                 figures.linked_bytes,
-                figures.freeze_s + figures.seconds,
+                figures.seconds,
                 stall_s,
             )
         )

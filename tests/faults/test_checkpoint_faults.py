@@ -167,9 +167,6 @@ def check_failure(result: Result, *parts: str, exit_code: int = 1) -> None:
     assert "Traceback" not in result.output and "internal error" not in result.output
 
 
-# -- drives ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def on_drive(work: Work, small_drive: Any) -> Work:
     """The work with its output folder on a small drive."""
@@ -204,11 +201,7 @@ def test_a_full_drive_can_end_the_run(
 @pytest.mark.fault
 @pytest.mark.parametrize("room_was_found", [False, True], ids=["before it starts", "in the middle"])
 def test_a_full_drive_pauses_the_run(
-    on_drive: Work,
-    small_drive: Any,
-    before_save: Callable[..., None],
-    room_was_found: bool,
-    quick_retry: None,
+    on_drive: Work, small_drive: Any, before_save: Callable[..., None], room_was_found: bool, quick_retry: None
 ) -> None:
     def fill() -> None:
         small_drive.fill()
@@ -288,9 +281,6 @@ def test_a_read_only_output_dir_is_refused_before_anything_is_done(on_drive: Wor
     check_failure(on_drive.run(), "output_dir: cannot write", "Read-only file system", exit_code=2)
 
 
-# -- other runs --------------------------------------------------------------------------------------------------
-
-
 def test_the_output_dir_of_a_run_with_another_config_is_refused(saved: Work) -> None:
     before = saved.files()
     changes = {"optimizer.weight_decay": 0.2, "training.per_device_train_batch_size": 1, "tiers.ram.size": "65MiB"}
@@ -348,9 +338,6 @@ def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytes
     result = work.run()
     assert result.exit_code == 75, result.output
     assert work.steps()[-1] == 2
-
-
-# -- other versions ----------------------------------------------------------------------------------------------
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None], *, version: int | None = None) -> None:
