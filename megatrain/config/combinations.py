@@ -43,7 +43,8 @@ def find_warnings(config: RunConfig) -> list[str]:
     evaluation = config.evaluation
     if config.data.eval and evaluation.eval_strategy == "no" and not evaluation.eval_on_start:
         warnings.append('[[data.eval]] has no effect with evaluation.eval_strategy = "no"')
-    if evaluation.eval_strategy != "steps" and "eval_steps" in evaluation.model_fields_set:
+    usual_eval_steps = type(evaluation).model_fields["eval_steps"].default
+    if evaluation.eval_strategy != "steps" and evaluation.eval_steps != usual_eval_steps:
         warnings.append(f'evaluation.eval_steps has no effect with eval_strategy = "{evaluation.eval_strategy}"')
     warnings.extend(
         f'optimizer.{key} has no effect with optim = "{optimizer.optim}"'
