@@ -90,15 +90,18 @@ class Trainer:
     def _candidates(self, loader: BatchLoader) -> list[Checkpoint]:
         candidates = find_candidates(self.config, self.observer.on_message)
         if candidates:
-            check_changes(
-                self.config,
-                candidates[0],
-                describe_model(self.config, self.plan),
-                loader.dataset.fingerprint(),
-                allow=self._allow_config_change,
-                on_notice=self.observer.on_message,
-            )
+            self._check_changes(candidates[0], loader, allow=self._allow_config_change)
         return candidates
+
+    def _check_changes(self, checkpoint: Checkpoint, loader: BatchLoader, *, allow: bool) -> None:
+        check_changes(
+            self.config,
+            checkpoint,
+            describe_model(self.config, self.plan),
+            loader.dataset.fingerprint(),
+            allow=allow,
+            on_notice=self.observer.on_message,
+        )
 
     def _train(
         self,
@@ -112,6 +115,9 @@ class Trainer:
         with ExitStack() as stack:
             session = stack.enter_context(Session(self.config, self.plan, self.observer.on_message))
             checkpoint = session.prepare(candidates)
+            if checkpoint is not None and checkpoint is not candidates[0]:
+                # The newest one has this config, or it was allowed; this one may have been saved before it changed.
+                self._check_changes(checkpoint, loader, allow=True)
             write_resolved(self.config)
             continued_from = None if checkpoint is None else checkpoint.state.step
             write_plan(self.plan, self.config, continued_from)

@@ -200,6 +200,27 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
     done.assert_same(unbroken)
 
 
+def test_a_fallback_to_another_config_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    """The newest checkpoint has this config, since that was allowed; it is damaged, and the one before has another."""
+    decay = {"optimizer": "weight_decay = 0.2"}
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4, allow=True, **decay)
+    path = tmp_path / "w/out/checkpoints"
+    current = current_generation(path)
+    assert current is not None
+    next(generation_folder(path, current).rglob("c/0")).unlink()
+    done = train(tmp_path / "w", tiny_model, IN_RAM, **decay)
+    assert any("continuing after step 2" in text for text in done.watcher.messages)
+    assert any("weight_decay: 0.1 -> 0.2" in text for text in done.watcher.messages), done.watcher.messages
+
+
+def test_fewer_steps_than_were_saved_only_export(tiny_model: Path, tmp_path: Path) -> None:
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4)
+    done = train(tmp_path / "w", tiny_model, IN_RAM, changes={f"max_steps = {NUM_STEPS}": "max_steps = 3"})
+    assert done.summary.num_steps == 4 and len(done.losses) == 4
+    assert done.weights
+
+
 def test_no_whole_checkpoint_is_an_error_that_names_them(tiny_model: Path, tmp_path: Path) -> None:
     train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     for file in (tmp_path / "w/out/checkpoints/snap").rglob("c/0"):
