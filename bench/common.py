@@ -107,6 +107,12 @@ class Report:
         )
 
 
+def step_shape(text: str) -> tuple[int, int, int]:
+    """Return micro-batches, rows and tokens of a row from ``"2x1x256"``, as the command lines of benches have it."""
+    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
+    return num_micro_batches, rows, length
+
+
 def _cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

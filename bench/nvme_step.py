@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import QUICKSTART, Report
+from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import MicroBatches, Ours, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
@@ -52,7 +52,7 @@ def main() -> int:
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     default = "1x1x32,1x1x256" if arguments.quick else "1x1x32,1x1x256,2x2x256,2x4x256"
-    shapes = [_shape(text) for text in (arguments.tokens or default).split(",")]
+    shapes = [step_shape(text) for text in (arguments.tokens or default).split(",")]
     hidden, layers, vocabulary = (256, 4, 1024) if arguments.quick else (768, 12, 8192)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
@@ -78,11 +78,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--verify", choices=("off", "resume", "always"), default="resume", help="checksums")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
-    return num_micro_batches, rows, length
 
 
 class Regime:

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import QUICKSTART, Report
+from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import Ours, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
@@ -74,18 +74,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 3.7 M parameters")
-    parser.add_argument("--tokens", type=_shape, default=(1, 1, 256), help="micro-batches x rows x tokens of a step")
+    parser.add_argument(
+        "--tokens", type=step_shape, default=(1, 1, 256), help="micro-batches x rows x tokens of a step"
+    )
     parser.add_argument("--ram", help='RAM tier of the NVMe sides, e.g. "400MiB"; default: twice their minimum')
     parser.add_argument("--steps", type=int, default=2, help="consecutive steps of a turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns that are measured, after one that is not")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="of ram,nvme")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
-    return num_micro_batches, rows, length
 
 
 class _NotingEngine:

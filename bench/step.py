@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import QUICKSTART, Report
+from bench.common import QUICKSTART, Report, step_shape
 from bench.sides import Ours, Plain, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
@@ -71,15 +71,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="Hugging Face folder; without weights they are random")
     parser.add_argument("--text", type=Path, default=QUICKSTART / "loomings.txt", help="text to train on")
     parser.add_argument("--steps", type=int, help="rounds that are measured, after one that is not")
-    parser.add_argument("--tokens", type=_shape, help="micro-batches x rows x tokens of a step, e.g. 2x2x256")
+    parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a step, e.g. 2x2x256")
     parser.add_argument("--ram", help='RAM tier of the NVMe side, e.g. "700MiB"; default: a quarter above its minimum')
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
-    return num_micro_batches, rows, length
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import QUICKSTART, Report
+from bench.common import QUICKSTART, Report, step_shape
 from bench.draw_timeline import PASSES, UPDATES, WAITING, Bar, busy_s, draw, read_bars
 from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
@@ -60,7 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 3.7 M parameters")
-    parser.add_argument("--tokens", type=_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step")
+    parser.add_argument(
+        "--tokens", type=step_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step"
+    )
     parser.add_argument("--ram", help='RAM tier, e.g. "400MiB"; default: twice its minimum')
     parser.add_argument("--steps", type=int, default=4, help="steps that are taken; the last one is shown")
     parser.add_argument("--trace", type=Path, help="where to write the file for Perfetto")
@@ -71,11 +73,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.draw is not None and arguments.picture is None:
         parser.error("--draw needs --picture FILE.svg")
     return arguments
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
-    return num_micro_batches, rows, length
 
 
 class Traced(Ours):

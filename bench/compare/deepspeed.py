@@ -26,7 +26,7 @@ from typing import Any
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from bench.common import Report
+from bench.common import Report, step_shape
 from bench.compare.processes import SideFailedError, SideProcess, import_failure
 from bench.compare.worker import Job
 from bench.compare.zero3 import state_memory
@@ -71,7 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, help=f"rounds of {STEPS_PER_ROUND} steps that are measured, after one that is not"
     )
-    parser.add_argument("--tokens", type=_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step")
+    parser.add_argument(
+        "--tokens", type=step_shape, default=(1, 1, 128), help="micro-batches x rows x tokens of a step"
+    )
     parser.add_argument("--ram", default="", help='our RAM tier, e.g. "700MiB"; default: a quarter above its minimum')
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
@@ -82,11 +84,6 @@ def _names(text: str) -> tuple[str, ...]:
     if not set(names) <= set(SIDES):
         raise argparse.ArgumentTypeError(f"'{text}': choose from {','.join(SIDES)}")
     return names
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    num_micro_batches, rows, length = (int(part) for part in text.split("x"))
-    return num_micro_batches, rows, length
 
 
 def make_model(folder: Path, *, quick: bool) -> list[int]:
