@@ -1,1 +1,51 @@
-"""megatrain: trains Hugging Face decoders layer by layer out of a tiered store."""
+"""megatrain: trains Hugging Face decoders layer by layer out of a tiered store; its parts for other trainers."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.embed import hf, lightning
+    from megatrain.embed.activations import offload_activations
+    from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
+    from megatrain.embed.pretrained import load_pretrained
+    from megatrain.embed.stores import open_store
+    from megatrain.embed.tiering import gathered, tier
+
+__all__ = [
+    "TieredAdafactor",
+    "TieredAdamW",
+    "TieredLion",
+    "TieredOptimizer",
+    "TieredSGD",
+    "gathered",
+    "hf",
+    "lightning",
+    "load_pretrained",
+    "offload_activations",
+    "open_store",
+    "tier",
+]
+
+#: Imported when they are first asked for: the command line asks for none, and its help needs no torch.
+_HOMES = {
+    "TieredAdafactor": "optimizer",
+    "TieredAdamW": "optimizer",
+    "TieredLion": "optimizer",
+    "TieredOptimizer": "optimizer",
+    "TieredSGD": "optimizer",
+    "gathered": "tiering",
+    "load_pretrained": "pretrained",
+    "offload_activations": "activations",
+    "open_store": "stores",
+    "tier": "tiering",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("hf", "lightning"):
+        return import_module(f"megatrain.embed.{name}")
+    if name in _HOMES:
+        return getattr(import_module(f"megatrain.embed.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'megatrain' has no attribute '{name}'")

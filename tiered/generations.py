@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ class Generations:
         self.path = path if path is not None else next((tier.paths[0] for tier in self._file_tiers), None)
         self.full = full
         self._notice = notice
-        self._keep = max(1, keep)
+        self.num_kept = max(1, keep)
+        self.keep_also: Callable[[], Collection[int]] | None = None
         self._committing = threading.Lock()
         self._last: Commit | None = None  # under way or ended
         self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
@@ -97,7 +98,7 @@ class Generations:
             commit = Commit(self._movement, store, full, self._next_number(store), meta)
             try:
                 # Before anything more is held, so that at most ``keep`` generations are (two, where one is kept).
-                make_room = partial(self._forget_old, store, max(1, self._keep - 1))
+                make_room = partial(self._forget_old, store, max(1, self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
                 freeze(self._movement, self._grants, commit)
             except BaseException as failure:
@@ -206,7 +207,9 @@ class Generations:
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
-        doomed = order[: max(0, len(order) - keep)]
+        wanted = set(self.keep_also()) if self.keep_also is not None else set()
+        unwanted = [number for number in order if number not in wanted]
+        doomed = unwanted[: max(0, len(unwanted) - keep)]
         with contextlib.suppress(GenerationError):  # damaged: the coming flip mends it
             if current_generation(store.path) in doomed:
                 make_current(store.path, order[-1])
@@ -227,7 +230,7 @@ class Generations:
 
     def _prune(self, store: StoreIdentity) -> None:
         try:
-            self._delete(store, self._forget_old(store, self._keep))
+            self._delete(store, self._forget_old(store, self.num_kept))
         except OSError as error:  # the new generation is there: the next commit tries this again
             self._notice(f"old generations in '{store.path}' could not be removed: {error}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -111,6 +111,18 @@ class TieredStore:
     def path(self) -> str | None:
         """Return the directory of committed generations, or None."""
         return self._generations.path
+
+    @property
+    def keep_generations(self) -> int:
+        """How many of the last generations a commit leaves, besides those that ``keep_also`` names."""
+        return self._generations.num_kept
+
+    def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
+        """Let commits leave the generations that ``named()`` returns, too: somebody else's checkpoints refer to them.
+
+        Called at every commit, from its thread. What they hold comes on top of the capacity of a tier of files.
+        """
+        self._generations.keep_also = named
 
     # -- declare -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,302 @@
+"""Parameters that are updated together, and the blocks that hold their optimizer state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.embed.gradients import GradientBlock, drop_gradient, gradient_of
+from megatrain.embed.stores import ledger_of
+from megatrain.engine.program import gradient_key, state_key, weight_key
+from megatrain.models.layout import UnitLayout
+from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
+from megatrain.optim.clip import squared_norm
+
+if TYPE_CHECKING:
+    from megatrain.embed.weights import WeightBlock
+    from megatrain.models.layout import TensorEntry
+    from megatrain.optim.threads import KernelThreads
+    from tiered.schedule import Mode
+    from tiered.store import TieredStore
+
+__all__ = ["Settings", "StateGroup", "TieredGroup", "UntieredGroup", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How one parameter is updated in one step.
+
+    Attributes:
+        arithmetic: of its group's settings. step: updates of it with this one. lr, weight_decay: of its group.
+    """
+
+    arithmetic: Optimizer
+    step: int
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An update of a group that is due.
+
+    Attributes:
+        settings: by name, of the parameters that have a gradient. grad_scale: factor on all gradients.
+        gradients: by name, where they are ordinary tensors.
+    """
+
+    settings: Mapping[str, Settings]
+    grad_scale: float
+    gradients: Mapping[str, Tensor]
+
+
+class StateGroup(ABC):
+    """A layout of parameters with one block per kind of state. Blocks are registered, and zeroed, when it is made.
+
+    Args:
+        root: of the keys of its blocks. parameters: by the name that the layout has for them.
+        kinds: what the store keeps of them. homes: tiers that state may live in, most wanted first.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        root: str,
+        layout: UnitLayout,
+        parameters: Mapping[str, nn.Parameter],
+        kinds: Sequence[StateKind],
+        homes: Sequence[str],
+    ) -> None:
+        self.store, self.layout, self.parameters = store, layout, dict(parameters)
+        self.kinds = {kind.name: kind for kind in kinds}
+        self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
+        self.starts = {kind.name: kind.starts(layout) for kind in kinds}
+        self._elsewhere: list[str] = []  # keys of blocks that RAM only has copies of
+        for kind in kinds:
+            key = self.keys[kind.name]
+            home = ledger_of(store).register(store, key, kind.num_elements(layout), kind.dtype, homes, durable=True)
+            with store.acquire(key, "ram", "w") as lease:
+                lease.tensor.zero_()
+            if home != "ram":
+                self._elsewhere.append(key)
+        self._leave()
+
+    @property
+    @abstractmethod
+    def gradients(self) -> GradientBlock | None:
+        """Where gradients are while autograd runs; None: with the parameters."""
+
+    @abstractmethod
+    def take_gradients(self) -> Mapping[str, Tensor | None]:
+        """Take the gradients of a step away: by name, the tensor, or None for one in ``gradients``."""
+
+    @abstractmethod
+    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
+        """Return the sum of squares of each gradient that there is, by name, in the order of the layout."""
+
+    @abstractmethod
+    def update(self, work: Work) -> None:
+        """Make an update and return when it is done."""
+
+    def bytes_at_once(self) -> Iterator[int]:
+        """Return the sizes of the blocks that an update needs in RAM together."""
+        for kind in self.kinds.values():
+            yield kind.num_elements(self.layout) * kind.dtype.itemsize
+        if self.gradients is not None:
+            yield 4 * self.layout.num_elements
+
+    def prefetch(self) -> None:
+        """Start fetching what the next update needs, as far as there is room."""
+        for key in self._elsewhere:
+            self.store.prefetch(key, "ram")
+
+    def _leave(self) -> None:
+        """Let state go home as soon as it is not needed before the next step: it is written while others compute."""
+        for key in self._elsewhere:
+            self.store.evict(key, "ram")
+
+    def segment(self, entry: TensorEntry, settings: Settings, start: int) -> Segment:
+        """Return the range of a block that one parameter has there, and how it is updated."""
+        own = {name: starts[entry.name] for name, starts in self.starts.items() if self.kinds[name].elements_of}
+        return Segment(start, start + entry.numel, settings.weight_decay, shape=entry.shape, state_starts=own)
+
+    def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
+        """Return what a block of a kind holds of one parameter, flat."""
+        elements_of = self.kinds[kind].elements_of
+        length = entry.numel if elements_of is None else elements_of(entry)
+        return flat.narrow(0, self.starts[kind][entry.name], length)
+
+    def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
+        """Return the entries of these names, in the order of the layout."""
+        return (entry for entry in self.layout.entries if entry.name in names)
+
+
+class TieredGroup(StateGroup):
+    """The parameters of a tiered module that share a block of weights."""
+
+    def __init__(self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str]) -> None:
+        root = weights.key.removesuffix("/weight")
+        assert weight_key(root) == weights.key, weights.key
+        own = [kind for kind in kinds if kind.name != "weight"]
+        super().__init__(weights.store, root, weights.layout, weights.parameters, own, homes)
+        self.weights = weights
+
+    def bytes_at_once(self) -> Iterator[int]:
+        """Return the sizes of the blocks that an update needs in RAM together, weights too."""
+        yield self.weights.dtype.itemsize * self.layout.num_elements
+        yield from super().bytes_at_once()
+
+    @property
+    def gradients(self) -> GradientBlock | None:
+        return self.weights.gradients
+
+    def take_gradients(self) -> Mapping[str, Tensor | None]:
+        assert self.weights.gradients is not None, self.layout.name
+        return dict.fromkeys(self.weights.gradients.consume())
+
+    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
+        assert self.weights.gradients is not None, self.layout.name
+        return self.weights.gradients.squared_norms(threads)
+
+    def update(self, work: Work) -> None:
+        assert self.weights.gradients is not None, self.layout.name
+        keys = {"weight": self.weights.key, **self.keys}
+        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in keys.values()]
+        with self.store.acquire_many([*requests, (self.weights.gradients.key, "ram", "r")]) as group:
+            tensors = {lease.key: lease.tensor for lease in group}
+            blocks = {kind: tensors[key] for kind, key in keys.items()}
+            alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
+            for entry in self.entries(work.settings):
+                settings = work.settings[entry.name]
+                like = (id(settings.arithmetic), settings.step, settings.lr)
+                alike.setdefault(like, []).append((self.segment(entry, settings, entry.offset), settings))
+            for parts in alike.values():
+                settings = parts[0][1]
+                now = Update(settings.step, settings.lr, work.grad_scale)
+                gradient = tensors[self.weights.gradients.key]
+                settings.arithmetic.update(blocks, gradient, [segment for segment, _ in parts], now)
+        self.store.discard(self.weights.gradients.key)
+        self._leave()
+
+    def reset_low(self, names: frozenset[str]) -> None:
+        """Forget what the master had below the precision of weights that somebody replaced."""
+        if "low" not in self.keys:
+            return
+        with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
+            for entry in self.layout.entries:
+                if entry.name in names:
+                    self.part("low", lease.tensor, entry).zero_()
+
+
+class UntieredGroup(StateGroup):
+    """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
+
+    In RAM the parameter is the upper part of its own master: nothing is kept twice. A parameter on a device has its
+    whole master in the store, and is a copy of it.
+
+    Args:
+        offload_gradients: gradients leave for the store as soon as autograd has made them.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        root: str,
+        layout: UnitLayout,
+        parameters: Mapping[str, nn.Parameter],
+        kinds: Sequence[StateKind],
+        homes: Sequence[str],
+        *,
+        offload_gradients: bool,
+    ) -> None:
+        self._on_device = any(parameter.is_cuda for parameter in parameters.values())
+        own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
+        super().__init__(store, root, layout, parameters, own, homes)
+        self._gradients: GradientBlock | None = None
+        if offload_gradients:
+            self._gradients = GradientBlock(store, gradient_key(root, 0), layout, parameters, homes)
+        if self._on_device:
+            self.copy_masters()
+
+    @property
+    def gradients(self) -> GradientBlock | None:
+        return self._gradients
+
+    def copy_masters(self) -> None:
+        """Take the masters of parameters on a device from them."""
+        with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
+            lease.tensor.zero_()
+            for entry in self.layout.entries:
+                self.part("weight", lease.tensor, entry).copy_(self.parameters[entry.name].reshape(-1))
+
+    def take_gradients(self) -> Mapping[str, Tensor | None]:
+        if self._gradients is not None:
+            return dict.fromkeys(self._gradients.consume())
+        found: dict[str, Tensor | None] = {}
+        for name, parameter in self.parameters.items():
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                found[name] = gradient
+        return found
+
+    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
+        if self._gradients is not None:
+            return self._gradients.squared_norms(threads)
+        return {
+            name: squared_norm(_flat_gradient(gradient), threads)
+            for name, gradient in self.take_gradients().items()
+            if gradient is not None
+        }
+
+    def drop_gradients(self) -> None:
+        """Take the gradients away from their parameters, for an update that is made later."""
+        for parameter in self.parameters.values():
+            drop_gradient(parameter)
+
+    def update(self, work: Work) -> None:
+        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self.keys.values()]
+        if self._gradients is not None:
+            requests.append((self._gradients.key, "ram", "r"))
+        with torch.no_grad(), self.store.acquire_many(requests) as group:
+            tensors = {lease.key: lease.tensor for lease in group}
+            for entry in self.entries(work.settings):
+                if self._gradients is not None:
+                    gradient = self._gradients.view(tensors[self._gradients.key], entry)
+                else:
+                    gradient = _flat_gradient(work.gradients[entry.name])
+                self._update_one(entry, work.settings[entry.name], gradient, tensors, work.grad_scale)
+        if self._gradients is not None:
+            self.store.discard(self._gradients.key)
+        self._leave()
+
+    def _update_one(
+        self,
+        entry: TensorEntry,
+        settings: Settings,
+        gradient: Tensor,
+        tensors: Mapping[str, Tensor],
+        grad_scale: float,
+    ) -> None:
+        parameter = self.parameters[entry.name]
+        own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
+        blocks = {
+            kind: tensors[key] if kind in own_length else self.part(kind, tensors[key], entry)
+            for kind, key in self.keys.items()
+        }
+        if not self._on_device:
+            blocks["weight"] = parameter.detach().reshape(-1)
+        now = Update(settings.step, settings.lr, grad_scale)
+        settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
+        if blocks["weight"].data_ptr() != parameter.data_ptr():
+            parameter.copy_(blocks["weight"].view(entry.shape))
+
+
+def _flat_gradient(gradient: Tensor) -> Tensor:
+    """Return a gradient as the kernels take it: in RAM, flat, fp32 or bf16."""
+    flat = gradient.detach().to("cpu").reshape(-1)
+    return flat if flat.dtype in GRADIENT_DTYPES else flat.float()

@@ -1,0 +1,132 @@
+"""Any module cut into units: its repeated layers, and the modules outside of them that own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from megatrain.embed.parameters import block_of
+from megatrain.models.layout import UnitLayout, build_layout
+
+__all__ = ["Part", "TieringError", "UnitPart", "partition"]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class TieringError(ValueError):
+    """A module that cannot be tiered as it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Parameters that share a block: of one unit, one dtype, all trained or all frozen. By full name."""
+
+    layout: UnitLayout
+    dtype: torch.dtype
+    parameters: dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitPart:
+    """A module whose forward needs weights, and the parts that these lie in.
+
+    Attributes:
+        name: path of the module. module: the forward of which is watched. parts: its own and, where a parameter is
+            tied, another unit's.
+    """
+
+    name: str
+    module: nn.Module
+    parts: tuple[Part, ...]
+
+
+def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
+    """Return the units of a module, in definition order; together they use all its parameters.
+
+    The items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that have modules inside are units;
+    what owns parameters outside of them is one by itself. A parameter belongs to the first unit that has it.
+
+    Args:
+        leave: globs over parameter names: these stay ordinary parameters.
+
+    Raises:
+        TieringError: nothing to tier, a dtype that the optimizers have no master weights for, or parameters that are
+            in a store already.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not any(fnmatchcase(name, glob) for glob in leave):
+            names[id(parameter)] = name
+            _check(name, parameter)
+    if not names:
+        raise TieringError(f"{type(model).__name__} has no parameters to tier" + (f" besides {leave}" if leave else ""))
+    part_of: dict[int, Part] = {}
+    units = []
+    for path, module, is_whole in _units(model, "", inside_list=False):
+        used = {id(p): p for p in module.parameters(recurse=is_whole) if id(p) in names}
+        if not used:
+            continue
+        own = {names[key]: parameter for key, parameter in used.items() if key not in part_of}
+        for part in _parts(path or "root", own):
+            part_of.update((id(parameter), part) for parameter in part.parameters.values())
+        parts = tuple(dict.fromkeys(part_of[key] for key in used))
+        units.append(UnitPart(path, module, parts))
+    return units
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if block_of(parameter) is not None:
+        raise TieringError(f"{name} is in a store already: megatrain.tier was called before")
+    if not parameter.is_floating_point():
+        raise TieringError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
+    if parameter.requires_grad and parameter.dtype not in _DTYPES:
+        raise TieringError(
+            f"{name} is trained in {parameter.dtype}; master weights exist for float32 and bfloat16. Convert the model "
+            "before: model.to(torch.bfloat16)"
+        )
+
+
+def _units(module: nn.Module, path: str, *, inside_list: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield (path, module, whether everything inside belongs to it)."""
+    if inside_list and not _has_list_of_layers(module):
+        yield path, module, True
+        return
+    if any(parameter is not None for parameter in module._parameters.values()):
+        yield path, module, False
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    for leaf, child in module.named_children():
+        has_inside = next(child.children(), None) is not None
+        yield from _units(child, f"{path}.{leaf}" if path else leaf, inside_list=is_list and has_inside)
+
+
+def _has_list_of_layers(module: nn.Module) -> bool:
+    """Return whether a list inside has items that are as large as what is streamed elsewhere: lists of lists of layers.
+
+    A stage of a network that is a list of layers is taken apart; the experts or heads of one layer are not.
+    """
+    return any(
+        isinstance(child, nn.ModuleList | nn.Sequential) and any(_is_deep(item) for item in child.children())
+        for child in module.modules()
+        if child is not module
+    )
+
+
+def _is_deep(module: nn.Module) -> bool:
+    """Return whether a module has modules with modules inside: a layer, not an expert or a head."""
+    return any(next(child.children(), None) is not None for child in module.children())
+
+
+def _parts(path: str, own: dict[str, nn.Parameter]) -> list[Part]:
+    groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
+    for name, parameter in own.items():
+        groups.setdefault((not parameter.requires_grad, parameter.dtype), {})[name] = parameter
+    parts = []
+    for number, ((is_frozen, dtype), parameters) in enumerate(groups.items()):
+        name = path if number == 0 else f"{path}.{str(dtype).removeprefix('torch.')}{'.frozen' if is_frozen else ''}"
+        layout = build_layout(name, ((one, p.shape) for one, p in parameters.items()), not is_frozen)
+        parts.append(Part(layout, dtype, parameters))
+    return parts

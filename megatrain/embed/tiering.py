@@ -1,0 +1,218 @@
+"""``tier``: any module, in place: its parameters live in the store and are there when its layers run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatrain.embed.gradients import GradientBlock
+from megatrain.embed.model_methods import install_methods
+from megatrain.embed.order import UseOrder
+from megatrain.embed.parameters import block_of
+from megatrain.embed.partition import TieringError, UnitPart, partition
+from megatrain.embed.saved import BackwardWindow, WeightHooks
+from megatrain.embed.stores import compute_device, home_order, ledger_of
+from megatrain.embed.weights import WeightBlock
+from megatrain.engine.program import gradient_key, weight_key
+
+if TYPE_CHECKING:
+    from tiered.store import TieredStore
+
+__all__ = ["TieredModule", "gathered", "tier", "tiered_module"]
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+#: Bytes per trained parameter that pass RAM together: weights, gradient and the largest optimizer state.
+_STATE_BYTES = 4 + 4 + 8
+_ATTRIBUTE = "_megatrain_tiered"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class TieredModule:
+    """What is kept about a tiered module; found with ``tiered_module(model)``.
+
+    Attributes:
+        blocks: of all its parameters, in definition order. window: leases of the backward. order: of use.
+    """
+
+    store: TieredStore
+    name: str
+    blocks: list[WeightBlock] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.order = UseOrder(self.store)
+        self.window = BackwardWindow(self.order)
+
+    def finish_updates(self) -> None:
+        """Make the updates that the optimizer left to the next use of each unit."""
+        for block in self.blocks:
+            if block.before_use is not None:
+                block.before_use()
+
+
+def tier(
+    model: AnyModule,
+    store: TieredStore,
+    *,
+    name: str = "model",
+    weights: Sequence[str] | str = "auto",
+    gradients: Sequence[str] | str = "auto",
+    leave: Sequence[str] = (),
+) -> AnyModule:
+    """Move a module's parameters into a store, in place, and return the module.
+
+    Layer by layer its weights are brought in when its forward or backward needs them, those that were used next the
+    last time ahead; gradients leave for the store as they are made. ``parameters()`` are the same objects as before,
+    to be given to ``TieredAdamW``. Set ``requires_grad`` of what is frozen before. Forward, backward, ``generate``,
+    ``state_dict``, ``load_state_dict``, ``save_pretrained`` work as before; moving it to another device is ignored,
+    converting its dtype is refused. It computes on the device of the store's fastest tier.
+
+    Args:
+        name: of its blocks; a second module in one store needs another.
+        weights, gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then
+            drives.
+        leave: globs over names of parameters that stay ordinary ones.
+
+    Raises:
+        TieringError: a dtype without master weights, nothing to tier, or tiered already. CapacityError: no room.
+    """
+    units = partition(model, leave)
+    ledger = ledger_of(store)
+    ledger.working_bytes = max(ledger.working_bytes, _working_bytes(units))
+    tiered = TieredModule(store, name)
+    blocks: dict[int, WeightBlock] = {}
+    orders = home_order(store, weights), home_order(store, gradients)
+    parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
+    _forbid_foreign_optimizers()
+    for part in parts:
+        root = f"{name}/{part.layout.name}"
+        block = WeightBlock(store, weight_key(root), part.layout, part.parameters, part.dtype, orders[0])
+        block.take_over()
+        blocks[id(part)] = block
+        tiered.blocks.append(block)
+    for part in parts:
+        if part.layout.trainable:
+            key = gradient_key(f"{name}/{part.layout.name}", 0)
+            blocks[id(part)].gradients = GradientBlock(store, key, part.layout, part.parameters, orders[1])
+    for unit in units:
+        _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], tiered).install()
+    _move_buffers(model, compute_device(store))
+    model.__dict__[_ATTRIBUTE] = tiered
+    install_methods(model, tiered)
+    return model
+
+
+def tiered_module(model: nn.Module) -> TieredModule:
+    """Return what is kept about a tiered module.
+
+    Raises:
+        TieringError: ``tier`` was not called with it.
+    """
+    found = model.__dict__.get(_ATTRIBUTE)
+    if not isinstance(found, TieredModule):
+        raise TieringError(f"{type(model).__name__} is not tiered: call megatrain.tier(model, store) first")
+    return found
+
+
+@contextmanager
+def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False) -> Iterator[None]:
+    """Hold the weights of a module, or of some parameters, in the compute tier: to read or, if asked, to change them.
+
+    All of them at once: gather layer by layer what does not fit together. Parameters that are in no store are left
+    as they are.
+
+    Raises:
+        CapacityError: together they do not fit. WeightInUseError: changed without ``writable``, or a view outlives it.
+    """
+    parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
+    blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)
+    with ExitStack() as stack:
+        for block in blocks:
+            block.hold("rw" if writable else "r")
+            stack.callback(block.let_go)
+        yield
+
+
+@dataclass(slots=True)
+class _Call:
+    """One forward of a unit that is running."""
+
+    held: list[WeightBlock] = field(default_factory=list)
+    hooks: WeightHooks | None = None
+
+
+class _UnitHooks:
+    """Hold a unit's weights while its forward runs; let the graph save them by name."""
+
+    def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], tiered: TieredModule) -> None:
+        self._unit, self._blocks, self._tiered = unit, tuple(blocks), tiered
+        self._requests = [(block.key, block.tier) for block in blocks]
+        self._running: list[_Call] = []  # more than one where a module calls itself
+
+    def install(self) -> None:
+        """Watch the module's forward: first of all hooks before it, last of all after it."""
+        self._unit.module.register_forward_pre_hook(self._before, prepend=True)
+        self._unit.module.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        call = _Call()
+        self._running.append(call)  # also of a call that fails here: torch calls ``_after`` for it as well
+        self._tiered.window.close_unused()
+        for block in self._blocks:
+            block.hold()
+            call.held.append(block)
+        self._tiered.order.note(("forward", self._unit.name), self._requests)
+        if torch.is_grad_enabled():
+            call.hooks = WeightHooks(self._blocks, self._tiered.window)
+            call.hooks.enter()
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        call = self._running.pop()
+        if call.hooks is not None:
+            call.hooks.leave()
+        with ExitStack() as stack:
+            for block in call.held:
+                stack.callback(block.let_go)
+
+
+def _working_bytes(units: Sequence[UnitPart]) -> int:
+    """Return the room that the largest unit's update and the next unit's weights take together."""
+    sizes = [sum(part.layout.num_elements for part in unit.parts) for unit in units]
+    return (_STATE_BYTES + 2 * 4) * max(sizes)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[leaf] = buffer.to(device)
+
+
+_is_forbidden: list[Callable[..., None]] = []
+
+
+def _forbid_foreign_optimizers() -> None:
+    """Let every optimizer that cannot see the gradients of tiered parameters say so instead of doing nothing."""
+    if _is_forbidden:
+        return
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if getattr(optimizer, "sees_the_store", False):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (block := block_of(parameter)) is not None:
+                    raise TieringError(
+                        f"{type(optimizer).__name__} was given {block.name_of(parameter)}, whose gradient is in the "
+                        "store: it would do nothing. Use megatrain.TieredAdamW(model.parameters(), ...)"
+                    )
+
+    register_optimizer_step_pre_hook(check)
+    _is_forbidden.append(check)
