@@ -81,6 +81,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm={max_grad_norm}: give the largest norm, or 0 for no clipping")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
         self.grad_norm: float | None = None
+        self._is_measured = False
         self.threads = KernelThreads()
         self.steps: dict[nn.Parameter, int] = {}
         self.groups: list[StateGroup] = []
@@ -246,10 +247,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         if work is not None and work.settings:
             group.update(work)
 
-    def _grad_scale(self) -> float | None:
-        """Return the factor on all gradients; None where they are not finite and must not be used."""
-        if self.max_grad_norm == 0:
-            return 1.0
+    def measure_grad_norm(self) -> float:
+        """Return the global norm of the gradients as they are now; the step that follows clips by it.
+
+        For trainers that clip before ``step``: nothing may add to the gradients in between.
+        """
         squares: dict[nn.Parameter, float] = {}
         for group in self.groups:
             found = group.squared_norms(self.threads)
@@ -257,6 +259,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         # Added up in the order of the optimizer's parameters, so that it does not matter which are tiered.
         ordered = (parameter for param_group in self.param_groups for parameter in param_group["params"])
         self.grad_norm = global_norm(squares[parameter] for parameter in ordered if parameter in squares)
+        self._is_measured = True
+        return self.grad_norm
+
+    def _grad_scale(self) -> float | None:
+        """Return the factor on all gradients; None where they are not finite and must not be used."""
+        if self.max_grad_norm == 0:
+            return 1.0
+        if not self._is_measured or self.grad_norm is None:
+            self.measure_grad_norm()
+        self._is_measured = False
+        assert self.grad_norm is not None
         if math.isfinite(self.grad_norm):
             return clip_coefficient(self.grad_norm, self.max_grad_norm)
         return self.max_grad_norm / self.grad_norm if self.nonfinite == "ignore" else None

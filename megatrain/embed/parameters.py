@@ -151,18 +151,31 @@ def _no_numbers(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a question about something absent, or raise."""
-    asked = next((arg for arg in args if isinstance(arg, StoredParameter | StandIn)), None)
+    """Answer a question about something absent; where its module runs bring the numbers in, else raise."""
     name = getattr(func, "__name__", str(func))
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
-    if (name == "__get__" and property_name not in _CONTENTS) or (name == "__set__" and property_name == "requires_grad"):
-        pass
-    elif (name == "detach" or (name == "__get__" and property_name in _CONTENTS)) and asked is not None:
-        return stand_in(asked, _what(asked))
-    elif name not in _QUESTIONS:
+    is_property = name == "__get__" and property_name not in _CONTENTS
+    if not is_property and (name, property_name) != ("__set__", "requires_grad") and name not in _QUESTIONS:
+        absent = _absent([*args, *kwargs.values()])
+        if absent and all(isinstance(one, StoredParameter) and _provide(one) for one in absent):
+            return func(*args, **kwargs)
+        asked = absent[0] if absent else None
+        if asked is not None and (name == "detach" or name == "__get__"):
+            return stand_in(asked, _what(asked))
         raise AbsentWeightError("a tiered module" if asked is None else _what(asked), property_name or name)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _absent(values: list[Any]) -> list[Tensor]:
+    """Return what is absent among arguments, and in lists of them."""
+    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+    return [one for one in flat if isinstance(one, StoredParameter | StandIn)]
+
+
+def _provide(parameter: Tensor) -> bool:
+    block = block_of(parameter)
+    return block is not None and block.provide is not None and block.provide(block)
 
 
 def _what(asked: Tensor) -> str:

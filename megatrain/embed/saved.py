@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.embed.weights import WeightInUseError, references
+from megatrain.embed.weights import WeightInUseError, block_under, references
 
 if TYPE_CHECKING:
     from megatrain.embed.order import UseOrder
@@ -91,18 +91,14 @@ class BackwardWindow:
 
 
 class WeightHooks:
-    """Saved-tensor hooks for the forward of one unit; entered and left once per call of it.
+    """Saved-tensor hooks for one forward of a unit, or of a whole tiered module; entered and left once.
 
     Only the innermost pair of hooks is asked by autograd, so what is no weight goes to the pair around: that of
     ``offload_activations``, of ``torch.utils.checkpoint``, or of the user.
     """
 
-    def __init__(self, blocks: tuple[WeightBlock, ...], window: BackwardWindow) -> None:
+    def __init__(self, window: BackwardWindow) -> None:
         self._window = window
-        self._blocks = {}
-        for block in blocks:
-            assert block.held is not None, block.key
-            self._blocks[block.held.untyped_storage().data_ptr()] = block
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = outer
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -116,7 +112,7 @@ class WeightHooks:
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> Any:
-        block = self._block_of(tensor)
+        block = block_under(tensor)
         if block is not None and block.held is not None:
             offset = tensor.storage_offset() - block.held.storage_offset()
             return _SavedWeight(block, tensor.size(), tensor.stride(), offset)
@@ -124,12 +120,6 @@ class WeightHooks:
             return tensor
         pack, unpack = self._outer
         return _SavedElsewhere(unpack, pack(tensor))
-
-    def _block_of(self, tensor: Tensor) -> WeightBlock | None:
-        if tensor.layout is not torch.strided:
-            return None
-        block = self._blocks.get(tensor.untyped_storage().data_ptr())
-        return block if block is not None and tensor.dtype == block.dtype and tensor.numel() else None
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _SavedWeight):

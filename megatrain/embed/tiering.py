@@ -34,6 +34,32 @@ _ATTRIBUTE = "_megatrain_tiered"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Call:
+    """One forward that is running, of a unit or of a whole module: what it holds, and how its graph saves weights."""
+
+    held: list[WeightBlock] = field(default_factory=list)
+    hooks: WeightHooks | None = None
+
+    def hold(self, block: WeightBlock) -> None:
+        """Hold a block until the end."""
+        block.hold()
+        self.held.append(block)
+
+    def enter(self, window: BackwardWindow) -> None:
+        """Let weights be saved by name."""
+        self.hooks = WeightHooks(window)
+        self.hooks.enter()
+
+    def end(self) -> None:
+        """Let go of everything."""
+        if self.hooks is not None:
+            self.hooks.leave()
+        with ExitStack() as stack:
+            for block in self.held:
+                stack.callback(block.let_go)
+
+
 @dataclass(eq=False)
 class TieredModule:
     """What is kept about a tiered module; found with ``tiered_module(model)``.
@@ -49,6 +75,46 @@ class TieredModule:
     def __post_init__(self) -> None:
         self.order = UseOrder(self.store)
         self.window = BackwardWindow(self.order)
+        self._forwards: list[_Call] = []  # of the whole module, the innermost last
+        self._for_backward: list[WeightBlock] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Let weights be there also where code uses them outside of their own module's forward.
+
+        A fused loss, a head that multiplies with the embedding, attention that reads its projections: such a use
+        brings the weights in, and they stay to the end of the forward (or of the backward that it takes place in).
+        """
+        model.register_forward_pre_hook(self._before, prepend=True)
+        model.register_forward_hook(self._after, always_call=True)
+        for block in self.blocks:
+            block.provide = self._provide
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        call = _Call()
+        self._forwards.append(call)
+        if torch.is_grad_enabled():
+            call.enter(self.window)
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._forwards.pop().end()
+
+    def _provide(self, block: WeightBlock) -> bool:
+        if self._forwards:
+            self.order.note(("use", block.key), [(block.key, block.tier)])
+            self._forwards[-1].hold(block)
+            return True
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        if not self._for_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        block.hold()
+        self._for_backward.append(block)
+        return True
+
+    def _end_backward(self) -> None:
+        blocks, self._for_backward = self._for_backward, []
+        for block in blocks:
+            block.let_go()
 
     def finish_updates(self) -> None:
         """Make the updates that the optimizer left to the next use of each unit."""
@@ -103,6 +169,7 @@ def tier(
             blocks[id(part)].gradients = GradientBlock(store, key, part.layout, part.parameters, orders[1])
     for unit in units:
         _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], tiered).install()
+    tiered.watch(model)
     _move_buffers(model, compute_device(store))
     model.__dict__[_ATTRIBUTE] = tiered
     install_methods(model, tiered)
@@ -140,14 +207,6 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
         yield
 
 
-@dataclass(slots=True)
-class _Call:
-    """One forward of a unit that is running."""
-
-    held: list[WeightBlock] = field(default_factory=list)
-    hooks: WeightHooks | None = None
-
-
 class _UnitHooks:
     """Hold a unit's weights while its forward runs; let the graph save them by name."""
 
@@ -166,20 +225,13 @@ class _UnitHooks:
         self._running.append(call)  # also of a call that fails here: torch calls ``_after`` for it as well
         self._tiered.window.close_unused()
         for block in self._blocks:
-            block.hold()
-            call.held.append(block)
+            call.hold(block)
         self._tiered.order.note(("forward", self._unit.name), self._requests)
         if torch.is_grad_enabled():
-            call.hooks = WeightHooks(self._blocks, self._tiered.window)
-            call.hooks.enter()
+            call.enter(self._tiered.window)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        call = self._running.pop()
-        if call.hooks is not None:
-            call.hooks.leave()
-        with ExitStack() as stack:
-            for block in call.held:
-                stack.callback(block.let_go)
+        self._running.pop().end()
 
 
 def _working_bytes(units: Sequence[UnitPart]) -> int:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from tiered.lease import Lease
     from tiered.store import TieredStore
 
-__all__ = ["WeightBlock", "WeightInUseError"]
+__all__ = ["WeightBlock", "WeightInUseError", "block_under", "references"]
+
+
+_HELD: dict[int, WeightBlock] = {}
+"""Address of the memory that holds numbers now -> the block whose they are."""
 
 
 class WeightInUseError(RuntimeError):
@@ -38,6 +42,7 @@ class WeightBlock:
     Attributes:
         gradients: of its parameters; None where they are frozen. missing: names of those that have no numbers yet.
         before_use: called before anybody reads or changes the weights: an update that is due is made then.
+        provide: called when code wants numbers that nobody holds; returns whether it held them.
         after_change: called with the names of parameters that somebody other than the optimizer changed.
     """
 
@@ -54,6 +59,7 @@ class WeightBlock:
         self.parameters = dict(parameters)
         self.gradients: GradientBlock | None = None
         self.before_use: Callable[[], None] | None = None
+        self.provide: Callable[[WeightBlock], bool] | None = None
         self.after_change: Callable[[frozenset[str]], None] | None = None
         self.tier, self._device = compute_tier(store), compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -112,6 +118,7 @@ class WeightBlock:
                 self.before_use()
             self._lease = self._acquire(mode)
             self._num_references = references(self._lease.tensor)
+            _HELD[_address(self._lease.tensor)] = self
             for name, numbers in views(self._lease.tensor, self.layout).items():
                 parameter = self.parameters[name]
                 make_present(parameter, numbers)
@@ -131,6 +138,7 @@ class WeightBlock:
             return
         lease, self._lease = self._lease, None
         assert lease is not None, self.key
+        del _HELD[_address(lease.tensor)]
         changed = frozenset(
             name for name, parameter in self.parameters.items() if parameter._version != self._versions[name]
         )
@@ -146,7 +154,7 @@ class WeightBlock:
             return  # frames of what went wrong may hold views: that error is the one to tell
         if changed and mode == "r":
             raise WeightInUseError(
-                f"{sorted(changed)[0]} was changed in place during its forward, or read-only: the change would be lost. "
+                f"{sorted(changed)[0]} was changed in place while held for reading: the change would be lost. "
                 "Use `with megatrain.gathered(module, writable=True):`"
             )
         if changed:
@@ -184,6 +192,18 @@ class WeightBlock:
                 "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
             )
         return self.store.acquire(self.key, self.tier, "w" if len(self.missing) == len(self.parameters) else mode)
+
+
+def block_under(tensor: Tensor) -> WeightBlock | None:
+    """Return the block that a tensor is a view of while the block is held; None for all other tensors."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    block = _HELD.get(_address(tensor))
+    return block if block is not None and tensor.dtype == block.dtype else None
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def references(tensor: Tensor) -> int:
