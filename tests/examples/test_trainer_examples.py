@@ -1,0 +1,99 @@
+"""The examples with Hugging Face's Trainer and TRL's: against the same programs without the lines that tier them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tiered.units import MiB
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "embed"
+MARK = "# megatrain"
+MOST_LINES = 5
+STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
+#: Losses and norms of fp32 runs; torch's AdamW fuses products and sums, ours rounds each.
+TOLERANCE = 2e-5
+NAMES = ("hf_trainer", "trl_sft", "trl_dpo")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    """Return the name of an example."""
+    if request.param != "hf_trainer":
+        pytest.importorskip("trl")
+    pytest.importorskip("accelerate")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def whole(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of the example."""
+    return run(EXAMPLES / f"{name}.py", tmp_path_factory.mktemp(name))
+
+
+def test_adds_at_most_five_lines(name: str) -> None:
+    added = [line for line in source(name).splitlines() if line.endswith(MARK)]
+    assert 1 <= len(added) <= MOST_LINES, added
+
+
+def test_trains_as_without_these_lines(name: str, whole: Path, tmp_path: Path) -> None:
+    plain_program = tmp_path / f"{name}.py"
+    text = "\n".join(line for line in source(name).splitlines() if not line.endswith(MARK))
+    assert "mt." not in text, "a line that tiers is not marked"
+    quickstart = str(EXAMPLES.parent / "quickstart")
+    plain_program.write_text(re.sub(r"^QUICKSTART = .*$", f"QUICKSTART = Path({quickstart!r})", text, flags=re.M))
+    plain = run(plain_program, tmp_path / "plain")
+    for ours, theirs in zip(history(whole), history(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-6)
+    weights, wanted = final_weights(whole), final_weights(plain)
+    assert weights.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-6)
+
+
+def test_trains_in_less_ram_than_the_state_takes(name: str) -> None:
+    (size,) = re.findall(r'ram="(\d+)MiB"', source(name))
+    assert int(size) * MiB < STATE_BYTES, "the store's RAM tier never exceeds its size: tests/tiered"
+
+
+@pytest.mark.fault
+def test_resumes_from_the_trainers_own_checkpoint(name: str, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "interrupted"  # stopped after step 4, and taken to another folder with an empty store
+    shutil.copytree(whole / "checkpoint-4", folder / "checkpoint-4")
+    run(EXAMPLES / f"{name}.py", folder, "--resume")
+    assert history(folder) == history(whole)
+    weights, wanted = final_weights(folder), final_weights(whole)
+    assert all(torch.equal(weights[key], value) for key, value in wanted.items())
+
+
+def source(name: str) -> str:
+    return (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+
+
+def run(program: Path, folder: Path, *more: str) -> Path:
+    """Run an example in a process of its own; return its folder."""
+    done = subprocess.run(
+        [sys.executable, program, "--output", folder, *more], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def history(folder: Path) -> list[tuple[float, float]]:
+    """Return loss and norm of every step, from the last checkpoint."""
+    state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text(encoding="utf-8"))
+    steps = [(line["loss"], line["grad_norm"]) for line in state["log_history"] if "grad_norm" in line]
+    assert len(steps) == 8, steps
+    return steps
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")
