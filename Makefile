@@ -13,6 +13,9 @@ test: $(VENV)/.kvikio-installed ## the whole CPU test suite
 
 # For development
 
+docs: $(VENV)/.docs-installed ## the site of the documentation, in site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: $(VENV)/.lint-installed ## lint, format, types, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,8 +46,15 @@ $(VENV)/.lint-installed: $(VENV)/.installed
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[lint]"
 	touch $@
 
+# The packages of the extra alone: the site needs neither the project nor torch.
+$(VENV)/.docs-installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+		| xargs $(BIN)/pip install --quiet --quiet -c constraints.txt
+	touch $@
+
 help: ## this list
 	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
 
-.PHONY: run test check format test-slow bench help
+.PHONY: run test check format test-slow bench docs help
 .DEFAULT_GOAL := help

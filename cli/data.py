@@ -121,6 +121,8 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, "without a trained token")):
         if count:
             click.echo(f"  {count:>8,}  dropped: {reason}")
+    if stats.held_out:
+        click.echo(f"held out   {stats.held_out}")
     share = 100.0 * stats.num_trained_tokens / max(1, stats.num_tokens)
     click.echo(
         f"epoch      {stats.num_documents:,} documents, {stats.num_tokens:,} tokens, {stats.num_trained_tokens:,} "

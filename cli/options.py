@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,19 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+@contextmanager
+def announced(text: str, *, as_json: bool) -> Iterator[None]:
+    """Show what is being done on a terminal, for as long as the context is open."""
+    is_shown = sys.stderr.isatty() and not as_json
+    if is_shown:
+        click.echo(f"{text} ...", nl=False, err=True)
+    try:
+        yield
+    finally:
+        if is_shown:
+            click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def load(config: Path, extra_files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from .main import describe as describe_error
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from megatrain.config.schema import RunConfig
     from megatrain.plan.planner import Plan
     from megatrain.plan.simulate import SimulatedStep
+    from megatrain.plan.timed import PlanTimer
     from megatrain.plan.what_if import Alternative, RunLength
     from megatrain.trainer import Trainer
 
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
     help="Also plan with other sizes, a line each: ram=64GiB, nvme=1TB, gpu=40GiB, batch=16, length=8192, or any key; "
     "several changes with commas between them. May be repeated.",
 )
-@click.option("--measure", is_flag=True, help="Measure this machine first, as `doctor --quick` does.")
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure this machine first, as `doctor --quick` does, and time steps of this very model and batch (random "
+    "weights, on a CPU): the predicted step is then what a run should take, not a bound.",
+)
 @click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
 @click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")
 def command(
@@ -57,9 +64,10 @@ def command(
         changes = {text: overrides_of(text, loaded.config) for text in alternatives}
     except ValueError as error:
         raise RunFailedError(f"--what-if: {error}", EXIT_CONFIG) from None
+    timer = None
     if measure:
-        _measure(loaded.config)
-    others = [plan_alternative(text, config, extra_files, overrides, sets) for text, sets in changes.items()]
+        timer = _measure([loaded.config, *_configs_of(changes.values(), config, extra_files, overrides)])
+    others = [plan_alternative(text, config, extra_files, overrides, sets, timer) for text, sets in changes.items()]
     try:
         trainer = _trainer(loaded.config)
     except DoesNotFitError as error:
@@ -67,7 +75,7 @@ def command(
             raise
         _print_misfit(error, others, as_json=as_json)
         return EXIT_DOES_NOT_FIT
-    plan = trainer.plan
+    plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
     num_steps = None
     if count_steps:
         training = loaded.config.training
@@ -84,20 +92,42 @@ def _trainer(config: RunConfig) -> Trainer:
     return Trainer(config, observer=QuietObserver())
 
 
-def _measure(config: RunConfig) -> None:
-    """Measure the machine and the drives of a config, and keep the rates for this plan and later ones."""
+def _configs_of(
+    alternatives: Iterable[Sequence[str]], path: Path, extra_files: Sequence[Path], overrides: Sequence[str]
+) -> Iterator[RunConfig]:
+    """Yield the configs of those alternatives that are one: they may have drives of their own."""
+    from megatrain.config import load_config
+    from megatrain.config.problems import ConfigError
+
+    for changes in alternatives:
+        with contextlib.suppress(ConfigError):
+            yield load_config(path, extra_files, [*overrides, *changes]).config
+
+
+def _measure(configs: Iterable[RunConfig]) -> PlanTimer:
+    """Measure the machine and the drives of some configs, and keep the rates for this plan and later ones.
+
+    Returns:
+        What times the steps of plans.
+    """
     from megatrain.doctor.examine import examine
     from megatrain.doctor.scratch import terminated_as_interrupted
     from megatrain.plan.machine import existing_parent
     from megatrain.plan.profile import profile_path, store_profile
+    from megatrain.plan.timed import PlanTimer
 
-    paths = list(dict.fromkeys(existing_parent(table.path) for table in config.tiers.nvme))
+    def say(what: str) -> None:
+        click.echo(f"measuring {what} ...", err=True)
+
+    tables = [table for config in configs for table in config.tiers.nvme]
+    paths = list(dict.fromkeys(existing_parent(table.path) for table in tables))
     with terminated_as_interrupted():
-        found = examine(paths, quick=True, on_progress=lambda what: click.echo(f"measuring {what} ...", err=True))
+        found = examine(paths, quick=True, on_progress=say)
     try:
         store_profile(found.profile)
     except OSError as error:
         click.echo(f"warning: the rates are not used: {profile_path()}: {error.strerror}", err=True)
+    return PlanTimer(say, lambda text: click.echo(f"warning: {text}", err=True))
 
 
 def _print(
@@ -127,7 +157,7 @@ def _print(
         return
     print_plan(plan, simulated=simulated)
     if length is not None and given is not None:
-        for line in _run_lines(length, given.step_s):
+        for line in [*_run_lines(length, given.step_s), *_evaluation_lines(config)]:
             click.echo(line)
     if lines:
         _print_alternatives(lines)
@@ -173,8 +203,22 @@ def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
         lines.append(f"                NVMe writes {written}{share}")
     if length.num_saves:
         saves = f"{length.num_saves} checkpoint{'s' if length.num_saves > 1 else ''}"
-        lines.append(f"                {saves}, which write {format_size(length.saved_bytes)} to output_dir")
+        lines.append(f"                {saves}, {format_size(length.saved_bytes)} written to output_dir")
     return lines
+
+
+def _evaluation_lines(config: RunConfig) -> list[str]:
+    """Return what is evaluated, and when."""
+    table, val_size = config.evaluation, config.data.val_size
+    sets = [source.shown_name for source in config.data.eval]
+    if val_size is not None:
+        share = f"{val_size:.4g} of the rows, kept from training"
+        sets = [share if val_size < 1 else f"{val_size:,.0f} rows kept from training"]
+    moments = ["at the start"] if table.eval_on_start else []
+    if table.eval_strategy != "no":
+        every = "after each epoch" if table.eval_strategy == "epoch" else f"every {table.eval_steps:,} steps"
+        moments += [every, "at the end"]
+    return [f"evaluated       {', '.join(sets)}: {', '.join(moments)}"] if sets and moments else []
 
 
 def _print_alternatives(lines: Sequence[Alternative]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rich.console import Console, Group, RenderableType
@@ -95,15 +97,31 @@ def print_plan(
     console.print(plan_table(plan))
     if plan.traffic:
         moved = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items())
-        console.print(f"moved per step  {moved}", highlight=False, soft_wrap=True)
+        print_line(console, f"moved per step  {moved}")
     estimate = plan.estimate if isinstance(plan, TimedPlan) else None
     for line in estimate.lines if estimate is not None else ():
-        console.print(Text(line), soft_wrap=True)
+        print_line(console, line, indent=16)
     if simulated is not None:
-        console.print(Text(simulated.line), soft_wrap=True)
+        print_line(console, simulated.line, indent=16)
     for message in plan.messages:
-        console.print(Text(message), soft_wrap=True)
+        print_line(console, message, indent=0)
     console.print(Text("fits.", style="green") if plan.fits else Text("does not fit.", style="red"))
+
+
+def print_line(console: Console, text: str, *, indent: int = 7) -> None:
+    """Print text; on a terminal it is cut between words.
+
+    Args:
+        indent: columns that further lines begin with: those of the name that stands at the start.
+    """
+    if console.is_terminal:
+        width, below = max(console.width, 2 * indent), " " * indent
+        parts = [
+            textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False) or [""]
+            for line in text.splitlines()
+        ]
+        text = "\n".join(line for lines in parts for line in lines)
+    console.print(Text(text), soft_wrap=True)
 
 
 def plan_to_json(plan: PlanView) -> dict[str, Any]:
@@ -193,7 +211,7 @@ class PlainObserver(QuietObserver):
             self._line(line)
 
     def _line(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        print_line(self._console, text)
 
 
 class JsonObserver(QuietObserver):
@@ -224,11 +242,13 @@ class JsonObserver(QuietObserver):
 
 
 class LiveObserver(PlainObserver):
-    """A view of three lines that is redrawn after each step; messages scroll above it."""
+    """A view of a few lines that is redrawn after each step; messages scroll above it."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
         super().__init__(logging_steps=logging_steps, console=console)
         self._live: Live | None = None
+        self._shown: StepMetrics | None = None
+        self._evaluations: dict[str, EvaluationMetrics] = {}
 
     def on_start(self, info: RunInfo) -> None:
         super().on_start(info)
@@ -236,8 +256,18 @@ class LiveObserver(PlainObserver):
         self._live.start(refresh=True)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        if self._live is not None and is_shown(metrics, self._logging_steps):
-            self._live.update(live_view(metrics), refresh=True)
+        if is_shown(metrics, self._logging_steps):
+            self._shown = metrics
+            self._draw()
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._evaluations[metrics.name] = metrics
+        super().on_evaluation(metrics)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._live is not None and self._shown is not None:
+            self._live.update(live_view(self._shown, self._evaluations), refresh=True)
 
     def on_end(self, summary: RunSummary) -> None:
         self.close()
@@ -266,15 +296,19 @@ def is_shown(metrics: StepMetrics, logging_steps: int) -> bool:
     return metrics.step % logging_steps == 0 or metrics.step in (1, metrics.max_steps)
 
 
-def live_view(metrics: StepMetrics) -> RenderableType:
-    """Return the view of a step: figures, a bar for the run, a bar for each tier."""
+def live_view(
+    metrics: StepMetrics, evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({})
+) -> RenderableType:
+    """Return the view of a step: figures, a bar for the run, a bar for each tier. It fits 80 columns.
+
+    Args:
+        evaluations: set -> its last evaluation.
+    """
     first = Text.assemble(
         ("step ", "dim"), (f"{metrics.step}/{metrics.max_steps}", "bold"),
         ("  loss ", "dim"), (f"{metrics.loss:.4f}", "bold green"),
         ("  gnorm ", "dim"), f"{metrics.grad_norm:.2f}",
         ("  lr ", "dim"), f"{metrics.lr:.1e}",
-        ("  tok/s ", "dim"), f"{metrics.real_tokens_per_s:,.0f}",
-        ("  trained ", "dim"), f"{metrics.trained_tokens_per_s:,.0f}",
         ("  eta ", "dim"), format_duration(metrics.eta_s),
         no_wrap=True, overflow="ellipsis",
     )  # fmt: skip
@@ -291,8 +325,12 @@ def live_view(metrics: StepMetrics) -> RenderableType:
             ProgressBar(total=max(1, capacity), completed=used, width=24),
             format_tiers({tier: used}, metrics.tier_capacity_bytes).removeprefix(f"{tier} "),
         )
-    last = f"{format_stalls(metrics.stall_s)}  process {format_size(metrics.rss_bytes)}"
-    return Group(first, bars, Text(last, style="dim"))
+    speed = f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})"
+    last = [f"{speed}  {format_stalls(metrics.stall_s)}  process {format_size(metrics.rss_bytes)}"]
+    if evaluations:
+        shown = (f"{name} loss {each.loss:.4f} at step {each.step}" for name, each in evaluations.items())
+        last.append(f"eval  {'  '.join(shown)}")
+    return Group(first, bars, *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in last))
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
@@ -304,8 +342,13 @@ def summary_lines(summary: RunSummary) -> list[str]:
         first += f"   loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}   {rate:,.0f} tok/s"
     first += f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
     lines = [first]
+    lines += [
+        f"eval   {name}: loss {each.loss:.4f}, perplexity {each.perplexity:.2f} at step {each.step}"
+        for name, each in summary.evaluations.items()
+    ]
     if summary.tier_peak_bytes:
-        tiers = format_tiers(summary.tier_peak_bytes, summary.tier_capacity_bytes)
+        peaks, limits = summary.tier_peak_bytes, summary.tier_capacity_bytes
+        tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
         lines.append(f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}")
     if summary.link_bytes:
         lines.append("moved  " + "  ".join(f"{link} {format_size(n)}" for link, n in summary.link_bytes.items()))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .main import EXIT_DOES_NOT_FIT, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
-from .options import config_options, json_option, load
+from .options import announced, config_options, json_option, load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,14 +51,15 @@ def command(
         overrides = (*overrides, f"checkpoint.resume_from_checkpoint={json.dumps(resume)}")
     loaded = load(config, extra_files, overrides)
 
-    from megatrain.trainer import Trainer
-
-    from .render import make_observer, print_plan
-
     logging = loaded.config.logging
     as_json = as_json or logging.progress == "json"
-    observer = make_observer("json" if as_json else logging.progress, logging_steps=logging.logging_steps)
-    trainer = Trainer(loaded.config, observer=observer, allow_config_change=allow_config_change)
+    with announced("planning", as_json=as_json):
+        from megatrain.trainer import Trainer
+
+        from .render import make_observer, print_plan
+
+        observer = make_observer("json" if as_json else logging.progress, logging_steps=logging.logging_steps)
+        trainer = Trainer(loaded.config, observer=observer, allow_config_change=allow_config_change)
     plan = trainer.plan
     print_plan(plan, as_json=as_json)
     if not plan.fits:

@@ -76,12 +76,13 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
     status, owner = seen.status, seen.owner
     if owner is None:
         lines = [("", line) for line in describe_ended(seen.path).splitlines()]
+        lines += _evaluations(status)
         if status is not None and status.state == "done" and (seen.path / "final").is_dir():
             lines.append(("model", str(seen.path / "final")))
         return lines
     if status is None:
         return [("starting", owner.text)]
-    lines = [(status.state, _progress(status))]
+    lines = [(status.state, _progress(status)), *_evaluations(status)]
     if status.tier_used_bytes:
         lines.append(("memory", _memory(status)))
     if seen.saved_step is not None:
@@ -90,6 +91,15 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
     lines.append(("process", f"{owner.pid} on {owner.host}, last wrote {age(status.updated_at)} ago"))
     if status.message:
         lines.append(("said", status.message))
+    return lines
+
+
+def _evaluations(status: RunStatus | None) -> list[tuple[str, str]]:
+    """Return a line for each set of held-out rows; what is not finite was written as text."""
+    lines = []
+    for name, each in (status.evaluations if status is not None else {}).items():
+        loss, perplexity = float(each["loss"]), float(each["perplexity"])
+        lines.append(("eval", f"{name}: loss {loss:.4f}, perplexity {perplexity:.2f} at step {each['step']}"))
     return lines
 
 

@@ -11,9 +11,10 @@ START, END = "<!-- tree:", "<!-- end of tree -->"
 OTHERS = {
     "tests/": "mirrors the packages; reference/ holds plain-PyTorch oracles, parity/ compares with Hugging Face",
     "bench/": "measurements, one file per claim",
-    "docs/": "quickstart, concepts, glossary, config reference, decisions, log of experiments",
+    "docs/": "quickstart, concepts, glossary, references of config and commands, guides, decisions, log of experiments",
     "examples/": "configs and data that run",
-    "Makefile": "run, test, check, format",
+    "Makefile": "run, test, check, format, docs",
+    "mkdocs.yml": "the site that make docs builds",
     ".ci/run": "what a change must pass",
 }
 
@@ -36,7 +37,7 @@ def tree() -> str:
                 lines.append(f"{name:36}{summary(path)}")
         lines.append("")
     lines += [f"{name:36}{text}" for name, text in OTHERS.items() if has_content(ROOT / name)]
-    return "```\n" + "\n".join(lines) + "\n```\n"
+    return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
 def has_content(path: Path) -> bool:

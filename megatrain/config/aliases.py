@@ -84,6 +84,7 @@ _CHECKPOINTS: dict[str, Translation] = {
 TRANSLATIONS: dict[str, Translation] = {
     "cutoff_len": Translation(LLAMA_FACTORY, "data.max_length"),
     "neat_packing": Translation(LLAMA_FACTORY, "data.packing"),
+    "val_set_size": Translation(AXOLOTL, "data.val_size"),
     "flash_attn": Translation(LLAMA_FACTORY, "model.attn_implementation"),
     "train_on_prompt": Translation(LLAMA_FACTORY, "data.train_on", 'false is "assistant", true is "all"'),
     "mask_history": Translation(LLAMA_FACTORY, "data.train_on", 'true is "last_assistant"'),
@@ -150,7 +151,6 @@ TRANSLATIONS: dict[str, Translation] = {
 #: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "data.val_size",
         "model.model_revision",
         "placement.override",
         "precision.master_dtype",

@@ -41,6 +41,7 @@ ALTERS_RESULTS: Mapping[str, bool] = {
     "data.max_cache_size": False,
     "data.train": False,
     "data.eval": False,
+    "data.val_size": False,
     "training.train_batch_tokens": True,
     "training.per_device_train_batch_size": True,
     "training.gradient_accumulation_steps": True,

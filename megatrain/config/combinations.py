@@ -41,8 +41,11 @@ def find_warnings(config: RunConfig) -> list[str]:
     ):
         warnings.append('the "constant" schedule has no warm-up; "constant_with_warmup" has')
     evaluation = config.evaluation
-    if config.data.eval and evaluation.eval_strategy == "no" and not evaluation.eval_on_start:
-        warnings.append('[[data.eval]] has no effect with evaluation.eval_strategy = "no"')
+    if evaluation.eval_strategy == "no" and not evaluation.eval_on_start:
+        if config.data.eval:
+            warnings.append('[[data.eval]] has no effect with evaluation.eval_strategy = "no"')
+        if config.data.val_size is not None:
+            warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
     usual_eval_steps = type(evaluation).model_fields["eval_steps"].default
     if evaluation.eval_strategy != "steps" and evaluation.eval_steps != usual_eval_steps:
         warnings.append(f'evaluation.eval_steps has no effect with eval_strategy = "{evaluation.eval_strategy}"')
@@ -118,13 +121,23 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    table, sets = config.evaluation, config.data.eval
-    if not sets and (table.eval_strategy != "no" or table.eval_on_start):
+    table, sets, val_size = config.evaluation, config.data.eval, config.data.val_size
+    if val_size is not None and sets:
+        yield Problem(
+            "data.val_size", "data.val_size keeps rows of [[data.train]], and [[data.eval]] names others", "Keep one"
+        )
+    if val_size is not None and val_size > 1 and val_size != int(val_size):
+        yield Problem(
+            "data.val_size",
+            f"data.val_size = {val_size:g} is not a whole number of rows",
+            f"Write {int(val_size)}, or a fraction below 1 of all rows",
+        )
+    if not sets and val_size is None and (table.eval_strategy != "no" or table.eval_on_start):
         key = "eval_strategy" if table.eval_strategy != "no" else "eval_on_start"
         yield Problem(
             f"evaluation.{key}",
             f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
-            'Write [[data.eval]] and below it path = "held_out.jsonl"',
+            'Write [[data.eval]] and below it path = "held_out.jsonl", or val_size = 0.01 in [data]',
         )
     names = [source.shown_name for source in sets]
     for index, name in enumerate(names):
@@ -281,12 +294,9 @@ def _check_paths(config: RunConfig) -> Iterator[Problem]:
         )
     if config.output_dir == Path(config.model.model_name_or_path):
         yield Problem("output_dir", "output_dir is the folder of the model that is trained", "Write another folder")
-    if config.output_dir.exists() and not config.output_dir.is_dir():
-        yield Problem("output_dir", f"output_dir: {config.output_dir} is a file", "Write the path of a folder")
-    for index, drive in enumerate(config.tiers.nvme):
-        if drive.path.exists() and not drive.path.is_dir():
-            yield Problem(
-                f"tiers.nvme.{index}.path",
-                f"tiers.nvme.{index}.path: {drive.path} is a file",
-                "Write the path of a folder",
-            )
+    places = {"output_dir": config.output_dir}
+    places |= {f"tiers.nvme.{index}.path": drive.path for index, drive in enumerate(config.tiers.nvme)}
+    for key, path in places.items():
+        nearest = next((each for each in (path, *path.parents) if each.exists()), path)
+        if nearest.exists() and not nearest.is_dir():
+            yield Problem(key, f"{key}: {nearest} is a file", "Write the path of a folder")

@@ -100,6 +100,12 @@ class DataConfig(Table):
         ge=1,
         description="Largest size of that folder; what was used longest ago is removed. Default: no limit.",
     )
+    val_size: float | None = Field(
+        default=None,
+        gt=0,
+        description="Rows of [[data.train]] that are kept from training and evaluated on instead, chosen by data_seed. "
+        ">= 1: so many. < 1: that share of them. Not together with [[data.eval]]. Default: none.",
+    )
     train: Annotated[tuple[DatasetConfig, ...], BeforeValidator(as_tuple)] = Field(
         min_length=1, description="The sources of training rows."
     )

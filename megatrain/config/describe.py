@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.config.aliases import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
+from megatrain.config.allowed import allowed_values
 from megatrain.config.changes import alters_results
 from megatrain.config.json_schema import is_required, leaf_schema
 from megatrain.config.keys import ARRAY_TABLES, advice_for_unknown, full_keys_of_leaf, known_keys, known_tables
@@ -17,13 +18,6 @@ from megatrain.config.resolved import format_value
 #: Free in a continued run only because the checkpoint brings the weights along, and the data is compared by its
 #: contents: with another value here a run from the start is another run.
 BROUGHT_ALONG = ("model.", "data.")
-_BOUNDS = (
-    ("minimum", "at least"),
-    ("exclusiveMinimum", "above"),
-    ("maximum", "at most"),
-    ("exclusiveMaximum", "below"),
-    ("multipleOf", "a multiple of"),
-)
 #: Keys that have the same name and meaning in other tools -> which ones.
 _SAME_NAME = {
     **{f"training.{name}": "transformers, TRL, LLaMA-Factory" for name in (
@@ -48,8 +42,8 @@ _SAME_NAME = {
     "model.attn_implementation": "transformers, TRL, Axolotl, MegaTrain",
     "data.max_length": "TRL",
     "data.packing": "TRL, LLaMA-Factory",
+    "data.val_size": "LLaMA-Factory",
 }  # fmt: skip
-_TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +114,7 @@ def describe_key(key: str) -> KeyDescription:
     return KeyDescription(
         key=key,
         meaning=schema.get("description", ""),
-        values=_values(schema),
+        values=allowed_values(schema),
         default=_default(key, schema),
         alters=alters(key),
         other_names=tuple(_other_names(key)),
@@ -134,22 +128,6 @@ def alters(key: str) -> str:
         return "yes"
     is_inside = key not in ("model.trust_remote_code", "data.cache_dir", "data.max_cache_size")
     return "by contents" if is_inside and key.startswith(BROUGHT_ALONG) else "no"
-
-
-def _values(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_values(kind) for kind in schema["anyOf"]))
-    if "enum" in schema or "const" in schema:
-        return ", ".join(_toml(value) for value in schema.get("enum", [schema.get("const")]))
-    if "pattern" in schema:
-        return f"text such as {_toml(schema['examples'][0])}" if "examples" in schema else 'a share such as "90%"'
-    if schema.get("type") == "array":
-        return "list of " + _values(schema["items"])
-    if schema.get("type") == "object":
-        names = schema.get("propertyNames", {}).get("enum")
-        return "table" + (f" with any of {', '.join(names)}" if names else "")
-    bounds = [f"{words} {schema[name]:g}" for name, words in _BOUNDS if name in schema]
-    return " ".join([_TYPES[schema["type"]], *([", ".join(bounds)] if bounds else [])])
 
 
 def _default(key: str, schema: dict[str, Any]) -> str:

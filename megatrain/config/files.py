@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.syntax import encoding_problem, syntax_problem
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
 _KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
 _KEY_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
-_ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
-_LOOKS_LIKE_BARE_TEXT = re.compile(r"=\s*(?!true\b|false\b)([0-9.]*[A-Za-z][\w./%-]*|[0-9.]+%)\s*(#.*)?$")
 _MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _DATASET_NAME = re.compile(r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+")  # owner/name; what ends as files do is a file
 
@@ -48,39 +47,29 @@ def read_toml(path: Path) -> Tree:
         ConfigError: no such file, not readable, or not TOML.
     """
     source = str(path)
+    raw = b""
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
-        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        near = sorted(p.name for p in path.parent.glob("*.toml") if p.is_file()) if path.parent.is_dir() else []
         remedy = f"In that folder: {', '.join(near[:5])}" if near else "Check the path"
         raise ConfigError(source, [Problem("", "there is no such file", remedy, source)]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(source, [Problem("", f"the file cannot be read: {error}", "", source)]) from None
+    except IsADirectoryError:
+        problem = Problem("", "this is a folder", "Give the config file itself, such as run.toml", source)
+        raise ConfigError(source, [problem]) from None
+    except OSError as error:
+        problem = Problem("", f"the file cannot be read: {error.strerror}", "Check its permissions", source)
+        raise ConfigError(source, [problem]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(source, [encoding_problem(source, raw, error)]) from None
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(source, [_syntax_problem(source, text, error)]) from None
+        raise ConfigError(source, [syntax_problem(source, text, error)]) from None
     lines = find_lines(text)
     make_paths_absolute(values, path.resolve().parent)
     return Tree(values, {key: (source, line) for key, line in lines.items()})
-
-
-def _syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
-    match = _ERROR_LINE.search(str(error))
-    line = int(match[1]) if match else None
-    message = "this is not TOML: " + _ERROR_LINE.sub("", str(error)).strip().rstrip(".").lower()
-    lines = text.splitlines()
-    remedy = ""
-    if line is not None and line <= len(lines):
-        bare = _LOOKS_LIKE_BARE_TEXT.search(lines[line - 1])
-        word = bare[1] if bare else ""
-        if word.lower() in ("true", "false"):
-            remedy = f"Write it in small letters: {word.lower()}"
-        elif word.lower() in ("none", "null"):
-            remedy = 'TOML has no null. Leave the key out, or write "none" where that is a choice'
-        elif word:
-            remedy = f'Text needs quotes: "{word}"'
-    return Problem("", message, remedy, source, line)
 
 
 def find_lines(text: str) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatrain.config.aliases import NOT_YET, TRANSLATIONS
+from megatrain.config.aliases import ALWAYS_ON, NOT_YET, TRANSLATIONS
 from megatrain.config.schema import RunConfig
 
 if typing.TYPE_CHECKING:
@@ -21,6 +21,7 @@ FREE_TABLES = frozenset({"data.eval.columns", "data.train.columns", "optimizer.l
 #: Array tables; a number after their name is the index of a table.
 ARRAY_TABLES = frozenset({"data.eval", "data.train", "optimizer.groups", "tiers.nvme"})
 Path = tuple[str | int, ...]
+_TOP = "at the top of the file, before the first table"
 
 
 def nested_model(annotation: Any) -> type[BaseModel] | None:
@@ -90,14 +91,27 @@ def advice_for_unknown(path: Path) -> str:
     homes = full_keys_of_leaf(leaf)
     if len(homes) == 1:
         table, _, key = homes[0].rpartition(".")
-        place = f"[{table}]" if table else "the top of the file, before the first table"
-        return f"`{key}` belongs in {place}: write {homes[0]}"
+        if leaf in TRANSLATIONS and TRANSLATIONS[leaf].ours != homes[0]:
+            return f"Did you mean {homes[0]}? {TRANSLATIONS[leaf].advice()}"
+        place = f"in [[{table}]]" if table in ARRAY_TABLES else f"in [{table}]"
+        return f"`{key}` belongs {place if table else _TOP}: write {homes[0]}"
     if leaf in TRANSLATIONS:
         return TRANSLATIONS[leaf].advice()
     if homes:
         return "Did you mean " + " or ".join(homes) + "?"
+    if leaf in ALWAYS_ON:
+        return f"It is always on here ({ALWAYS_ON[leaf]}); leave it out"
     near = _nearest(path)
     return f"Did you mean {near}?" if near else ""
+
+
+def advice_without_match(path: Path) -> str:
+    """Return what to do about a key that is like none that is known: which ones may stand in its place."""
+    table = plain(path[:-1])
+    inside = sorted(key for key in known_keys() | known_tables() if key.rpartition(".")[0] == table)
+    where = f"[{table}] has" if table else "The top of the file has"
+    names = ", ".join(key.rpartition(".")[2] for key in inside)
+    return f"Leave it out. {where} {names}" if inside else "Leave it out"
 
 
 def _nearest(path: Path) -> str:

@@ -18,6 +18,7 @@ from megatrain.config.keys import (
     ARRAY_TABLES,
     FREE_TABLES,
     advice_for_unknown,
+    advice_without_match,
     dotted,
     full_keys_of_leaf,
     has_advice,
@@ -115,7 +116,7 @@ def _apply_override(tree: Tree, text: str) -> list[Problem]:
     """Write one ``key=value`` into the tree; return what is wrong with it."""
     name, separator, value_text = text.partition("=")
     name = name.strip()
-    if not separator or not name:
+    if not separator or not all(part.strip() for part in name.split(".")):
         return [Problem(name, f"`{text}` is not KEY=VALUE", "Write for example --set learning_rate=2e-5", OVERRIDE)]
     first, _, rest = name.partition(".")
     if first not in known_keys() and first not in known_tables():
@@ -164,15 +165,15 @@ def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
         if isinstance(part, int):
             if not isinstance(at, list) or part > len(at):
                 have = len(at) if isinstance(at, list) else 0
-                return [
-                    Problem(name, f"{dotted(path[:index])} has {have} items, there is no number {part}", "", OVERRIDE)
-                ]
+                message = f"{dotted(path[:index])} has {have} items, there is no number {part}"
+                return [Problem(name, message, f"Write a number from 0 to {have}; {have} adds one", OVERRIDE)]
             if part == len(at):
                 at.append(fresh)
             elif last:
                 at[part] = value
         elif not isinstance(at, dict):
-            return [Problem(name, f"{dotted(path[:index])} is a value, not a table", "", OVERRIDE)]
+            outer = dotted(path[:index])
+            return [Problem(name, f"{outer} is a value, not a table", f"Write --set {outer}=VALUE", OVERRIDE)]
         elif last:
             at[part] = value
         else:
@@ -189,9 +190,8 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
 
     def unknown(path: KeyPath, what: str) -> None:
         where, line = tree.origin(dotted(path))
-        problems.append(
-            Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice_for_unknown(path), where, line)
-        )
+        advice = advice_for_unknown(path) or advice_without_match(path)
+        problems.append(Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, where, line))
 
     def visit(table: dict[str, Any], path: KeyPath) -> None:
         for key in list(table):

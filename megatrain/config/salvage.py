@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ _MOST_ROUNDS = 20
 
 
 def salvage(
-    path: Path, extra_files: Sequence[Path], problems: Iterable[Problem]
+    path: Path, extra_files: Sequence[Path], problems: Collection[Problem]
 ) -> tuple[RunConfig | None, list[Problem]]:
     """Return the config without the keys that are wrong, and the problems that show only then.
 
@@ -32,10 +33,13 @@ def salvage(
             lines.update(tree.origins)
     except ConfigError:
         return None, []
+    said = {problem.message for problem in problems}
     wrong = [problem.key for problem in problems]
     further: list[Problem] = []
+    taken: list[str] = []
     for _ in range(_MOST_ROUNDS):
         removed = [_remove(values, key) for key in wrong if key]
+        taken += [key for key in wrong if key]
         try:
             config = RunConfig.model_validate(values)
         except ValidationError as error:
@@ -44,11 +48,21 @@ def salvage(
             bad = find_bad_combinations(config)
             if not bad:
                 return config, further
-            further += [Problem(each.key, each.message, each.remedy, *lines.get(each.key, ("", None))) for each in bad]
+            further += [
+                Problem(each.key, each.message, each.remedy, *lines.get(each.key, ("", None)))
+                for each in bad
+                if each.message not in said and not any(_follows_from(each, key) for key in taken)
+            ]
             wrong = [each.key for each in bad]
         if not any(removed) and not any(_is_there(values, key) for key in wrong):
             break
     return None, further
+
+
+def _follows_from(problem: Problem, taken: str) -> bool:
+    """Return whether a problem speaks of a key that was taken out: it may be there only because of that."""
+    leaf = re.escape(taken.rpartition(".")[2])
+    return taken.startswith(f"{problem.key}.") or re.search(rf"\b{leaf}\b", problem.message) is not None
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:

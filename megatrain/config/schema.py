@@ -88,12 +88,12 @@ class TrainingConfig(Table):
 
 
 class EvaluationConfig(Table):
-    """``[evaluation]``: when the sets of ``[[data.eval]]`` are evaluated, and how much of them."""
+    """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
         default="no",
-        description="When to evaluate. Unless no, also at the end. Default: steps where there is a [[data.eval]], "
-        "else no.",
+        description="When to evaluate. Unless no, also at the end. Default: steps where there is a [[data.eval]] or a "
+        "data.val_size, else no.",
     )
     eval_steps: int = Field(default=100, ge=1, description="steps: optimizer steps between two evaluations.")
     eval_on_start: bool = Field(default=False, description="Also before the first step.")
@@ -356,7 +356,7 @@ class RunConfig(Table):
         filled.setdefault("data_seed", filled.get("seed", 42))
         if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
             filled["data"] = {"train_on": "all", **filled["data"]}
-        if isinstance(filled.get("data"), dict) and filled["data"].get("eval"):
+        if isinstance(filled.get("data"), dict) and (filled["data"].get("eval") or filled["data"].get("val_size")):
             table = filled.get("evaluation", {})
             filled["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
         return filled

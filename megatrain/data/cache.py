@@ -22,15 +22,16 @@ from megatrain.data.errors import DataError
 from megatrain.data.report import DataReport
 from tiered.units import MiB, format_size
 
-_VERSION = 1
-_TOKENS, _TRAINED, _STARTS, _MANIFEST = "tokens.int32", "trained.bool", "starts.int64", "manifest.json"
+_VERSION = 2
+_TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
+_MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
 _READ_BYTES = 4 * MiB
 _SETTLED_S = 2.0  # a file changed more recently may change again within one tick of its clock
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
-Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.int64]]
+Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class CacheEntry:
     """One tokenized dataset. The arrays are mapped from files: what is not read costs no RAM.
 
     Attributes:
-        tokens, trained, starts: as ``TokenDataset`` has them.
+        tokens, trained, starts, begins_row: as ``TokenDataset`` has them.
         report: of ``DataReport.to_json``.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.
@@ -48,6 +49,7 @@ class CacheEntry:
     tokens: npt.NDArray[np.int32]
     trained: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
+    begins_row: npt.NDArray[np.bool_]
     report: dict[str, Any]
     source_starts: tuple[int, ...]
     content: str
@@ -171,7 +173,8 @@ class TokenCache:
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
-                files = tuple(stack.enter_context((partial / name).open("wb")) for name in (_TOKENS, _TRAINED, _STARTS))
+                names = (_TOKENS, _TRAINED, _STARTS, _BEGINS)
+                files = tuple(stack.enter_context((partial / name).open("wb")) for name in names)
                 writer = TokenWriter(files, lambda nbytes: self._make_room(nbytes, key))
                 report, source_starts = encode(writer)
                 for file in files:
@@ -199,11 +202,12 @@ class TokenCache:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 return None
-            tokens, trained, starts = _map(folder, manifest["num_tokens"], manifest["num_documents"])
+            tokens, trained, starts, begins_row = _map(folder, manifest["num_tokens"], manifest["num_documents"])
             entry = CacheEntry(
                 tokens,
                 trained,
                 starts,
+                begins_row,
                 manifest["report"],
                 tuple(manifest["source_starts"]),
                 manifest["content"],
@@ -232,7 +236,7 @@ class TokenCache:
             raise DataError(
                 str(self._folder),
                 f"the tokenized data is larger than data.max_cache_size = {format_size(self._max_nbytes)}",
-                'Raise it (5 bytes for each token and 8 for each document), or write cache_dir = "none"',
+                'Raise it (5 bytes for each token and 9 for each document), or write cache_dir = "none"',
             )
 
     def _remove(self, folder: Path) -> None:
@@ -262,6 +266,7 @@ def _map(folder: Path, num_tokens: int, num_documents: int) -> Arrays:
         mapped(_TOKENS, np.int32, num_tokens),
         mapped(_TRAINED, np.bool_, num_tokens),
         mapped(_STARTS, np.int64, num_documents + 1),
+        mapped(_BEGINS, np.bool_, num_documents),
     )
 
 

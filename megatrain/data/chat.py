@@ -107,7 +107,7 @@ class RowEncoder:
         Raises:
             DataError: there is a conversation and the tokenizer has no chat template.
         """
-        texts = [self._texts_of(row) for row in rows]
+        texts = [_encodable(row, self._texts_of(row)) for row in rows]
         ready = [each for each in texts if isinstance(each, _Texts)]
         plain = iter(self._batch([text for each in ready for text in each.plain], special=True))
         bare = iter(self._batch([text for each in ready for text in each.bare], special=False))
@@ -335,6 +335,20 @@ class RowEncoder:
                 break
         last = text[text.rfind(_PROBE) + len(_PROBE) :].rstrip()
         self._end_text = last if text.startswith(last, border) else ""
+
+
+def _encodable(row: Row | RowError, texts: _Texts | RowError) -> _Texts | RowError:
+    """Return the texts, or the error of a row whose text is no Unicode: JSON can hold half of a surrogate pair."""
+    if isinstance(row, RowError) or isinstance(texts, RowError):
+        return texts
+    try:
+        for text in (*texts.plain, *texts.bare, *texts.chat):
+            text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        problem = f"the text holds {half} alone, which is half of a character"
+        return RowError(row.where, problem, reason="the text holds half of a character")
+    return texts
 
 
 def _overlapping(span: Span, offsets: Offsets) -> list[int]:

@@ -7,7 +7,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from megatrain.data.chat import RowEncoder
 from megatrain.data.encoding import Encoder, EncodingOptions, Overlong, TokenWriter
 from megatrain.data.errors import DataError
 from megatrain.data.formats import Row
+from megatrain.data.held_out import hold_out
 from megatrain.data.report import DataReport
 from megatrain.data.sources import rows_of_files, source_files
 from tiered.checksums import checksum
@@ -46,7 +47,9 @@ class TokenDataset:
         report: what was read and dropped.
         source_starts: the first document of each source, and the end. Empty: one source.
         weights: for each source, how often its documents are used in an epoch. Empty: once.
-        content: checksum of the three arrays, where it is known already.
+        content: checksum of the first three arrays, where it is known already.
+        begins_row: for each document, whether it is the first (mostly the only) one of a row. Empty: each is a row.
+        in_use: numbers of the documents that are there to be used, ascending. None: all.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -57,15 +60,22 @@ class TokenDataset:
     weights: tuple[float, ...] = ()
     content: str | None = None
     known_largest_id: int | None = None
+    begins_row: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    in_use: npt.NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.begins_row):
+            object.__setattr__(self, "begins_row", np.ones(len(self), dtype=np.bool_))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def fingerprint(self) -> str:
         """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""
-        if all(weight == 1.0 for weight in self.weights):
-            return self._content
-        return f"{self._content}-{checksum(repr((self.source_starts, self.weights)).encode())}"
+        text = self._content
+        if any(weight != 1.0 for weight in self.weights):
+            text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
+        return text if self.in_use is None else f"{text}-{checksum(self.in_use.view(np.uint8))}"
 
     @cached_property
     def _content(self) -> str:
@@ -85,7 +95,7 @@ class TokenDataset:
 
         Without it the process would seem to grow by all the data that it has trained on.
         """
-        owners: tuple[object, ...] = (self.tokens.base, self.trained.base, self.starts.base)
+        owners: tuple[object, ...] = (self.tokens.base, self.trained.base, self.starts.base, self.begins_row.base)
         for mapped in owners:
             if isinstance(mapped, mmap.mmap):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -95,12 +105,13 @@ class TokenDataset:
 
         Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them.
         """
+        used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
         if all(weight == 1.0 for weight in self.weights):
-            return np.arange(len(self), dtype=np.int64)
+            return used
         parts = []
         for number, weight in enumerate(self.weights):
-            first, end = self.source_starts[number], self.source_starts[number + 1]
-            documents = np.arange(first, end, dtype=np.int64)
+            first, end = np.searchsorted(used, self.source_starts[number : number + 2])
+            documents = used[first:end]
             whole = math.floor(weight)
             count = round((weight - whole) * len(documents))
             shuffled = np.random.default_rng((data_seed, _WEIGHT, number)).permutation(len(documents))
@@ -119,6 +130,8 @@ def load_dataset(
     config: RunConfig, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
     """Return every source of ``[[data.train]]``, in order: from the cache, else tokenized now and put there.
+
+    What ``data.val_size`` keeps from training is not in use, see :mod:`megatrain.data.held_out`.
 
     Args:
         on_message: told how far a long tokenization is, and why the cache is not used.
@@ -142,6 +155,8 @@ def load_dataset(
         cache = TokenCache(folder, max_nbytes=data.max_cache_size, on_message=on_message)
         dataset = _opened(cache.get(cache_key(config, tokenizer, files, cache), encode))
     dataset = replace(dataset, weights=weights)
+    if data.val_size is not None:
+        dataset = hold_out(dataset, data.val_size, config.data_seed)
     if not len(dataset.epoch_documents(config.data_seed)):
         raise DataError("data.train", "with these weights no document is left", "Raise data.train.0.weight")
     return dataset
@@ -206,8 +221,8 @@ def _finish(encoder: Encoder, writer: TokenWriter) -> DataReport:
 
 
 def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]) -> TokenDataset:
-    tokens, trained, starts = io.BytesIO(), io.BytesIO(), io.BytesIO()
-    writer = TokenWriter((tokens, trained, starts))
+    tokens, trained, starts, begins_row = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
+    writer = TokenWriter((tokens, trained, starts, begins_row))
     report, source_starts = encode(writer)
     return TokenDataset(
         np.frombuffer(tokens.getbuffer(), dtype=np.int32),
@@ -217,6 +232,7 @@ def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]
         source_starts,
         content=writer.content,
         known_largest_id=writer.largest_id,
+        begins_row=np.frombuffer(begins_row.getbuffer(), dtype=np.bool_),
     )
 
 
@@ -229,6 +245,7 @@ def _opened(entry: CacheEntry) -> TokenDataset:
         entry.source_starts,
         content=entry.content,
         known_largest_id=entry.largest_id,
+        begins_row=entry.begins_row,
     )
 
 

@@ -18,6 +18,7 @@ Overlong = Literal["truncate", "drop", "error"]
 _ROWS_AT_ONCE = 512  # tokenized together; more keeps more cores busy and more RAM
 _CHARACTERS_AT_ONCE = 1 << 20
 _FLUSH_TOKENS = 1 << 20
+_NUM_CONTENTS = 3  # tokens, masks and starts: what a run sees of the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,10 @@ class EncodingOptions:
 
 
 class TokenWriter:
-    """Writes documents one after the other: int32 tokens, one byte of mask for each, int64 starts.
+    """Writes documents one after the other: int32 tokens, one byte of mask for each, int64 starts, and whether a row.
 
     Args:
-        files: where tokens, masks and starts go. Not closed.
+        files: where tokens, masks, starts, and a byte for each document go: whether it begins a row. Not closed.
         before_write: told how many bytes will have been written before each write.
     """
 
@@ -49,7 +50,8 @@ class TokenWriter:
         self._files = files
         self._before_write = before_write
         self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q", [0])
-        self._digests = tuple(xxhash.xxh3_64() for _ in files)
+        self._begins_row = bytearray()
+        self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CONTENTS])
         self._flushed_tokens = 0
         self.nbytes = 0
         self.num_documents = 0
@@ -63,32 +65,35 @@ class TokenWriter:
 
     @property
     def content(self) -> str:
-        """Checksum of all that was flushed, as ``content_checksum`` makes it of the arrays."""
+        """Checksum of all that was flushed, as ``content_checksum`` makes it of tokens, masks and starts."""
         return "-".join(digest.hexdigest() for digest in self._digests)
 
-    def add(self, tokens: list[int], trained: list[bool]) -> None:
-        """Append a document."""
+    def add(self, tokens: list[int], trained: list[bool], *, begins_row: bool = True) -> None:
+        """Append a document; ``begins_row`` is false for the later pieces of a text that was cut."""
         assert len(tokens) == len(trained), (len(tokens), len(trained))
         self._tokens.extend(tokens)
         self._trained.extend(trained)
         self._starts.append(self.num_tokens)
+        self._begins_row.append(begins_row)
         self.num_documents += 1
         if len(self._tokens) >= _FLUSH_TOKENS:
             self.flush()
 
     def flush(self) -> None:
         """Write what is held. Raises OSError."""
-        held = (self._tokens.tobytes(), bytes(self._trained), self._starts.tobytes())
+        held = (self._tokens.tobytes(), bytes(self._trained), self._starts.tobytes(), bytes(self._begins_row))
         if self._tokens:
             self.largest_id = max(self.largest_id, max(self._tokens))
         self.num_trained_tokens += sum(self._trained)
         self.nbytes += sum(map(len, held))
         self._before_write(self.nbytes)
-        for file, digest, content in zip(self._files, self._digests, held, strict=True):
+        for digest, content in zip(self._digests, held[:_NUM_CONTENTS], strict=True):
             digest.update(content)
+        for file, content in zip(self._files, held, strict=True):
             file.write(content)
         self._flushed_tokens += len(self._tokens)
         self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q")
+        self._begins_row = bytearray()
 
 
 class Encoder:
@@ -142,7 +147,7 @@ class Encoder:
 
     def _add(self, coded: Encoded, where: str) -> None:
         if coded.is_text:
-            self._add_text(coded)
+            self._add_text(coded, where)
             return
         counts, max_length = self.counts, self._options.max_length
         counts.num_rows += 1
@@ -163,9 +168,14 @@ class Encoder:
             for reason in coded.untrained_turns:
                 counts.leave_turn(reason, where)
         else:
-            counts.num_untrained += 1
+            self._leave_untrained(where)
 
-    def _add_text(self, coded: Encoded) -> None:
+    def _leave_untrained(self, where: str) -> None:
+        if self._options.bad_rows == "error":
+            raise RowError(where, "no token of this row would be trained", "Fix or remove the row, or raise max_length")
+        self.counts.leave_untrained(where)
+
+    def _add_text(self, coded: Encoded, where: str) -> None:
         """Cut text into pieces of ``max_length``; what is left over waits for the next part of the same text."""
         self._open_tokens += coded.tokens
         self._open_trained += coded.trained
@@ -175,12 +185,14 @@ class Encoder:
             trained = self._open_trained[start : start + size]
             trained[0] = False  # nothing in this document predicts its first token
             if any(trained):
-                self._writer.add(self._open_tokens[start : start + size], trained)
+                piece = self._open_tokens[start : start + size]
+                self._writer.add(piece, trained, begins_row=not self._open_is_kept)
                 self._open_is_kept = True
         del self._open_tokens[:whole], self._open_trained[:whole]
         if coded.is_end:
             self.counts.num_rows += 1
-            self.counts.num_untrained += not self._open_is_kept
+            if not self._open_is_kept:
+                self._leave_untrained(where)
             self._open_is_kept = False
 
 

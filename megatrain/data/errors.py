@@ -23,5 +23,5 @@ class RowError(DataError):
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
-        super().__init__(where, problem, remedy)
+        super().__init__(where, problem, remedy or "Fix or remove the row")
         self.reason = reason or problem

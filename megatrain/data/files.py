@@ -56,7 +56,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         if not files:
             raise DataError(path, "no file matches", "Check the pattern; it is relative to the config file")
     else:
-        raise DataError(path, "there is no such file or folder", "Paths are relative to the config file")
+        raise DataError(path, "there is no such file or folder", "Check the path; it is relative to the config file")
     if split not in (None, "train"):
         raise DataError(path, f'split = "{split}" needs a folder or a dataset of the hub', "Leave split out")
     for file in files:
@@ -115,7 +115,9 @@ def read_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = _json_lines(file) if suffix == ".jsonl" else _json_list(file)
     for where, value in rows:
         if not isinstance(value, dict):
-            raise DataError(where, f"a row must be an object with fields, this is {kind(value)}")
+            raise DataError(
+                where, f"a row must be an object with fields, this is {kind(value)}", "Fix or remove the row"
+            )
         yield where, value
 
 
@@ -196,7 +198,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 def _parse_line(line: str, where: str) -> Any:
     try:
         return json.loads(line.rstrip())
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         start = line.strip()[:40]
         if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
             raise DataError(where, "this is a JSON list, not one object per line", "Name the file .json") from None
@@ -205,8 +207,10 @@ def _parse_line(line: str, where: str) -> Any:
         ) from None
 
 
-def _json_fault(error: json.JSONDecodeError | RecursionError) -> str:
-    return f"at column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+def _json_fault(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"at column {error.colno}: {error.msg}"
+    return "nested too deeply" if isinstance(error, RecursionError) else "with a number of too many digits"
 
 
 def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
@@ -222,7 +226,7 @@ def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
         return
     try:
         rows = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and text.lstrip().startswith("{"):
             yield from _json_lines(file)
             return
@@ -242,6 +246,9 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
+            twice = sorted({name for name in header if header.count(name) > 1})
+            if twice:
+                raise DataError(f"{file} line 1", f"the column `{twice[0]}` is there twice", "Rename or remove one")
             for number, cells in enumerate(reader, start=1):
                 where = f"{file} row {number}"
                 if not any(cells):
@@ -283,7 +290,7 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
                     for value in batch.slice(start, _MIN_ROWS_OF_BATCH).to_pylist():
                         number += 1
                         yield f"{file} row {number}", value
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"{file} row {number + 1}" if number else str(file),

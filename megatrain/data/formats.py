@@ -143,7 +143,7 @@ def _detect(
         raise DataError(
             where,
             "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
-            'To train on the better answer write format and columns, for example format = "messages" and '
+            'Remove the row; or, to train on the better answer, write for example format = "messages" and '
             'columns = { messages = "chosen" }',
         )
     found: Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
@@ -223,7 +223,9 @@ def _tokenized(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -
     """Return tokens without padding; what is trained is in ``labels`` (-100: not) or ``loss_mask`` (0: not)."""
     tokens = _integers(value[names["input_ids"]], where, names["input_ids"])
     if any(token < 0 for token in tokens):
-        raise RowError(where, f"`{names['input_ids']}` holds a negative token id", "Padding goes into attention_mask")
+        raise RowError(
+            where, f"`{names['input_ids']}` holds a negative token id", "Remove it; padding is told by attention_mask"
+        )
     kept = range(len(tokens))
     trained: tuple[bool, ...] | None = None
     for field in ("labels", "loss_mask", "attention_mask"):
@@ -244,7 +246,7 @@ def _tokenized(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -
             raise RowError(
                 where,
                 f"`{names[field]}` is neither the token nor {IGNORED} at each place",
-                "Labels must not be shifted: the loss compares each token with the prediction before it",
+                "Write labels that are not shifted: the loss compares each token with the prediction before it",
             )
         trained = found if trained is None else tuple(a and b for a, b in zip(trained, found, strict=True))
     part = slice(kept.start, kept.stop)
@@ -262,5 +264,5 @@ def _attended(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
     first = next((index for index, number in enumerate(mask) if number), len(mask))
     last = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
     if not all(mask[first:last]):
-        raise RowError(where, f"`{name}` has zeros in the middle", "Padding may only be at the ends")
+        raise RowError(where, f"`{name}` has zeros in the middle", "Put padding at the ends only")
     return (first, last) if first < last else (0, 0)

@@ -86,7 +86,11 @@ def _content(content: object, where: str, name: str, *, may_be_missing: bool) ->
         parts = [part if isinstance(part, dict) else {"type": kind(part)} for part in content]
         other = [str(part.get("type")) for part in parts if not isinstance(part.get("text"), str)]
         if other:
-            raise RowError(where, f"`{name}` holds a part that is no text: {other[0]}", "This release trains text only")
+            raise RowError(
+                where,
+                f"`{name}` holds a part that is no text: {other[0]}",
+                "Remove the row: this release trains text only",
+            )
         return "".join(part["text"] for part in parts)
     if not isinstance(content, str):
         raise RowError(where, f"`{name}` must be text, this is {kind(content)}")
@@ -158,12 +162,9 @@ def parse_inner_json(value: object, where: str, name: str) -> Any:
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise RowError(
-            where,
-            f"`{name}` holds broken JSON at column {error.colno}: {error.msg}",
-            reason=f"`{name}` holds broken JSON",
-        ) from None
+    except (ValueError, RecursionError) as error:
+        fault = f" at column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ""
+        raise RowError(where, f"`{name}` holds broken JSON{fault}", reason=f"`{name}` holds broken JSON") from None
 
 
 def field_names(value: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import OnMessage, TokenDataset, load_dataset
 from megatrain.data.errors import DataError, RowError
 from megatrain.data.formats import Completion, Conversation, Document, Row
+from megatrain.data.held_out import describe, held_out_part
 from megatrain.data.packing import pack_documents
 from megatrain.data.report import DataReport
 from megatrain.data.sources import rows_of_files, source_files
@@ -190,6 +191,8 @@ class DataStats:
         num_steps: optimizer steps of an epoch.
         padding_share: of the tokens of an epoch's rows, those that are padding; 0 to 1.
         padding_share_other: the same with ``data.packing`` the other way.
+        held_out: what ``data.val_size`` kept from training, in words; "": nothing. No other figure but ``report``
+            counts these rows.
     """
 
     report: DataReport
@@ -203,6 +206,7 @@ class DataStats:
     num_steps: int
     padding_share: float
     padding_share_other: float
+    held_out: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as values of JSON."""
@@ -217,8 +221,9 @@ def dataset_stats(config: RunConfig, on_message: OnMessage = lambda text: None) 
     """
     dataset = load_dataset(config, _tokenizer(config), on_message)
     documents = dataset.epoch_documents(config.data_seed)
-    lengths = dataset.lengths()
-    used = lengths[documents]
+    all_lengths = dataset.lengths()
+    lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
+    used = all_lengths[documents]
     trained = _trained_of_documents(dataset)
     max_length = config.data.max_length
     num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
@@ -238,6 +243,7 @@ def dataset_stats(config: RunConfig, on_message: OnMessage = lambda text: None) 
         -(-num_rows // config.rows_per_step),
         packed if packing else padded,
         padded if packing else packed,
+        "" if dataset.in_use is None else describe(held_out_part(dataset)),
     )
 
 
@@ -248,9 +254,11 @@ def _trained_of_documents(dataset: TokenDataset) -> npt.NDArray[np.int64]:
 
 def _sources(config: RunConfig, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
     for number, source in enumerate(config.data.train):
-        first, end = dataset.source_starts[number], dataset.source_starts[number + 1]
-        num_tokens = int(dataset.starts[end] - dataset.starts[first])
-        yield SourceStats(source.path, source.weight, end - first, num_tokens, int(trained[first:end].sum()))
+        documents = np.arange(dataset.source_starts[number], dataset.source_starts[number + 1])
+        if dataset.in_use is not None:
+            documents = np.intersect1d(documents, dataset.in_use, assume_unique=True)
+        num_tokens = int(dataset.lengths()[documents].sum())
+        yield SourceStats(source.path, source.weight, len(documents), num_tokens, int(trained[documents].sum()))
 
 
 def _padded_tokens(lengths: npt.NDArray[np.int64], micro_batch_size: int) -> int:

@@ -30,6 +30,7 @@ class DataReport:
         num_truncated: conversations cut to max_length. num_too_long: conversations dropped for their length.
         num_untrained: rows dropped because no token of theirs would be trained.
         num_tokens, num_trained_tokens: in all documents together.
+        first_untrained: file and row of the first of those, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
     """
@@ -43,6 +44,7 @@ class DataReport:
     num_trained_tokens: int
     dropped: tuple[Dropped, ...] = ()
     untrained_turns: tuple[Dropped, ...] = ()
+    first_untrained: str = ""
 
     @property
     def num_dropped(self) -> int:
@@ -51,7 +53,7 @@ class DataReport:
 
     def __str__(self) -> str:
         share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
-        text = f"{self.num_rows:,} rows, {self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        text = f"{_some(self.num_rows, 'row')}, {_some(self.num_documents, 'document')}, {self.num_tokens:,} tokens"
         text += f" ({share:.1f}% trained)"
         for count, what in (
             (self.num_truncated, "truncated"),
@@ -85,6 +87,7 @@ class RowCounts:
     num_truncated: int = 0
     num_too_long: int = 0
     num_untrained: int = 0
+    first_untrained: str = ""
     first_error: RowError | None = None
     _dropped: dict[str, list[Any]] = field(default_factory=dict)
     _turns: dict[str, list[Any]] = field(default_factory=dict)
@@ -94,6 +97,11 @@ class RowCounts:
         self.num_rows += 1
         self.first_error = self.first_error or error
         self._dropped.setdefault(error.reason, [0, error.where])[0] += 1
+
+    def leave_untrained(self, where: str) -> None:
+        """Count a row of which no token would be trained."""
+        self.num_untrained += 1
+        self.first_untrained = self.first_untrained or where
 
     def leave_turn(self, reason: str, where: str) -> None:
         """Count a turn that is not trained in a row that is."""
@@ -116,4 +124,9 @@ class RowCounts:
             num_trained_tokens,
             listed(self._dropped),
             listed(self._turns),
+            self.first_untrained,
         )
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

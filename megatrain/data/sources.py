@@ -20,9 +20,7 @@ def source_files(path: str, name: str | None = None, split: str | None = None) -
     if is_hub_name(path):
         return fetch_dataset(path, name, split)
     if name is not None:
-        raise DataError(
-            path, f'name = "{name}" chooses a configuration of a hub dataset, this is a path', "Leave it out"
-        )
+        raise DataError(path, f'subset = "{name}" chooses a part of a hub dataset, this is a path', "Leave it out")
     return find_files(path, split)
 
 

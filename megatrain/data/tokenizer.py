@@ -47,7 +47,13 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(name_or_path, "this tokenizer reports no offsets, which exact loss masks need")
     if chat_template != "auto":
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+            raise DataError(
+                chat_template, f"the chat template cannot be read: {reason}", "Save it as UTF-8 text, or name another"
+            ) from None
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 

@@ -160,10 +160,10 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "freeze all": (lambda w: w.swap("[precision]", 'freeze = ["*"]\n[precision]'), 2, ("leaves no parameter",)),
     "warm-up too long": (lambda w: (w.swap('"constant"', '"cosine"\nwarmup_steps = 500'), w.swap("max_steps = 1\n", "max_steps = -1\n")), 2, ("warm-up", "500")),
     # output
-    "output below a file": (lambda w: w.swap('"out"', '"data.txt/out"'), 2, ("output_dir: cannot write in", "data.txt/out")),
+    "output below a file": (lambda w: w.swap('"out"', '"data.txt/out"'), 2, ("line 2", "output_dir", "data.txt is a file")),
     "output where nobody can write": (lambda w: w.swap('"out"', '"/proc/no-such-place/out"'), 2, ("output_dir: cannot write in /proc/no-such-place/out",)),
     "output is a file": (lambda w: w.swap('"out"', '"data.txt"'), 2, ("line 2", "is a file")),
-    "foreign folder final": (lambda w: w.file("out/final/thesis.tex"), 1, ("out/final is not empty and no export of this program",)),
+    "foreign folder final": (lambda w: w.file("out/final/thesis.tex"), 2, ("out/final is not empty and no export of this program",)),
     # model
     "no model folder": (lambda w: w.swap('"model"', '"modle"'), 2, ("modle",)),
     "no config.json": (lambda w: (w.model / "config.json").unlink(), 2, ("config.json: is missing",)),
@@ -200,8 +200,8 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "too little RAM": (lambda w: w.swap('"64MiB"', '"1MiB"'), 3, ("does not fit: tier 'ram' has 1048576 bytes", "needs at least", "add a [[tiers.nvme]] path")),
     "too little drive": (lambda w: (w.swap('"64MiB"', '"3MiB"'), w.add(NVME.replace("64MiB", "4KiB"))), 3, ("does not fit: tier 'nvme' has 4096 bytes",)),
     "drive is a file": (lambda w: w.add(NVME.replace("scratch", "data.txt")), 2, ("line 22", "data.txt is a file")),
-    "drive below a file": (lambda w: w.add(NVME.replace("scratch", "data.txt/x")), 1, ("data.txt/x' cannot be made a directory",)),
-    "drive holds other files": (lambda w: (w.file("scratch/thesis.tex"), w.add(NVME)), 1, ("scratch' is not empty and was not made by tiered",)),
+    "drive below a file": (lambda w: w.add(NVME.replace("scratch", "data.txt/x")), 2, ("line 22", "tiers.nvme.0.path", "data.txt is a file")),
+    "drive holds other files": (lambda w: (w.file("scratch/thesis.tex"), w.add(NVME)), 2, ("scratch' is not empty and was not made by tiered",)),
     "one drive twice": (lambda w: w.add(NVME + NVME), 2, ("line 25", "is the folder of tiers.nvme.0")),
 }  # fmt: skip
 

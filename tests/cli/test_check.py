@@ -177,7 +177,7 @@ def test_rows_to_evaluate_on(run: SavedRun) -> None:
     shutil.copy(run.folder / "data.txt", run.folder / "held_out.txt")
     result = check(run, "--json", more='[[data.eval]]\npath = "held_out.txt"\n')
     assert result.exit_code == 0, result.output
-    assert findings(result)["eval data"][0]["text"].startswith("held_out: 1 rows")
+    assert findings(result)["eval data"][0]["text"].startswith("held_out: 1 row,")
     missing = check(run, "--json", more='[[data.eval]]\npath = "nowhere.txt"\n')
     assert missing.exit_code == 4
     assert "nowhere.txt" in findings(missing)["eval data"][0]["text"]

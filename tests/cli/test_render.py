@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from megatrain.metrics import RunInfo, RunSummary, StepMetrics
+from megatrain.metrics import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from tiered.units import GiB
 
 CliModule = Callable[[str], ModuleType]
@@ -71,3 +72,33 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
     observer.close()
     observer.close()
     assert stream.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+def test_the_live_view_fits_80_columns_and_shows_the_last_evaluation(cli_module: CliModule) -> None:
+    render = cli_module("render")
+    stream = io.StringIO()
+    many = dataclasses.replace(metrics(1), step=123456, max_steps=1234567, num_real_tokens=10**7, eta_s=10**6)
+    evaluation = EvaluationMetrics(123400, 1234567, "held_out", 1.25, 10, 0.1)
+    Console(file=stream, width=80).print(render.live_view(many, {"held_out": evaluation}))
+    lines = stream.getvalue().splitlines()
+    assert all(len(line) <= 80 and "\u2026" not in line for line in lines), lines
+    assert lines[-1].rstrip() == "eval  held_out loss 1.2500 at step 123400"
+    stream = io.StringIO()
+    observer = render.make_observer("bar", console=Console(file=stream, force_terminal=True, width=80))
+    observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
+    observer.on_step(metrics(10))
+    observer.on_evaluation(evaluation)  # after the last step, too
+    observer.close()
+    assert "held_out loss 1.2500 at step 123400" in stream.getvalue()
+
+
+def test_lines_are_cut_between_words_on_a_terminal_only(cli_module: CliModule) -> None:
+    text = "saved  " + " ".join(f"word{number}" for number in range(20)) + "\n  1 row dropped: why"
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        cli_module("render").print_line(Console(file=stream, force_terminal=is_terminal, width=60, no_color=True), text)
+        lines = stream.getvalue().splitlines()
+        assert max(map(len, lines)) <= 60 or not is_terminal
+        assert " ".join(stream.getvalue().split()) == " ".join(text.split())
+        assert len(lines) == (4 if is_terminal else 2)
+        assert not is_terminal or lines[1].startswith(" " * 7 + "word")

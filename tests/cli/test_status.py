@@ -139,6 +139,25 @@ def test_a_damaged_status_of_a_dead_run_is_passed_over(tmp_path: Path, call: Cal
     assert result.exit_code == 0 and result.stdout.splitlines()[1] == "  not running"
 
 
+def test_last_evaluations_are_shown_of_the_living_and_the_dead(tmp_path: Path, call: Callable[..., Result]) -> None:
+    values = {
+        "book": {"step": 400, "loss": 2.0, "perplexity": 7.389},
+        "x": {"step": 400, "loss": "nan", "perplexity": "nan"},
+    }
+    lines = [
+        "  eval     book: loss 2.0000, perplexity 7.39 at step 400",
+        "  eval     x: loss nan, perplexity nan at step 400",
+    ]
+    status = replace(STATUS, evaluations=values)
+    with RunFolder(tmp_path / "out") as folder:
+        folder.write_status(status, force=True)
+        assert call(tmp_path / "out").stdout.splitlines()[2:4] == lines
+    leave(tmp_path / "out", replace(status, state="done"))
+    assert call(tmp_path / "out").stdout.splitlines()[2:4] == lines
+    seen = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
+    assert seen[0]["status"]["evaluations"] == values
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7530, "2 h 5 min"), (200_000, "2 d 7 h")],

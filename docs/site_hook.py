@@ -1,0 +1,85 @@
+"""Puts the README and other pages of the repository into the site that ``make docs`` builds.
+
+Links in the pages are written for the repository, where a code host shows them. On the site a page of ``docs/`` keeps
+its place, the README is the home page, and everything else lies below ``repository/``: linked files are copied there,
+and links are rewritten. A link to nothing stays as it is, and the build fails.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, HOME, REST = "docs/", "README.md", "repository/"
+#: Pages of the repository that are shown like those of docs/.
+PAGES = (HOME, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "bench/README.md")
+_FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s#]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Write out the patterns of nav: a new decision or report needs no entry."""
+    for section in config["nav"]:
+        for title, pages in section.items():
+            if isinstance(pages, str) and "*" in pages:
+                found = (path.relative_to(ROOT).as_posix() for path in ROOT.glob(_source(pages)))
+                section[title] = sorted(map(_uri, found), key=lambda uri: (posixpath.dirname(uri), uri))
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of the repository, and every file that a page links to."""
+    pages = [*PAGES, *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("bench/results/*.md")))]
+    known = {_source(file.src_uri): file for file in files if file.is_documentation_page()}
+    wanted = dict.fromkeys(pages)
+    for page in [*pages, *known]:
+        for link in _links((ROOT / page).read_text(encoding="utf-8")):
+            source = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+            if not source.startswith((DOCS, "..")) and (ROOT / source).is_file():
+                wanted[source] = None
+    for source in wanted:
+        files.append(File.generated(config, _uri(source), abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Rewrite the links of a page, which are those of the repository, to those of the site."""
+    source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
+
+    def rewrite(link: str) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
+        if (ROOT / target).is_dir():
+            target = f"{target}/{HOME}"
+        uri = _uri(target)
+        return posixpath.relpath(uri, here or ".") if files.get_file_from_path(uri) else link
+
+    return _outside_of_code(markdown, lambda text: _LINK.sub(lambda found: f"]({rewrite(found[1])}", text))
+
+
+def _source(uri: str) -> str:
+    """Return the path in the repository of what has this address on the site."""
+    if uri == "index.md":
+        return HOME
+    return uri.removeprefix(REST) if uri.startswith(REST) else DOCS + uri
+
+
+def _uri(source: str) -> str:
+    if source == HOME:
+        return "index.md"
+    return source.removeprefix(DOCS) if source.startswith(DOCS) else REST + source
+
+
+def _links(markdown: str) -> list[str]:
+    found: list[str] = []
+    _outside_of_code(markdown, lambda text: found.extend(_LINK.findall(text)) or text)
+    return [link for link in found if "://" not in link]
+
+
+def _outside_of_code(markdown: str, change: Callable[[str], str]) -> str:
+    return "".join(part if part.startswith("```") else change(part) for part in _FENCED.split(markdown))

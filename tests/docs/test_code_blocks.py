@@ -1,0 +1,266 @@
+"""Every code block of the pages is executed: Python runs, configs load, commands do what the page says.
+
+A page is read from top to bottom in a folder of its own, as a reader would: what one block makes, the next one finds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tomllib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from megatrain.config import load_config
+from reference.code_blocks import LANGUAGES, NAMES, ROOT, SHELLS, Block, Command, blocks_of, commands_of
+from reference.saved_run import SavedRun, command_group, make_run
+
+#: Blocks that say, in a comment before them, that they are not executed: how many each page has.
+NOT_EXECUTED = {"bench/README.md": 2}
+
+#: Commands that are parsed with all their options, but not carried out: why, and which test does carry them out.
+ONLY_PARSED = {
+    "doctor": "measures this machine for a quarter of a minute; tests/cli/test_doctor.py",
+    "verify": "trains a model several times; tests/megatrain/verify",
+    "save": "needs a run that goes on beside it; tests/cli/test_control.py",
+    "stop": "needs a run that goes on beside it; tests/cli/test_control.py",
+}
+#: Pages whose commands are only parsed here, since another test gives them and compares what they print.
+COMPARED_ELSEWHERE = {"docs/sizing.md": "tests/docs/test_sizing.py"}
+#: Steps of the pages' runs -> those of the small run that stands for them.
+SMALL_STEPS = {"200": "2", "400": "4"}
+#: Words of a synopsis -> what stands for them in the folder of a page.
+PLACEHOLDERS = {"CONFIG": "run.toml", "RUN": "outputs/first", "FILE": "ds_config.json"}
+#: Pages whose blocks call trainers of others, which warn of what is none of our business.
+WARNS = ("docs/embedding.md",)
+#: Pages whose runs are called otherwise, or are there before the first block.
+OUTPUT_DIRS = {"docs/checkpoints.md": "out"}
+WITH_A_RUN = ("README.md", "docs/cli.md")
+
+MINIMAL = 'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'
+#: The shape of the model that examples/quickstart.toml names; its weights are no part of the repository.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+BLOCKS = {page: blocks_of(page) for page in NAMES}
+TRACED = "[profile]\ntrace_steps = [3]"
+
+
+@dataclass
+class Reader:
+    """Somebody who does what a page says, in a folder."""
+
+    page: str
+    folder: Path
+    num_outputs: int = 0
+
+    def follow(self, block: Block) -> None:
+        if block.language == "python":
+            with warnings.catch_warnings():
+                if self.page in WARNS:
+                    warnings.simplefilter("ignore", UserWarning)
+                    warnings.simplefilter("ignore", FutureWarning)
+                exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+        elif block.language == "toml":
+            self.load(block)
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language in SHELLS:
+            commands = list(commands_of(block))
+            assert commands, f"{block}: a shell block without a command"
+            for command in commands:
+                self.give(command, block)
+
+    def load(self, block: Block) -> None:
+        """Load a whole config, or a part of one over a small one."""
+        base, part = self.folder / "base.toml", self.folder / "part.toml"
+        base.write_text(MINIMAL)
+        part.write_text(block.text)
+        is_whole = {"task", "output_dir", "model"} <= set(tomllib.loads(block.text))
+        loaded = load_config(part) if is_whole else load_config(base, [part])
+        assert not loaded.warnings, f"{block}: {loaded.warnings}"
+
+    def give(self, command: Command, block: Block) -> None:
+        name, *words = command.words
+        if name == "megatrain-tier":
+            self.call([self.filled(word) for word in words], command, block)
+        elif name == "make":
+            check_target(words[0], block)
+        elif name.rsplit("/", 1)[-1] == "pip":
+            check_extras(words, block)
+        elif name == "python" and words[0].endswith(".py"):
+            check_program(words, block)
+        else:
+            pytest.fail(f"{block}: nobody knows how to try '{command}'")
+
+    def filled(self, word: str) -> str:
+        """Return a word with what stands for it here."""
+        if re.fullmatch(r"\[?(--)?[A-Za-z-]+\]?", word):
+            word = word.strip("[]")
+        if word in ("OUT", "PATH"):
+            self.num_outputs += 1
+            return f"{word.lower()}-{self.num_outputs}"
+        return PLACEHOLDERS.get(word, SMALL_STEPS.get(word, word))
+
+    def call(self, words: list[str], command: Command, block: Block) -> None:
+        """Give a command in this process; the exit code is that of the comment beside it, else 0."""
+        if words[0] in ONLY_PARSED or self.page in COMPARED_ELSEWHERE:
+            parse(words)
+            return
+        if words[0] == "clean" and not Path(words[1]).exists():
+            Path(words[1]).mkdir()
+        if words[0] == "run":
+            words += self.shortened(words[1])
+        told = re.search(r"exit code (\d+)", command.comment)
+        result = CliRunner().invoke(command_group(), words)
+        expected = int(told[1]) if told else 0
+        assert result.exit_code == expected, f"{block}: {words}\n{result.output}"
+
+    def shortened(self, config: str) -> list[str]:
+        """Return the options that make a run of an example a short one."""
+        if "smollm2" in Path(config).read_text():
+            return ["--dry-run", "--set", "model.train_from_scratch=true"]
+        return ["--max-steps", "6"] if config.startswith("examples/") else []
+
+
+def parse(words: list[str]) -> None:
+    """Parse the options and arguments of a command, without carrying it out."""
+    group = command_group()
+    command: click.Command = group
+    ctx = click.Context(group, info_name="megatrain-tier")
+    rest = list(words)
+    while isinstance(command, click.Group):
+        inner = command.get_command(ctx, rest.pop(0))
+        assert inner is not None, words
+        command = inner
+    command.make_context(words[0], rest, parent=ctx).close()
+
+
+def check_target(target: str, block: Block) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert target in targets, f"{block}: make {target}"
+
+
+def check_extras(words: list[str], block: Block) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = re.findall(r"\[([a-z,]+)\]", " ".join(words))
+    assert named, f"{block}: pip without an extra"
+    assert {name for names in named for name in names.split(",")} <= set(extras), f"{block}: {words}"
+
+
+def check_program(words: list[str], block: Block) -> None:
+    """A program of the repository is there and knows the options; tests/test_benches.py runs the benches."""
+    program = ROOT / words[0]
+    assert program.is_file(), f"{block}: {words[0]}"
+    text = "".join(path.read_text(encoding="utf-8") for path in {program, ROOT / "bench" / "common.py"})
+    unknown = [word for word in words[1:] if word.startswith("--") and f'"{word}"' not in text]
+    assert unknown == [], f"{block}: {words[0]} has no {unknown}"
+
+
+def prepare(folder: Path, output_dir: str) -> SavedRun:
+    """Make what the pages take for granted: a config with its model and data, and files of other tools."""
+    run = make_run(folder)
+    drive = '[[tiers.nvme]]\npath = "scratch/nvme"\nsize = "40MiB"\n'
+    run.write_config(out=output_dir, steps=4, more=drive + TRACED)
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
+    (folder / "ds_config.json").write_text(json.dumps(batch))
+    (folder / "examples/quickstart/smollm2-135m").mkdir(parents=True)
+    for path in (ROOT / "examples").glob("*.toml"):
+        shutil.copy(path, folder / "examples")
+    for path in (ROOT / "examples/quickstart").iterdir():
+        if path.name != "smollm2-135m":
+            (folder / "examples/quickstart" / path.name).symlink_to(path)
+    (folder / "examples/quickstart/smollm2-135m/config.json").write_text(json.dumps(SMOLLM2))
+    return run
+
+
+@pytest.fixture(scope="module")
+def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run has ended."""
+    folder = tmp_path_factory.mktemp("done") / "w"
+    result = prepare(folder, "outputs/first").call("run", folder / "run.toml")
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def reader(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    page: str = request.param
+    folder = tmp_path / "w"
+    if page in WITH_A_RUN:
+        shutil.copytree(request.getfixturevalue("with_a_run"), folder, symlinks=True)
+    else:
+        prepare(folder, OUTPUT_DIRS.get(page, "outputs/first"))
+    monkeypatch.chdir(folder)
+    return Reader(page, folder)
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_every_block_says_what_it_is(page: str) -> None:
+    assert [str(block) for block in BLOCKS[page] if block.language not in LANGUAGES] == []
+    assert sum(bool(block.reason) for block in BLOCKS[page]) == NOT_EXECUTED.get(page, 0)
+
+
+@pytest.mark.parametrize("reader", [page for page in NAMES if BLOCKS[page]], indirect=True)
+def test_blocks_are_executed(reader: Reader) -> None:
+    followed = 0
+    for block in BLOCKS[reader.page]:
+        if not block.reason:
+            reader.follow(block)
+            followed += 1
+    assert followed == len(BLOCKS[reader.page]) - NOT_EXECUTED.get(reader.page, 0)
+
+
+def test_what_is_only_parsed_is_on_the_pages() -> None:
+    """The table names no command that nobody writes about."""
+    given = {
+        command.words[1]
+        for blocks in BLOCKS.values()
+        for block in blocks
+        if block.language in SHELLS and not block.reason
+        for command in commands_of(block)
+        if command.words[0] == "megatrain-tier"
+    }
+    assert set(ONLY_PARSED) <= given
+    assert {"run", "plan", "check", "export", "ckpt"} <= given
+
+
+def test_nothing_passes_that_should_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test itself can fail: wrong options, keys, targets, extras, programs and unknown commands are seen."""
+    (tmp_path / "w").mkdir()
+    monkeypatch.chdir(tmp_path / "w")
+    reader = Reader("page.md", tmp_path / "w")
+    wrong = [
+        ("sh", "megatrain-tier plan --no-such-option"),
+        ("sh", "megatrain-tier doctor --no-such-option"),
+        ("sh", "megatrain-tier plan nowhere.toml   # a comment"),
+        ("console", "$ megatrain-tier no-such-command\noutput"),
+        ("console", "no prompt, no command"),
+        ("sh", "make no-such-target"),
+        ("sh", "pip install 'megatrain-tier[nothing]'"),
+        ("sh", "python bench/step.py --no-such-option"),
+        ("sh", "python bench/nothing.py"),
+        ("sh", "curl example"),
+        ("toml", "[data]\nmax_lenght = 4\n"),
+        ("toml", 'task = "sft"\noutput_dir = "o"\n[model]\n'),
+        ("json", "{"),
+        ("python", "assert False"),
+    ]
+    for language, text in wrong:
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            reader.follow(Block("page.md", 1, language, text + "\n", ""))

@@ -1,0 +1,36 @@
+"""The tier and the policy of docs/extending.md pass the suites of that page."""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reference.code_blocks import blocks_of
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what all blocks of the page together define."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "shelf"}
+    for block in blocks_of("docs/extending.md"):
+        if block.language == "python":
+            exec(compile(block.text, str(block), "exec"), names)
+    return names
+
+
+def test_the_suites_of_the_page_pass(page: dict[str, Any]) -> None:
+    passed, skipped = 0, []
+    for suite in ("TestShelfTier", "TestShelfLinks", "TestStoreWithShelf", "TestLargestFirst"):
+        for name in dir(page[suite]):
+            if name.startswith("test_"):
+                try:
+                    getattr(page[suite](), name)()
+                    passed += 1
+                except unittest.SkipTest:
+                    skipped.append(name)
+    assert passed > 25
+    assert skipped == ["test_a_refusing_machine_is_not_a_full_ledger"]

@@ -1,0 +1,63 @@
+"""Links between the pages and to files of the repository lead somewhere, as a code host follows them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from reference.code_blocks import NAMES, ROOT
+
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]*`")
+
+
+def prose(page: Path) -> str:
+    return _FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", prose(page))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT), f"{name}: {link} leads out of the repository"
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == [], name
+
+
+def test_pages_are_linked_not_named() -> None:
+    """A reader of the site can follow a name of a page."""
+    named = [
+        f"{name}: {page}"
+        for name in NAMES
+        for page in re.findall(r"(?<!\[)`(docs/\w+\.md)`", prose(ROOT / name))
+        if page != name
+    ]
+    assert named == []
+
+
+def test_every_decision_is_in_the_list() -> None:
+    folder = ROOT / "docs/decisions"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    for path in sorted(folder.glob("0*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert f"- [{title}]({path.name})" in text
+
+
+def test_every_page_is_on_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(re.findall(r": (\w+\.md)$", nav, flags=re.MULTILINE))

@@ -1,0 +1,149 @@
+"""Wrong rows: every format with every field missing or of another type, and conversations that cannot be trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from wrong_inputs.workplace import ROWS, Workplace, WrongInput, chat
+
+CODE = 4
+COMMANDS = ("check", "run")
+FILE = "rows.jsonl"
+#: Format -> a sound row of it, and which of its fields hold lists.
+SOUND: dict[str, dict[str, Any]] = {
+    "messages": chat("Who speaks?", "Call me Ishmael."),
+    "sharegpt": {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Ishmael."}]},
+    "alpaca": {"instruction": "Who speaks?", "output": "Call me Ishmael."},
+    "prompt_completion": {"prompt": "Who speaks? ", "completion": "Call me Ishmael."},
+    "text": {"text": "Call me Ishmael."},
+    "tokenized": {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]},
+}
+NO_TEXTS: dict[str, Any] = {"null": None, "a number": 7, "a list": ["x"], "an object": {"x": 1}, "true": True}
+NO_LISTS: dict[str, Any] = {"null": None, "a number": 7, "text": "x", "nothing": [], "an object": {"x": 1}}
+NO_MESSAGES: dict[str, Any] = {"numbers": [7], "nulls": [None], "texts": ["x"], "lists": [[]], "empty objects": [{}]}
+NO_TOKENS: dict[str, Any] = {
+    "halves": [1.5],
+    "texts": ["a"],
+    "negative": [-1, 2],
+    "lists": [[1]],
+    "too large": [1 << 40],
+}
+USER, ASSISTANT = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ishmael."}
+#: Conversations of which a row cannot be trained.
+CONVERSATIONS: dict[str, list[Any]] = {
+    "unknown role": [{"role": "narrator", "content": "x"}, ASSISTANT],
+    "role of another case": [{"role": "User", "content": "x"}, ASSISTANT],
+    "role is a number": [{"role": 1, "content": "x"}, ASSISTANT],
+    "role is a list": [{"role": ["user"], "content": "x"}, ASSISTANT],
+    "no role": [{"content": "x"}, ASSISTANT],
+    "no content": [{"role": "user"}, ASSISTANT],
+    "content is null": [USER, {"role": "assistant", "content": None}],
+    "content is a number": [USER, {"role": "assistant", "content": 7}],
+    "content is an image": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ASSISTANT],
+    "content of empty parts": [{"role": "user", "content": []}, ASSISTANT],
+    "nobody answers": [USER],
+    "only a system prompt": [{"role": "system", "content": "x"}],
+    "an empty answer": [USER, {"role": "assistant", "content": ""}],
+    "weight of two": [USER, {**ASSISTANT, "weight": 2}],
+    "train is text": [USER, {**ASSISTANT, "train": "yes"}],
+    "not trained at all": [USER, {**ASSISTANT, "weight": 0}],
+    "tool call without name": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}],
+    "tool call is text": [USER, {"role": "assistant", "tool_calls": ["x"]}],
+    "tool call is a number": [USER, {"role": "assistant", "tool_calls": 7}],
+    "tool arguments broken": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
+    "half a surrogate": [USER, {"role": "assistant", "content": "\ud800"}],
+}
+#: Under a template that wants the roles in turn.
+ORDERS: dict[str, list[Any]] = {
+    "assistant first": [ASSISTANT, USER],
+    "two questions": [USER, USER, ASSISTANT],
+    "two answers": [USER, ASSISTANT, ASSISTANT],
+    "system in the middle": [USER, {"role": "system", "content": "x"}, ASSISTANT],
+}
+IN_TURN = (
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+#: Other rows -> the format that the config names.
+OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing known": ({"question": "?", "answer": "!"}, "auto"),
+    "no fields": ({}, "auto"),
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "auto"),
+    "only content": ({"content": "x"}, "auto"),
+    "only input and output": ({"input": "x", "output": "y"}, "auto"),
+    "another format": (SOUND["text"], "messages"),
+    "names of another case": ({"Prompt": "x", "Completion": "y"}, "prompt_completion"),
+    "chats as prompts": ({"prompt": [USER], "completion": "x"}, "auto"),
+    "history is no list of pairs": ({**SOUND["alpaca"], "history": [["a"]]}, "alpaca"),
+    "history is broken JSON": ({**SOUND["alpaca"], "history": "[["}, "alpaca"),
+    "tools are broken JSON": ({**SOUND["messages"], "tools": "[{"}, "messages"),
+    "tools are numbers": ({**SOUND["messages"], "tools": [7]}, "messages"),
+    "messages are broken JSON": ({"messages": '[{"role": "user"'}, "messages"),
+    "labels too short": ({"input_ids": [5, 6, 7], "labels": [5]}, "tokenized"),
+    "labels shifted": ({"input_ids": [5, 6, 7], "labels": [6, 7, 8]}, "tokenized"),
+    "labels are text": ({"input_ids": [5, 6], "labels": "5 6"}, "tokenized"),
+    "mask too long": ({"input_ids": [5, 6], "loss_mask": [1, 1, 1]}, "tokenized"),
+    "padding in the middle": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "tokenized"),
+    "nothing attended": ({"input_ids": [5, 6, 7], "attention_mask": [0, 0, 0]}, "tokenized"),
+    "nothing labelled": ({"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}, "tokenized"),
+    "ids without embeddings": ({"input_ids": [5, 6, 99999]}, "tokenized"),
+}
+
+
+def _in_the_middle(format: str, row: object, *, template: str = "", sound: object = None) -> Callable[..., Any]:
+    """The row between two sound ones, with bad rows being errors: the second line must be named."""
+
+    def spoil(work: Workplace) -> Sequence[str]:
+        good = sound or SOUND.get(format, ROWS[0])
+        work.rows(FILE, [json.dumps(good), row if isinstance(row, str) else json.dumps(row), json.dumps(good)])
+        work.config.put("data.bad_rows", '"error"')
+        work.config.put("data.train.format", f'"{format}"')
+        if template:
+            work.config.put("model.chat_template", f'"{work.file("turns.jinja", template)}"')
+        return (f"{FILE} line 2",)
+
+    return spoil
+
+
+def field_cases() -> Iterator[WrongInput]:
+    """Every field of every format missing, or holding what it must not."""
+    for format, sound in SOUND.items():
+        for name, value in sound.items():
+            if name != "labels":
+                row = {key: other for key, other in sound.items() if key != name}
+                yield _case(f"{format} without {name}", "data: missing field", _in_the_middle(format, row))
+            wrong = NO_LISTS if isinstance(value, list) else NO_TEXTS
+            if format in ("messages", "sharegpt"):
+                wrong = {**wrong, **NO_MESSAGES}
+            elif format == "tokenized":
+                wrong = {**wrong, **NO_TOKENS} if name == "input_ids" else {"a number": 7, "text": "x"}
+            for what, bad in wrong.items():
+                spoil = _in_the_middle(format, {**sound, name: bad})
+                yield _case(f"{format}: {name} is {what}", "data: wrong type", spoil)
+
+
+def _case(name: str, kind: str, spoil: Callable[..., Any]) -> WrongInput:
+    return WrongInput(name, kind, CODE, spoil, COMMANDS)
+
+
+def cases() -> Iterator[WrongInput]:
+    yield from field_cases()
+    for name, messages in CONVERSATIONS.items():
+        yield _case(name, "data: bad conversation", _in_the_middle("messages", {"messages": messages}))
+    for name, messages in ORDERS.items():
+        spoil = _in_the_middle("messages", {"messages": messages}, template=IN_TURN)
+        yield _case(name, "data: roles in the wrong order", spoil)
+    for name, (row, format) in OTHER_ROWS.items():
+        if name == "ids without embeddings":
+            continue
+        yield _case(name, "data: bad row", _in_the_middle(format, row))
+
+    def too_large(work: Workplace) -> Sequence[str]:
+        work.rows(FILE, [SOUND["tokenized"], OTHER_ROWS["ids without embeddings"][0]])
+        return "99999", "vocab_size"
+
+    yield _case("ids without embeddings", "data: bad row", too_large)
