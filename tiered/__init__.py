@@ -15,10 +15,15 @@ from tiered.errors import (
 )
 from tiered.events import Event, LinkStats, StoreStats, TierStats
 from tiered.lease import Lease, LeaseGroup
+from tiered.links.base import Link, LinkUsage
+from tiered.links.threaded import ThreadedLink
+from tiered.plugins import available_tiers, tier_class
 from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
 from tiered.schedule import NEVER, Access, Schedule, Trace
 from tiered.store import TieredStore
+from tiered.tiers.base import Slot, Tier, TierUsage
 from tiered.tiers.gpu import GpuTier
+from tiered.tiers.ledger import Ledger
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
@@ -47,21 +52,30 @@ __all__ = [
     "Lease",
     "LeaseError",
     "LeaseGroup",
+    "Ledger",
+    "Link",
     "LinkStats",
+    "LinkUsage",
     "LockedError",
     "MiB",
     "NvmeTier",
     "RamTier",
     "Schedule",
+    "Slot",
     "StoreStats",
+    "ThreadedLink",
     "TiB",
+    "Tier",
     "TierStats",
+    "TierUsage",
     "TieredError",
     "TieredStore",
     "Trace",
     "Transfer",
     "TransferError",
     "UninitializedBlockError",
+    "available_tiers",
     "format_size",
     "parse_size",
+    "tier_class",
 ]

@@ -6,6 +6,7 @@ by one as it writes them; so the work goes on, and waits at most where it would 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -189,8 +190,14 @@ def check_meta(meta: Mapping[str, JSON]) -> None:
         raise GenerationError(f"meta of a commit must be JSON: {error}") from error
 
 
-def freeze(movement: Movement, grants: Grants, commit: Commit) -> None:
-    """Hold the present contents of all durable blocks still: afterwards ``commit.frozen`` tells how."""
+def freeze(movement: Movement, grants: Grants, commit: Commit, counted: Any) -> None:
+    """Hold the present contents of all durable blocks still: afterwards ``commit.frozen`` tells how.
+
+    Blocks that pass through a faster tier to be read may be more than it holds: they are written here, one by one.
+
+    Args:
+        counted: the file tier that owns the directory, or None.
+    """
     with movement.changed:
         blocks = [block for block in movement.blocks.values() if block.spec.durable]
         _check_keys(blocks)
@@ -202,9 +209,20 @@ def freeze(movement: Movement, grants: Grants, commit: Commit) -> None:
     commit.full.retry(str(commit.path), PAGE_BYTES, partial(_make_folder, commit))
     for block in blocks:
         frozen = _freeze_block(movement, grants, block, commit)
+        if frozen is not None and frozen.lease is not None and frozen.lease.tier != block.spec.home:
+            with frozen.lease:
+                frozen = dataclasses.replace(frozen, checksums=_write_leased(commit, frozen, counted))
         if frozen is not None:
             commit.frozen.append(frozen)
     commit.frozen_s = time.perf_counter()
+
+
+def writes_before_return(movement: Movement) -> bool:
+    """Return whether ``freeze`` will write blocks: those that no lease can be on in their home."""
+    with movement.changed:
+        homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
+    tiers = [movement.tiers[home] for home in homes]
+    return any(tier.device is None and not hasattr(tier, "snapshot") for tier in tiers)
 
 
 def _file_tiers(movement: Movement) -> list[Any]:
@@ -279,16 +297,20 @@ def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
     for frozen in commit.frozen:
         if frozen.lease is None:
             continue
-        spec = frozen.block.spec
-        if counted is not None:
-            counted.count_wear({counted.paths.index(str(commit.path)): array_bytes(spec)})
-        tensor = commit.tensor_of(frozen)
-        checksums = commit.full.retry(
-            str(commit.path), array_bytes(spec), partial(_write, commit, spec, tensor, counted)
-        )
-        frozen.lease.release()
+        checksums = frozen.checksums
+        if checksums is None:
+            checksums = _write_leased(commit, frozen, counted)
+            frozen.lease.release()
         records[frozen.block.spec.key] = _record(commit, frozen, checksums)
     return records
+
+
+def _write_leased(commit: Commit, frozen: _Frozen, counted: Any) -> tuple[str, ...]:
+    spec = frozen.block.spec
+    if counted is not None:
+        counted.count_wear({counted.paths.index(str(commit.path)): array_bytes(spec)})
+    write = partial(_write, commit, spec, commit.tensor_of(frozen), counted)
+    return commit.full.retry(str(commit.path), array_bytes(spec), write)
 
 
 def _write(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: Any) -> tuple[str, ...]:

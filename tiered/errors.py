@@ -135,6 +135,10 @@ class NewerFormatError(GenerationError):
     """A newer version of this package wrote it."""
 
 
+class UnusableDirectoryError(TieredError):
+    """A tier was given a directory that cannot be made, or that holds files of somebody else. Nothing was written."""
+
+
 class LockedError(TieredError):
     """Another process uses the same directory."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.block import BlockSpec
-from tiered.commit import Commit, check_meta, freeze, record_linked, tell, write_leased
+from tiered.commit import Commit, check_meta, freeze, record_linked, tell, write_leased, writes_before_return
 from tiered.contents import sync_tree
 from tiered.errors import GenerationError, TransferError
 from tiered.grants import Grants
@@ -100,7 +100,10 @@ class Generations:
                 # Before anything more is held, so that at most ``keep`` generations are (two, where one is kept).
                 make_room = partial(self._forget_old, store, max(1, self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
-                freeze(self._movement, self._grants, commit)
+                if writes_before_return(self._movement):
+                    self._delete(store, doomed)  # their room may be needed for it
+                    doomed = []
+                freeze(self._movement, self._grants, commit, self._owner_tier(store))
             except BaseException as failure:
                 commit.end_staging()
                 with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now

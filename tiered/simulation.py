@@ -114,20 +114,23 @@ class SimulatedChannel:
 
     Args:
         rate_bytes_per_s: of all links together.
+
+    Attributes:
+        busy_s: seconds of transfers that have begun. num_submitted: transfers so far.
     """
 
     def __init__(self, clock: SimulatedClock, rate_bytes_per_s: float) -> None:
         assert rate_bytes_per_s > 0, rate_bytes_per_s
         self._clock, self._rate = clock, rate_bytes_per_s
         self._waiting: list[tuple[int, int, SimulatedLink, Transfer, int]] = []
-        self._num_submitted = 0
+        self.num_submitted = 0
         self._is_busy = False
         self.busy_s = 0.0
 
     def submit(self, link: SimulatedLink, transfer: Transfer) -> None:
         """Queue a transfer of a link."""
-        self._push(link, transfer, transfer.nbytes, self._num_submitted)
-        self._num_submitted += 1
+        self._push(link, transfer, transfer.nbytes, self.num_submitted)
+        self.num_submitted += 1
         self._begin()
 
     def _push(self, link: SimulatedLink, transfer: Transfer, left_bytes: int, number: int) -> None:

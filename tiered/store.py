@@ -103,6 +103,11 @@ class TieredStore:
         return store
 
     @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._grants.closed
+
+    @property
     def is_paused(self) -> bool:
         """Whether something waits for room on a full drive."""
         return any(full.is_waiting for full in self._full_drives)
@@ -309,7 +314,8 @@ class TieredStore:
     def commit(self, meta: Mapping[str, JSON] | None = None) -> Commit:
         """Make the present contents of all durable blocks a generation that survives a crash.
 
-        Returns once every block is either frozen on disk or read-leased; the rest is written by a thread.
+        Returns once every block is frozen on disk, read-leased or, where its home is neither files nor addressable,
+        written; the rest is written by a thread.
 
         Raises:
             GenerationError: the store has no directory to commit to. TransferError: bytes could not be written.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Write weights, config and tokenizer into a folder and return it."""
+def write_tiny_model(folder: Path, **changes: Any) -> Path:
+    """Write weights, config and tokenizer into a folder and return it; ``changes`` are other values of the config."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(QUICKSTART, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(QUICKSTART / name, folder / name)

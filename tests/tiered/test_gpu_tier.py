@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered.errors import CapacityError
 from tiered.links.cuda import CudaLink
 from tiered.links.files import FileReadLink, FileWriteLink
 from tiered.links.host import HostLink
@@ -20,25 +19,13 @@ from tiered.tiers.ram import RamTier
 from tiered.units import MiB
 
 
-def test_slots_on_host_memory() -> None:
+def test_host_memory_has_no_streams() -> None:
     tier = GpuTier(4096, device="cpu")
-    assert isinstance(tier, Tier)
     slot = tier.allocate(1000, name="block", home=False)
-    assert slot is not None and slot.slot_bytes == 1024 == tier.usage().used_bytes
-    tier.tensor(slot, (250,), torch.float32).fill_(3)
-    assert float(tier.tensor(slot, (250,), torch.float32).sum()) == 750
+    assert slot is not None and slot.slot_bytes == 1024
     tier.record_use(slot)
     assert tier.current_stream() is None
-    assert tier.allocate(4000, name="more", home=False) is None
     tier.free(slot)
-    with pytest.raises(AssertionError):
-        tier.free(slot)
-    tier.reserve(4096)
-    with pytest.raises(CapacityError):
-        tier.reserve(1)
-    empty = tier.allocate(0, name="empty", home=False)
-    assert empty is not None and tier.tensor(empty, (0, 3), torch.bfloat16).shape == (0, 3)
-    tier.free(empty)
     tier.close()
 
 

@@ -13,7 +13,7 @@ import torch
 import zarr
 
 from tiered.errors import CapacityError, LockedError, TieredError, TransferError
-from tiered.tiers.base import Slot, Tier
+from tiered.tiers.base import Slot
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.files import files_of
 from tiered.tiers.nvme import NvmeTier
@@ -53,16 +53,6 @@ def bytes_on_disk(*roots: Path) -> int:
     return sum(blocks.values())
 
 
-def test_is_a_tier_and_not_addressable(tmp_path: Path) -> None:
-    tier = NvmeTier([tmp_path], MiB)
-    assert isinstance(tier, Tier)
-    assert tier.device is None and tier.durable
-    with pytest.raises(TieredError, match="not addressable"):
-        tier.tensor(take(tier, 4), (1,), torch.float32)
-    tier.close()
-    tier.close()
-
-
 def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], MiB)
     slot = take(tier, 10_000)
@@ -76,15 +66,6 @@ def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path)
     assert not (tmp_path / "live/layer.0").exists(), "groups without blocks go"
     with pytest.raises(AssertionError):
         tier.free(slot)
-    tier.close()
-
-
-def test_no_room_is_none(tmp_path: Path) -> None:
-    tier = NvmeTier([tmp_path], 8192)
-    slot = take(tier, 5000)
-    assert tier.allocate(1, name="b", home=True) is None
-    tier.free(slot)
-    assert tier.allocate(8192, name="b", home=True) is not None
     tier.close()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
 from tiered.schedule import NEVER
 
@@ -39,8 +37,3 @@ def test_belady_breaks_ties_by_clean_then_size_then_key() -> None:
 def test_belady_falls_back_to_recency_outside_the_schedule() -> None:
     old, new = Candidate("old", 1, False, 2, NEVER), Candidate("new", 9, False, 8, NEVER)
     assert ranked(Belady(), old, new) == ["old", "new"]
-
-
-@pytest.mark.parametrize("policy", [LRU(), Belady()])
-def test_nothing_to_rank(policy: EvictionPolicy) -> None:
-    assert list(policy.rank([], 0)) == []

@@ -223,16 +223,3 @@ def test_reads_overtake_queued_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     for link in (read, write):
         link.close()
     rig.close()
-
-
-def test_many_transfers_at_once(rig: Rig) -> None:
-    tensors = [torch.full((70_000 + number,), number, dtype=torch.uint8) for number in range(40)]
-    homes = [rig.home(tensor.numel(), f"block.{number}") for number, tensor in enumerate(tensors)]
-    threads = [threading.Thread(target=rig.store, args=pair) for pair in zip(tensors, homes, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for tensor, home in zip(tensors, homes, strict=True):
-        assert torch.equal(rig.load(home, tuple(tensor.shape), torch.uint8), tensor)
-    assert rig.ram.usage().used_bytes == 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiered.tiers.base import Slot
+from tiered.tiers.base import Slot, Tier
 from tiered.transfer import Transfer
 
 
@@ -48,5 +49,17 @@ class Link(Protocol):
     def usage(self) -> LinkUsage: ...
 
     def close(self) -> None:
-        """Finish what is under way and stop the threads."""
+        """Finish what is under way and stop the threads, which may be shared: with the last link then. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class LinkedTier(Protocol):
+    """A tier that brings its own links: any tier may have this method, and ``default_links`` asks it."""
+
+    def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
+        """Return two links, one each way between this tier and ``neighbour``; None if no way is known.
+
+        Starts no thread and touches no device: links do so with their first transfer.
+        """
         ...

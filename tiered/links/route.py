@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from tiered.links.base import Link
+from tiered.links.base import Link, LinkedTier
 from tiered.links.cuda import CudaLink
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover
 from tiered.links.host import HostLink
@@ -21,16 +21,23 @@ from tiered.tiers.ram import RamTier
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
     """Return both directions between each two neighbours of ``tiers`` (fast to slow).
 
+    A tier with a method ``links_with`` is asked first, the slower of two before the faster.
+
     Starts no thread and touches no device, unless an ``NvmeTier`` is to use kvikio, which does both.
 
     Raises:
-        ValueError: two neighbours that no link of this package connects.
+        ValueError: two neighbours that nothing connects, or a tier whose ``links_with`` returns something else than
+            one link each way.
         TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here.
     """
     return [link for fast, slow in pairwise(tiers) for link in _links_between(fast, slow)]
 
 
-def _links_between(fast: Tier, slow: Tier) -> tuple[Link, Link]:
+def _links_between(fast: Tier, slow: Tier) -> Sequence[Link]:
+    for tier, neighbour in ((slow, fast), (fast, slow)):
+        if isinstance(tier, LinkedTier) and (links := tier.links_with(neighbour)) is not None:
+            _check_directions(tier, neighbour, links)
+            return links
     if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
         engine = FileEngine(slow, make_mover(slow))
         return FileReadLink(slow, fast, engine), FileWriteLink(fast, slow, engine)
@@ -42,6 +49,16 @@ def _links_between(fast: Tier, slow: Tier) -> tuple[Link, Link]:
         f"no link connects tier '{fast.name}' ({type(fast).__name__}) with the next slower one '{slow.name}' "
         f"({type(slow).__name__}): put a RamTier between them, list tiers from fast to slow, or pass your own links"
     )
+
+
+def _check_directions(tier: Tier, neighbour: Tier, links: Sequence[Link]) -> None:
+    found = sorted((link.src, link.dst) for link in links)
+    wanted = sorted([(tier.name, neighbour.name), (neighbour.name, tier.name)])
+    if found != wanted:
+        raise ValueError(
+            f"{type(tier).__name__}.links_with must return one link each way between '{tier.name}' and "
+            f"'{neighbour.name}', or None; it returned {[f'{src}->{dst}' for src, dst in found]}"
+        )
 
 
 def make_mover(tier: NvmeTier) -> PartMover:

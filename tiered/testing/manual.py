@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tiered.errors import CapacityError, TransferError
+from tiered.errors import TieredError, TransferError
 from tiered.links.base import LinkUsage
 from tiered.tiers.base import Slot, TierUsage
+from tiered.tiers.ledger import Ledger
+from tiered.tiers.ram import view_as
 from tiered.transfer import Transfer
 
 
@@ -27,41 +28,35 @@ class MemoryTier:
     def __init__(self, name: str, capacity_bytes: int, *, addressable: bool = True) -> None:
         self.name, self.capacity_bytes = name, capacity_bytes
         self.device = torch.device("cpu") if addressable else None
-        self._used = self._high_water = 0
-        self._lock = threading.Lock()
+        self._ledger = Ledger(name, capacity_bytes)
 
     def slot_bytes(self, nbytes: int) -> int:
         return nbytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        with self._lock:
-            if self._used + nbytes > self.capacity_bytes:
-                return None
-            self._used += nbytes
-            self._high_water = max(self._high_water, self._used)
+        if not self._ledger.take(nbytes):
+            return None
         return Slot(self.name, nbytes, nbytes, torch.full((nbytes,), 0xAB, dtype=torch.uint8))
 
     def free(self, slot: Slot) -> None:
-        with self._lock:
-            self._used -= slot.slot_bytes
+        assert isinstance(slot.resource, torch.Tensor), slot
         slot.resource = None
+        self._ledger.give(slot.slot_bytes)
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        assert isinstance(slot.resource, torch.Tensor)
-        return slot.resource.view(dtype).view(tuple(shape))
+        if self.device is None:
+            raise TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
+        assert isinstance(slot.resource, torch.Tensor), slot
+        return view_as(slot.resource, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        with self._lock:
-            if self._used + nbytes > self.capacity_bytes:
-                raise CapacityError(self.name, nbytes, self.capacity_bytes - self._used)
-            self._used += nbytes
+        self._ledger.reserve(nbytes)
 
     def sync(self) -> None:
         pass
 
     def usage(self) -> TierUsage:
-        with self._lock:
-            return TierUsage(self.capacity_bytes, self._used, self._high_water)
+        return self._ledger.usage()
 
     def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import LockedError, TieredError
+from tiered.errors import LockedError, UnusableDirectoryError
 from tiered.tiers.wear import WEAR_NAME, WearCounter
 from tiered.units import PAGE_BYTES, format_size
 from tiered.zarr_layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
@@ -25,6 +25,22 @@ LOCK_NAME = "LOCK"
 STORE_NAME = "STORE.json"
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
 _NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
+
+
+def check_ours(path: Path) -> None:
+    """Refuse a directory with files that are not ours, or of a newer format. Writes nothing."""
+    own = own_attributes(read_document(path))
+    if own is None:
+        if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(path):
+            raise UnusableDirectoryError(
+                f"'{path}' is not empty and was not made by tiered: nothing in it is touched. "
+                "Name an empty or a new directory"
+            )
+    elif int(own.get("format", 0)) > FORMAT_VERSION:
+        raise UnusableDirectoryError(
+            f"'{path}' has format {own['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
+            "or name another directory"
+        )
 
 
 class TierDirectory:
@@ -57,8 +73,9 @@ class TierDirectory:
         try:
             make_folder(self.path)
         except OSError as error:
-            raise TieredError(f"'{self.path}' cannot be made a directory: {error.strerror}") from error
-        self._check_ours()
+            problem = f"'{self.path}' cannot be made a directory: {error.strerror}. Name another directory"
+            raise UnusableDirectoryError(problem) from error
+        check_ours(self.path)
         self._lock_fd, self.dead_owner = lock_directory(self.path)
         try:
             self.wear = WearCounter(self.path, max_written_bytes)
@@ -66,7 +83,7 @@ class TierDirectory:
             unlock_directory(self._lock_fd)
             raise
         try:
-            self._check_ours()  # again, now that nobody else can be making it
+            check_ours(self.path)  # again, now that nobody else can be making it
             self._write_own_document()
             self._recover_pool()
             self._recycle_live()
@@ -75,20 +92,6 @@ class TierDirectory:
             raise
 
     # -- ownership ---------------------------------------------------------------------------------------------
-
-    def _check_ours(self) -> None:
-        own = own_attributes(read_document(self.path))
-        if own is None:
-            if _holds_more_than(self.path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(self.path):
-                raise TieredError(
-                    f"'{self.path}' is not empty and was not made by tiered: nothing in it is touched. "
-                    "Name an empty or a new directory"
-                )
-        elif int(own.get("format", 0)) > FORMAT_VERSION:
-            raise TieredError(
-                f"'{self.path}' has format {own['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
-                "or name another directory"
-            )
 
     def _write_own_document(self) -> None:
         """Say whose the directory is. It is never lost: a directory without it would be somebody else's."""

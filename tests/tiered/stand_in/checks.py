@@ -8,8 +8,10 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,8 @@ from tiered.links.probe import may_open_driver
 from tiered.links.route import make_mover
 from tiered.memory.slab import HostSlab
 from tiered.store import TieredStore
-from tiered.tiers.base import Slot
+from tiered.testing import LinkSuite
+from tiered.tiers.base import Slot, Tier
 from tiered.tiers.files import ChunkFile, files_of
 from tiered.tiers.nvme import NvmeTier, Verify
 from tiered.tiers.ram import RamTier
@@ -305,3 +308,16 @@ def test_a_run_from_files_is_the_run_from_ram(tmp_path: Path) -> None:
     assert all(link.num_bytes > 0 for link in links.values())
     assert (files.losses, files.grad_norms) == (ram.losses, ram.grad_norms)
     assert files.digests == ram.digests and files.digests
+
+
+class TestKvikioLinks(LinkSuite):
+    @pytest.fixture(autouse=True)
+    def _path(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "a"
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return NvmeTier([self.path], capacity_bytes, engine="kvikio")
+
+    def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+        broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        return mock.patch.multiple(KvikioMover, read=broken, write=broken)

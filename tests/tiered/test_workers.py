@@ -1,58 +1,13 @@
+"""The threads of a link."""
+
 from __future__ import annotations
 
 import functools
 import threading
 
 import pytest
-import torch
 
-from tiered.errors import TransferError
-from tiered.links.base import Link
-from tiered.links.host import HostLink
 from tiered.links.workers import Workers
-from tiered.tiers.base import Slot
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
-
-
-def slot_of(tier: RamTier, nbytes: int) -> Slot:
-    slot = tier.allocate(nbytes, name="block", home=False)
-    assert slot is not None
-    return slot
-
-
-def test_copies_exactly_the_contents_and_counts_them() -> None:
-    fast, slow = RamTier(MiB, name="fast"), RamTier(MiB, name="slow")
-    link = HostLink(slow, fast)
-    assert isinstance(link, Link)
-    source, target = slot_of(slow, 10_000), slot_of(fast, 10_000)
-    slow.tensor(source, (10_000,), torch.uint8).copy_(torch.arange(10_000) % 251)
-    link.submit(source, target, 10_000).wait(10)
-    assert torch.equal(fast.tensor(target, (10_000,), torch.uint8), slow.tensor(source, (10_000,), torch.uint8))
-    usage = link.usage()
-    assert (usage.num_bytes, usage.num_transfers, usage.inflight_bytes, usage.path) == (10_000, 1, 0, "host")
-    assert usage.busy_s > 0
-    link.close()
-    link.close()
-
-
-def test_empty_copy_finishes() -> None:
-    fast, slow = RamTier(MiB, name="fast"), RamTier(MiB, name="slow")
-    link = HostLink(slow, fast)
-    transfer = link.submit(slot_of(slow, 0), slot_of(fast, 0), 0)
-    transfer.wait(10)
-    assert transfer.done()
-    link.close()
-
-
-def test_failure_ends_the_transfer_with_the_error() -> None:
-    fast, slow = RamTier(MiB, name="fast"), RamTier(MiB, name="slow")
-    link = HostLink(slow, fast)
-    transfer = link.submit(slot_of(slow, 100), slot_of(fast, 100), 5000)
-    with pytest.raises(TransferError, match="slow->fast"):
-        transfer.wait(10)
-    assert link.usage().num_bytes == 0 and link.usage().inflight_bytes == 0
-    link.close()
 
 
 def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:

@@ -1,0 +1,174 @@
+"""A tier of compressed memory between RAM and a drive, in one file outside of the package.
+
+The bytes of each number are laid out in planes (all first bytes, then all second bytes, ...), as the exponents of
+weights resemble each other, and compressed by zlib. A store uses it as any other tier::
+
+    tiered.TieredStore([tiered.RamTier(64 * tiered.MiB), CompressedRamTier(1 * tiered.GiB)])
+
+How large a slot is must be known before its contents are. So the ledger counts contents as if nothing could be
+compressed, which is the worst case: what does not compress is stored as it is. ``stored_bytes`` says what memory is
+really taken. To gain room from compression, say so: ``CompressedRamTier(1 * GiB, memory_bytes=700 * MiB)`` promises
+1 GiB and takes at most 700 MiB; a block that does not fit any more stays in the faster tier, whole and readable, and
+whoever waits for its write is told, as with a full drive.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+import tiered
+
+_CHUNK_BYTES = 1 << 20  # compressed one by one: the working memory of a transfer is a few of them
+_LEVEL = 1
+
+
+class Packed:
+    """The resource of a slot: compressed chunks, and how large one number of the contents is."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.item_bytes = 1
+
+
+class CompressedRamTier:
+    """At most ``capacity_bytes`` of contents, in at most ``memory_bytes`` of memory. Reached through its links only.
+
+    Args:
+        capacity_bytes: of contents, before compression. name: what the store calls it.
+        memory_bytes: after compression; default ``capacity_bytes``, which is always enough.
+    """
+
+    alignment_bytes = 1
+    device: torch.device | None = None
+    durable = False
+
+    def __init__(self, capacity_bytes: int, *, memory_bytes: int | None = None, name: str = "compressed") -> None:
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self.memory_bytes = capacity_bytes if memory_bytes is None else memory_bytes
+        self._ledger = tiered.Ledger(name, capacity_bytes)
+        self._lock = threading.Lock()
+        self._stored_bytes = self._most_stored_bytes = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of memory that the contents of all slots take."""
+        return self._stored_bytes
+
+    @property
+    def most_stored_bytes(self) -> int:
+        """Return the most that ``stored_bytes`` ever was."""
+        return self._most_stored_bytes
+
+    # -- what every tier has -----------------------------------------------------------------------------------
+
+    def slot_bytes(self, nbytes: int) -> int:
+        return nbytes
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.Slot | None:
+        return tiered.Slot(self.name, nbytes, nbytes, Packed()) if self._ledger.take(nbytes) else None
+
+    def free(self, slot: tiered.Slot) -> None:
+        self._drop(slot)
+        slot.resource = None
+        self._ledger.give(slot.slot_bytes)
+
+    def tensor(self, slot: tiered.Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        raise tiered.TieredError(f"tier '{self.name}' holds compressed bytes: fetch the block into a faster tier first")
+
+    def reserve(self, nbytes: int) -> None:
+        self._ledger.reserve(nbytes)
+
+    def sync(self) -> None:
+        """Do nothing: memory does not survive the process."""
+
+    def usage(self) -> tiered.TierUsage:
+        return self._ledger.usage()
+
+    def close(self) -> None:
+        """Do nothing: the memory goes with the slots."""
+
+    # -- what only some have -----------------------------------------------------------------------------------
+
+    def describe(self, slot: tiered.Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Learn what a home slot will hold; the store tells it once, before the first contents."""
+        packed_of(slot).item_bytes = dtype.itemsize
+
+    def links_with(self, neighbour: tiered.Tier) -> list[tiered.Link] | None:
+        """Return the links to a tier in host memory, and none to others."""
+        if neighbour.device is None or neighbour.device.type != "cpu":
+            return None
+
+        def compress(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+            self._compress(neighbour.tensor(source, (nbytes,), torch.uint8), target)
+
+        def expand(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+            self._expand(source, neighbour.tensor(target, (nbytes,), torch.uint8))
+
+        return [
+            tiered.ThreadedLink(neighbour.name, self.name, compress, path="zlib"),
+            tiered.ThreadedLink(self.name, neighbour.name, expand, path="zlib"),
+        ]
+
+    # -- the bytes ---------------------------------------------------------------------------------------------
+
+    def _compress(self, contents: torch.Tensor, slot: tiered.Slot) -> None:
+        self._drop(slot)  # what it held is out of date: its room is free for the new contents
+        for start in range(0, len(contents), _CHUNK_BYTES):
+            raw = in_planes(contents[start : start + _CHUNK_BYTES], packed_of(slot).item_bytes).numpy().tobytes()
+            small = zlib.compress(raw, _LEVEL)
+            self._add(slot, small if len(small) < len(raw) else raw)
+
+    def _expand(self, slot: tiered.Slot, contents: torch.Tensor) -> None:
+        packed = packed_of(slot)
+        assert len(packed.chunks) == len(range(0, len(contents), _CHUNK_BYTES)), (len(packed.chunks), len(contents))
+        for chunk, into in zip(packed.chunks, contents.split(_CHUNK_BYTES), strict=False):
+            raw = bytearray(chunk if len(chunk) == len(into) else zlib.decompress(chunk))
+            out_of_planes(torch.frombuffer(raw, dtype=torch.uint8), packed.item_bytes, into)
+
+    def _add(self, slot: tiered.Slot, chunk: bytes) -> None:
+        """Store one more chunk of a slot; without memory for it, the slot loses all."""
+        with self._lock:
+            has_room = self._stored_bytes + len(chunk) <= self.memory_bytes
+            if has_room:
+                packed_of(slot).chunks.append(chunk)
+                self._stored_bytes += len(chunk)
+                self._most_stored_bytes = max(self._most_stored_bytes, self._stored_bytes)
+        if not has_room:
+            self._drop(slot)
+            raise tiered.TransferError(
+                f"no memory for a block of {slot.nbytes} bytes: others take {self._stored_bytes} of "
+                f"{self.memory_bytes} after compression. Give the tier more memory_bytes, or fewer capacity_bytes",
+                tier=self.name,
+                errno=errno.ENOSPC,
+            )
+
+    def _drop(self, slot: tiered.Slot) -> None:
+        packed = packed_of(slot)
+        with self._lock:
+            self._stored_bytes -= sum(map(len, packed.chunks))
+            packed.chunks = []
+
+
+def packed_of(slot: tiered.Slot) -> Packed:
+    """Return the contents of a slot of this tier."""
+    assert isinstance(slot.resource, Packed), slot
+    return slot.resource
+
+
+def in_planes(contents: torch.Tensor, item_bytes: int) -> torch.Tensor:
+    """Return bytes with all first bytes of a number before all second ones; what is left over stays at the end."""
+    whole = len(contents) // item_bytes * item_bytes
+    return torch.cat([contents[:whole].view(-1, item_bytes).T.reshape(-1), contents[whole:]])
+
+
+def out_of_planes(planes: torch.Tensor, item_bytes: int, into: torch.Tensor) -> None:
+    """Reverse ``in_planes``."""
+    whole = len(into) // item_bytes * item_bytes
+    into[:whole].view(-1, item_bytes).copy_(planes[:whole].view(item_bytes, -1).T)
+    into[whole:].copy_(planes[whole:])

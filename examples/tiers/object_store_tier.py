@@ -1,0 +1,170 @@
+"""A tier of objects in a bucket, in one file outside of the package: S3, GCS, a web server's folder, a local one.
+
+fsspec, which comes with torch, knows the protocols; some need a package of their own (``s3fs`` for ``s3://``). A store
+uses it as its slowest tier::
+
+    objects = ObjectStoreTier("s3://bucket/scratch", 1 * tiered.TiB, storage_options={"profile": "me"})
+    tiered.TieredStore([tiered.RamTier(8 * tiered.GiB), objects], path="generations")
+
+Every tier writes below a folder of its own name and deletes it when it is closed; what a killed process leaves is
+garbage that a lifecycle rule of the bucket may remove. Checksums are kept in memory and compared on every read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsspec
+import torch
+
+import tiered
+
+
+@dataclass(eq=False)
+class Objects:
+    """The resource of a slot: where the objects of a block are, one for each part, whether any are, their checksums."""
+
+    key: str
+    folder: str
+    was_put: bool = False
+    checksums: list[int] = field(default_factory=list)
+
+
+class ObjectStoreTier:
+    """At most ``capacity_bytes`` of contents below a URL. Holds homes only; reached through its links.
+
+    Args:
+        url: of a bucket or a folder, as fsspec takes it. capacity_bytes: bound on the sum of all objects' sizes.
+        part_bytes: most bytes of one object; a transfer holds one part in memory beside the slots.
+        num_connections: parts under way at once, each way.
+        storage_options: for fsspec's file system: credentials, an endpoint.
+    """
+
+    alignment_bytes = 1
+    device: torch.device | None = None
+    durable = False  # the contents of a commit are written to the store's path, not here
+
+    def __init__(
+        self,
+        url: str,
+        capacity_bytes: int,
+        *,
+        name: str = "objects",
+        part_bytes: int = 64 * tiered.MiB,
+        num_connections: int = 4,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self._ledger = tiered.Ledger(name, capacity_bytes)
+        self._files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        self._root = f"{root.rstrip('/')}/tiered-{uuid.uuid4().hex}"
+        self._part_bytes = part_bytes
+        self._num_connections = num_connections
+        self._has_objects = False
+
+    # -- what every tier has -----------------------------------------------------------------------------------
+
+    def slot_bytes(self, nbytes: int) -> int:
+        return nbytes
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.Slot | None:
+        assert home, f"tier '{self.name}' holds homes only, not a copy of '{name}'"
+        if not self._ledger.take(nbytes):
+            return None
+        return tiered.Slot(self.name, nbytes, nbytes, Objects(name, f"{self._root}/{name}"))
+
+    def free(self, slot: tiered.Slot) -> None:
+        """Delete the objects of a slot. Raises ``TransferError``: they are there still, and stay on the ledger."""
+        objects = objects_of(slot)
+        try:
+            for path, _ in self._parts(slot) if objects.was_put else ():
+                with contextlib.suppress(FileNotFoundError):  # a put that failed, or a second try to delete
+                    self._files.rm_file(path)
+        except OSError as error:
+            text = f"block '{objects.key}' cannot be deleted: {error}"
+            raise tiered.TransferError(text, tier=self.name, path=objects.folder, errno=error.errno) from error
+        slot.resource = None
+        self._ledger.give(slot.slot_bytes)
+
+    def tensor(self, slot: tiered.Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        raise tiered.TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
+
+    def reserve(self, nbytes: int) -> None:
+        self._ledger.reserve(nbytes)
+
+    def sync(self) -> None:
+        """Do nothing: an object that was put is kept."""
+
+    def usage(self) -> tiered.TierUsage:
+        return self._ledger.usage()
+
+    def close(self) -> None:
+        """Delete all objects that are left. Idempotent."""
+        if self._has_objects:
+            self._has_objects = False
+            with contextlib.suppress(FileNotFoundError):  # all were deleted one by one
+                self._files.rm(self._root, recursive=True)
+
+    # -- what only some have -----------------------------------------------------------------------------------
+
+    def links_with(self, neighbour: tiered.Tier) -> list[tiered.Link] | None:
+        """Return the links to a tier in host memory, and none to others."""
+        if neighbour.device is None or neighbour.device.type != "cpu":
+            return None
+
+        def put(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+            self._put(neighbour.tensor(source, (nbytes,), torch.uint8), target)
+
+        def get(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+            self._get(source, neighbour.tensor(target, (nbytes,), torch.uint8))
+
+        way, num = self._protocol(), self._num_connections
+        return [
+            tiered.ThreadedLink(neighbour.name, self.name, put, path=way, num_threads=num),
+            tiered.ThreadedLink(self.name, neighbour.name, get, path=way, num_threads=num),
+        ]
+
+    def _protocol(self) -> str:
+        protocol = self._files.protocol
+        return str(protocol if isinstance(protocol, str) else protocol[0])
+
+    # -- the bytes ---------------------------------------------------------------------------------------------
+
+    def _parts(self, slot: tiered.Slot) -> Iterator[tuple[str, slice]]:
+        """Yield the path of each object, and which bytes of the block it holds."""
+        for number, start in enumerate(range(0, slot.nbytes, self._part_bytes)):
+            stop = min(start + self._part_bytes, slot.nbytes)
+            yield f"{objects_of(slot).folder}/{number:06d}", slice(start, stop)
+
+    def _put(self, contents: torch.Tensor, slot: tiered.Slot) -> None:
+        objects_of(slot).was_put = self._has_objects = True
+        if self._protocol() == "file":  # buckets have no folders
+            self._files.makedirs(objects_of(slot).folder, exist_ok=True)
+        checksums = []
+        for path, part in self._parts(slot):
+            data = contents[part].numpy().tobytes()
+            self._files.pipe_file(path, data)
+            checksums.append(zlib.crc32(data))
+        objects_of(slot).checksums = checksums
+
+    def _get(self, slot: tiered.Slot, contents: torch.Tensor) -> None:
+        objects = objects_of(slot)
+        for (path, part), expected in zip(self._parts(slot), objects.checksums, strict=True):
+            data = bytearray(self._files.cat_file(path))
+            found = zlib.crc32(data)
+            if found != expected or len(data) != part.stop - part.start:
+                place = f"object '{path}' of {len(data)} bytes"
+                raise tiered.CorruptBlockError(objects.key, f"{expected:08x}", f"{found:08x}", place=place)
+            contents[part].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def objects_of(slot: tiered.Slot) -> Objects:
+    """Return the objects of a slot of this tier."""
+    assert isinstance(slot.resource, Objects), slot
+    return slot.resource

@@ -1,0 +1,41 @@
+"""Needs a CUDA device: the device tier and its links pass the suites."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import AbstractContextManager
+from unittest import mock
+
+import pytest
+import torch
+
+from tiered.testing import LinkSuite, StoreSuite, TierSuite
+from tiered.tiers.base import Tier
+from tiered.tiers.gpu import GpuTier
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Gpu:
+    is_faster = True
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return GpuTier(capacity_bytes)
+
+    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+        return mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("out of memory"))
+
+    def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+        return mock.patch.object(slow, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
+
+
+class TestGpuTier(Gpu, TierSuite): ...
+
+
+class TestCudaLinks(Gpu, LinkSuite): ...
+
+
+class TestStoreOfGpuAndRam(Gpu, StoreSuite): ...

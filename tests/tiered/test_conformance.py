@@ -1,0 +1,128 @@
+"""The tiers, links and policies of this package pass the suites that others are to pass."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tiered.links.base import Link
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
+from tiered.links.posix import PosixMover
+from tiered.memory import slab as slab_module
+from tiered.policies import LRU, Belady, EvictionPolicy
+from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite
+from tiered.testing.manual import MemoryTier
+from tiered.tiers.base import Tier
+from tiered.tiers.gpu import GpuTier
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import RamTier
+from tiered.units import KiB
+
+EIO = OSError(errno.EIO, "Input/output error")
+
+
+class Ram:
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return RamTier(capacity_bytes, name="slow ram", pin_memory=False)
+
+
+class TestRamTier(Ram, TierSuite):
+    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+        return mock.patch.object(slab_module, "_advise", return_value=errno.ENOMEM)
+
+
+class TestHostLinks(Ram, LinkSuite): ...
+
+
+class TestStoreOfRamAlone(Ram, StoreSuite): ...
+
+
+class GpuOnHost:
+    is_faster = True
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return GpuTier(capacity_bytes, device="cpu")
+
+    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+        return mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("out of memory"))
+
+
+class TestGpuTierOnHostMemory(GpuOnHost, TierSuite): ...
+
+
+class TestLinksOfGpuTierOnHostMemory(GpuOnHost, LinkSuite): ...
+
+
+class TestStoreOfGpuTierOnHostMemory(GpuOnHost, StoreSuite): ...
+
+
+class Nvme:
+    """Files of up to 128 KiB on two paths."""
+
+    takes_copies = False
+
+    @pytest.fixture(autouse=True)
+    def _paths(self, tmp_path: Path) -> None:
+        self.paths = [tmp_path / "a", tmp_path / "b"]
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return NvmeTier(self.paths, capacity_bytes, chunk_bytes=128 * KiB)
+
+    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        return mock.patch.object(os, "posix_fallocate", side_effect=full)
+
+    @contextmanager
+    def failing(self, fast: Tier, slow: Tier) -> Iterator[None]:
+        with mock.patch.object(os, "pwritev", side_effect=EIO), mock.patch.object(os, "preadv", side_effect=EIO):
+            yield
+
+
+class TestNvmeTier(Nvme, TierSuite): ...
+
+
+class TestNvmeTierOnOnePath(Nvme, TierSuite):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return NvmeTier(self.paths[:1], capacity_bytes)
+
+
+class TestFileLinks(Nvme, LinkSuite):
+    def make_links(self, fast: Tier, slow: Tier) -> list[Link]:
+        assert isinstance(fast, RamTier) and isinstance(slow, NvmeTier)
+        engine = FileEngine(slow, PosixMover(slow), part_bytes=16 * KiB)
+        return [FileReadLink(slow, fast, engine), FileWriteLink(fast, slow, engine)]
+
+
+class TestBufferedFileLinks(Nvme, LinkSuite):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return NvmeTier(self.paths[:1], capacity_bytes, direct_io=False)
+
+
+class TestStoreOfFiles(Nvme, StoreSuite): ...
+
+
+class TestMemoryTier(TierSuite):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return MemoryTier("memory", capacity_bytes)
+
+
+class TestMemoryTierReachedByLinksOnly(TierSuite):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return MemoryTier("memory", capacity_bytes, addressable=False)
+
+
+class TestLRU(PolicySuite):
+    def make_policy(self) -> EvictionPolicy:
+        return LRU()
+
+
+class TestBelady(PolicySuite):
+    def make_policy(self) -> EvictionPolicy:
+        return Belady()

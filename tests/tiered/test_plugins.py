@@ -1,0 +1,136 @@
+"""Tiers found by name: those of installed packages, and what is said when there is something wrong with one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiered
+from tiered.errors import TieredError
+from tiered.links.base import Link
+from tiered.links.host import HostLink
+from tiered.links.route import default_links
+from tiered.testing.manual import MemoryTier
+from tiered.tiers.base import Tier
+
+ROOT = Path(__file__).parents[2]
+MODULE = """
+from tiered.testing.manual import MemoryTier
+
+
+class ShelfTier(MemoryTier):
+    def __init__(self, capacity_bytes, *, name="shelf"):
+        super().__init__(name, capacity_bytes)
+
+
+NOT_A_CLASS = "text"
+"""
+
+
+def install(folder: Path, package: str, *entries: str) -> None:
+    """Make a distribution without any file but its metadata."""
+    info = folder / f"{package.replace('-', '_')}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[tiered.tiers]\n" + "\n".join(entries) + "\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder that packages can be put into."""
+    (tmp_path / "shelf_of_others.py").write_text(MODULE)
+    (tmp_path / "broken_tier.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_own_tiers_have_names() -> None:
+    assert tiered.available_tiers()[:3] == ("gpu", "ram", "nvme")
+    assert tiered.tier_class("gpu") is tiered.GpuTier
+    assert tiered.tier_class("ram") is tiered.RamTier
+    assert tiered.tier_class("nvme") is tiered.NvmeTier
+
+
+def test_a_tier_of_another_package_is_found_by_its_name_and_used(site: Path) -> None:
+    install(site, "shelf-of-others", "shelf = shelf_of_others:ShelfTier", "ram = shelf_of_others:ShelfTier")
+    assert tiered.available_tiers() == ("gpu", "ram", "nvme", "shelf")
+    assert "shelf_of_others" not in sys.modules, "a list of names imports nothing"
+    tier = tiered.tier_class("shelf")(tiered.MiB)
+    assert type(tier).__name__ == "ShelfTier" and isinstance(tier, Tier)
+    assert tiered.tier_class("ram") is tiered.RamTier, "nobody takes the name of an own tier"
+    with tiered.TieredStore([tiered.RamTier(tiered.MiB), tier]) as store:
+        store.register("block", (1000,), torch.float32, home="shelf")
+        with store.acquire("block", "ram", "w") as lease:
+            lease.tensor.fill_(3)
+        store.evict("block", "ram").wait(60)
+        with store.acquire("block", "ram") as lease:
+            assert float(lease.tensor.sum()) == 3000
+    del sys.modules["shelf_of_others"]
+
+
+def test_an_unknown_name_says_what_there_is() -> None:
+    with pytest.raises(TieredError, match=r"no tier is called 'tape'; there are gpu, ram, nvme.*'tiered.tiers'"):
+        tiered.tier_class("tape")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            "bad = broken_tier:Tier",
+            r"'bad' of package 'bad-one' 1.5 \(broken_tier:Tier\) cannot be imported: .*not_there",
+        ),
+        ("bad = shelf_of_others:Missing", "cannot be imported: AttributeError: .*Missing"),
+        ("bad = shelf_of_others:NOT_A_CLASS", "is a str, not a class or a function"),
+    ],
+)
+def test_a_broken_package_is_named(site: Path, entry: str, message: str) -> None:
+    install(site, "bad-one", entry)
+    assert "bad" in tiered.available_tiers()
+    with pytest.raises(TieredError, match=message):
+        tiered.tier_class("bad")
+
+
+def test_one_name_in_two_packages(site: Path) -> None:
+    install(site, "first", "shelf = shelf_of_others:ShelfTier")
+    install(site, "second", "shelf = broken_tier:Tier")
+    with pytest.raises(TieredError, match=r"package 'first' 1.5 .*and package 'second' 1.5 .*uninstall one"):
+        tiered.tier_class("shelf")
+
+
+class Linked(MemoryTier):
+    """Brings links of its own, and remembers who asked."""
+
+    def __init__(self, name: str, links: list[Link] | None) -> None:
+        super().__init__(name, tiered.MiB)
+        self.links = links
+        self.asked: list[str] = []
+
+    def links_with(self, neighbour: Tier) -> list[Link] | None:
+        self.asked.append(neighbour.name)
+        return self.links
+
+
+def test_a_tier_brings_its_own_links() -> None:
+    ram = tiered.RamTier(tiered.MiB)
+    ends = MemoryTier("ram", tiered.MiB), MemoryTier("own", tiered.MiB)
+    links: list[Link] = [HostLink(*ends), HostLink(*reversed(ends))]
+    for order in ([ram, Linked("own", links)], [Linked("own", links), ram]):
+        assert default_links(order) == links
+    silent = Linked("own", None)
+    assert [type(link) for link in default_links([ram, silent])] == [HostLink, HostLink]
+    assert silent.asked == ["ram"]
+    with pytest.raises(ValueError, match=r"Linked\.links_with must return one link each way between 'own' and 'ram'"):
+        default_links([ram, Linked("own", links[:1])])
+
+
+def test_the_suites_need_no_pytest() -> None:
+    code = "import sys, tiered, tiered.testing; print('pytest' in sys.modules, 'hypothesis' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert result.stdout.split() == ["False", "False"]

@@ -1,0 +1,383 @@
+"""The suites can fail: for each promise, something that breaks it and the test that sees it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import unittest
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tiered.errors import CapacityError
+from tiered.links.base import Link
+from tiered.links.host import HostLink
+from tiered.policies import LRU, Candidate, EvictionPolicy
+from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite, link_suite
+from tiered.testing.manual import MemoryTier
+from tiered.tiers.base import Slot, Tier, TierUsage
+from tiered.transfer import Transfer
+
+
+def failed_tests(suite: object) -> set[str]:
+    """Run all tests of a suite; return the names of those that fail."""
+    failed = set()
+    for name in dir(suite):
+        if name.startswith("test_"):
+            try:
+                getattr(suite, name)()
+            except unittest.SkipTest:
+                continue
+            except Exception:
+                failed.add(name.removeprefix("test_"))
+    return failed
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------
+
+
+class Tiers(TierSuite):
+    def __init__(self, make: Callable[[int], Tier]) -> None:
+        self.make = make
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return self.make(capacity_bytes)
+
+
+class Sound(MemoryTier):
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__("memory", capacity_bytes)
+
+
+class ForgetsNothing(Sound):
+    def free(self, slot: Slot) -> None:
+        slot.resource = None
+
+
+class FreesTwice(Sound):
+    def free(self, slot: Slot) -> None:
+        self._ledger._slot_bytes -= slot.slot_bytes
+
+
+class CountsContentsOnly(Sound):
+    alignment_bytes = 512
+
+    def slot_bytes(self, nbytes: int) -> int:
+        return -(-nbytes // 512) * 512
+
+
+class IsLarger(Sound):
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(2 * capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+
+
+class KeepsALittle(Sound):
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        return None if nbytes > self.usage().free_bytes - 100 else super().allocate(nbytes, name=name, home=home)
+
+
+class RaisesWhenFull(Sound):
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        slot = super().allocate(nbytes, name=name, home=home)
+        if slot is None:
+            raise CapacityError(self.name, nbytes, 0)
+        return slot
+
+
+class ReservesBeside(Sound):
+    def reserve(self, nbytes: int) -> None:
+        pass
+
+
+class ReservesWithoutLimit(Sound):
+    def reserve(self, nbytes: int) -> None:
+        self._ledger._reserved_bytes += nbytes
+
+
+class HasNoHighWater(Sound):
+    def usage(self) -> TierUsage:
+        usage = super().usage()
+        return TierUsage(usage.capacity_bytes, usage.used_bytes, usage.used_bytes)
+
+
+class GivesCopies(Sound):
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return super().tensor(slot, shape, dtype).clone()
+
+
+class SharesBytes(Sound):
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.all = torch.zeros(capacity_bytes, dtype=torch.uint8)
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        slot = super().allocate(nbytes, name=name, home=home)
+        if slot is not None:
+            slot.resource = self.all[:nbytes]
+        return slot
+
+
+class ClosesOnce(Sound):
+    is_closed = False
+
+    def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+
+
+class CountsWithoutLock(Sound):
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.used_bytes = 0
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        used_bytes = self.used_bytes
+        threading.Event().wait(0.0001)
+        self.used_bytes = used_bytes + nbytes
+        return super().allocate(nbytes, name=name, home=home)
+
+    def usage(self) -> TierUsage:
+        usage = super().usage()
+        return TierUsage(usage.capacity_bytes, max(0, self.used_bytes), usage.high_water_bytes)
+
+    def free(self, slot: Slot) -> None:
+        self.used_bytes -= slot.nbytes
+        super().free(slot)
+
+
+def test_a_sound_tier_passes() -> None:
+    assert failed_tests(Tiers(Sound)) == set()
+
+
+@pytest.mark.parametrize(
+    ("broken", "seen_by"),
+    [
+        (ForgetsNothing, "the_ledger_counts_whole_slots"),
+        (FreesTwice, "a_slot_is_freed_once"),
+        (CountsContentsOnly, "the_ledger_counts_whole_slots"),
+        (IsLarger, "no_room_is_none_and_costs_nothing"),
+        (KeepsALittle, "what_fits_the_free_bytes_is_given"),
+        (RaisesWhenFull, "no_room_is_none_and_costs_nothing"),
+        (ReservesBeside, "reservations_share_the_ledger"),
+        (ReservesWithoutLimit, "reservations_share_the_ledger"),
+        (HasNoHighWater, "the_ledger_counts_whole_slots"),
+        (GivesCopies, "tensors_are_views_of_the_slot"),
+        (SharesBytes, "slots_do_not_overlap"),
+        (ClosesOnce, "close_is_idempotent"),
+        (CountsWithoutLock, "threads_share_it"),
+    ],
+)
+def test_a_broken_tier_is_seen(broken: type[Sound], seen_by: str) -> None:
+    assert seen_by in failed_tests(Tiers(broken))
+
+
+# -- links -----------------------------------------------------------------------------------------------------
+
+
+class Links(LinkSuite):
+    def __init__(self, make: Callable[[Tier, Tier], Link]) -> None:
+        self.make = make
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return MemoryTier("slow", capacity_bytes)
+
+    def make_neighbour(self, capacity_bytes: int) -> Tier:
+        return MemoryTier("fast", capacity_bytes)
+
+    def make_links(self, fast: Tier, slow: Tier) -> list[Link]:
+        return [self.make(fast, slow), self.make(slow, fast)]
+
+
+class LosesTheEnd(HostLink):
+    def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
+        super()._copy(src_slot, dst_slot, nbytes // 512 * 512)
+
+
+class EatsTheSource(HostLink):
+    def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
+        super()._copy(src_slot, dst_slot, nbytes)
+        self._src_tier.tensor(src_slot, (nbytes,), torch.uint8).zero_()
+
+
+class FirstWriteStays(HostLink):
+    def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
+        super().__init__(src_tier, dst_tier)
+        self.seen: set[Slot] = set()
+
+    def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
+        if self.src == "slow" or dst_slot not in self.seen:
+            super()._copy(src_slot, dst_slot, nbytes)
+        self.seen.add(dst_slot)
+
+
+class UsesOneBuffer(HostLink):
+    """Two transfers at once get into each other's way."""
+
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
+        self.buffer[:nbytes] = self._src_tier.tensor(src_slot, (nbytes,), torch.uint8)
+        threading.Event().wait(0.002)
+        self._dst_tier.tensor(dst_slot, (nbytes,), torch.uint8).copy_(self.buffer[:nbytes])
+
+
+class CountsPages(HostLink):
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        self._meter.start(4096)
+        self._meter.end(4096, moved=True)
+        return super().submit(src_slot, dst_slot, nbytes)
+
+
+class RaisesInSubmit(HostLink):
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        self._src_tier.tensor(src_slot, (nbytes,), torch.uint8)
+        self._dst_tier.tensor(dst_slot, (nbytes,), torch.uint8)
+        return super().submit(src_slot, dst_slot, nbytes)
+
+
+class TellsItsOwnErrors(HostLink):
+    def _run(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
+        error: Exception | None = None
+        try:
+            self._copy(src_slot, dst_slot, nbytes)
+        except OSError as cause:
+            error = cause
+        self._meter.end(nbytes, moved=error is None)
+        transfer.finish(error)
+
+
+class HoldsALock(HostLink):
+    """A callback runs with the lock held that submit takes."""
+
+    def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
+        super().__init__(src_tier, dst_tier)
+        self._lock = threading.Lock()
+
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        assert self._lock.acquire(timeout=2), "else the test would leave threads that wait for ever"
+        try:
+            return super().submit(src_slot, dst_slot, nbytes)
+        finally:
+            self._lock.release()
+
+    def _run(self, *arguments: Any) -> None:
+        with self._lock:
+            super()._run(*arguments)
+
+
+class ClosesInAHurry(HostLink):
+    def close(self) -> None:
+        with self._workers._changed:
+            self._workers._urgent.clear()
+        super().close()
+
+
+def test_sound_links_pass() -> None:
+    assert failed_tests(Links(HostLink)) == set()
+
+
+@pytest.mark.parametrize(
+    ("broken", "seen_by"),
+    [
+        (LosesTheEnd, "bytes_of_every_size_come_back"),
+        (EatsTheSource, "bytes_of_every_size_come_back"),
+        (FirstWriteStays, "the_last_write_counts"),
+        (UsesOneBuffer, "many_transfers_at_once_both_ways"),
+        (CountsPages, "counters_count_contents"),
+        (RaisesInSubmit, "failures_end_in_the_transfer"),
+        (TellsItsOwnErrors, "failures_end_in_the_transfer"),
+        (HoldsALock, "submit_and_usage_wait_for_no_callback"),
+        (ClosesInAHurry, "close_finishes_what_is_under_way"),
+    ],
+)
+def test_a_broken_link_is_seen(broken: type[HostLink], seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken is HoldsALock:
+        monkeypatch.setattr(link_suite, "TIMEOUT_S", 0.5)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)  # of the thread that gives up waiting
+    with pytest.raises((AssertionError, TimeoutError, OSError)):
+        getattr(Links(broken), f"test_{seen_by}")()
+
+
+# -- policies --------------------------------------------------------------------------------------------------
+
+
+class Policies(PolicySuite):
+    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
+        self.make = make
+
+    def make_policy(self) -> EvictionPolicy:
+        return self.make()
+
+
+class KeepsDirtyOnes(LRU):
+    def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
+        return [candidate for candidate in super().rank(candidates, now) if not candidate.dirty]
+
+
+class SortsInPlace(LRU):
+    def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
+        assert isinstance(candidates, list)
+        candidates.sort(key=lambda candidate: candidate.key)
+        return candidates
+
+
+class TakesTurns(LRU):
+    def __init__(self) -> None:
+        self.turns = itertools.count()
+
+    def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
+        return super().rank(candidates, now)[:: 1 if next(self.turns) % 2 else -1]
+
+
+class IgnoresTies(LRU):
+    def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
+        return sorted(candidates, key=lambda candidate: candidate.last_use)
+
+
+@pytest.mark.parametrize(
+    ("broken", "seen_by"),
+    [
+        (KeepsDirtyOnes, "all_candidates_are_ranked_once"),
+        (SortsInPlace, "the_arguments_are_not_changed"),
+        (TakesTurns, "the_same_question_has_the_same_answer"),
+        (IgnoresTies, "the_order_of_the_question_does_not_matter"),
+    ],
+)
+def test_a_broken_policy_is_seen(broken: type[LRU], seen_by: str) -> None:
+    assert seen_by in failed_tests(Policies(broken))
+
+
+# -- stores ----------------------------------------------------------------------------------------------------
+
+
+class Stores(StoreSuite):
+    seeds = (0,)
+
+    def __init__(self, make: Callable[[Tier, Tier], Link]) -> None:
+        self.make = make
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return MemoryTier("slow", capacity_bytes)
+
+    def make_links(self, fast: Tier, slow: Tier) -> list[Link]:
+        return [self.make(fast, slow), self.make(slow, fast)]
+
+
+def test_a_store_with_a_link_that_loses_bytes_is_seen() -> None:
+    assert failed_tests(Stores(HostLink)) == set()
+    assert "random_work_keeps_every_byte" in failed_tests(Stores(LosesTheEnd))
+    assert "threads_keep_their_bytes" in failed_tests(Stores(FirstWriteStays))
+
+
+def test_a_write_back_that_only_seems_to_work_is_seen() -> None:
+    class Optimist(HostLink):
+        def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
+            try:
+                super()._copy(src_slot, dst_slot, nbytes)
+            except OSError:
+                return
+
+    assert "a_failed_write_back_keeps_the_newest_bytes" in failed_tests(Stores(Optimist))

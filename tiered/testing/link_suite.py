@@ -1,0 +1,229 @@
+"""LinkSuite: all that the store relies on in the links between a tier and its neighbour, as tests to inherit."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from tiered.errors import TransferError
+from tiered.links.base import Link
+from tiered.testing.subjects import TIMEOUT_S, PairSubject, Rig, raised_by, random_bytes
+from tiered.tiers.base import Slot
+from tiered.transfer import Transfer
+
+
+class LinkSuite(PairSubject):
+    """Subclass it, say how a tier is made, and pytest collects the tests::
+
+        class TestMyLinks(LinkSuite):
+            def make_tier(self, capacity_bytes: int) -> Tier:
+                return MyTier(capacity_bytes)
+
+            def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+                return ...  # a context in which its transfers fail
+
+    Links are those of ``default_links``; override ``make_links`` for others, ``make_neighbour`` for another neighbour
+    than a ``RamTier``, and set ``is_faster`` where the tier is the faster of the two. The faster one must be
+    addressable.
+    """
+
+    def _sizes(self) -> list[int]:
+        unit = self.unit_bytes
+        return [0, 1, 2, 3, 511, 513, 4095, 4096, 4097, unit - 1, unit, unit + 1, 3 * unit + 7]
+
+    def test_they_are_links(self) -> None:
+        with self.rig() as rig:
+            for link in (rig.down, rig.up):
+                assert isinstance(link, Link), f"{type(link).__name__} lacks something of tiered.Link"
+                assert link.path and isinstance(link.path, str), repr(link.path)
+                usage = link.usage()
+                assert (usage.num_bytes, usage.busy_s, usage.inflight_bytes, usage.num_transfers) == (0, 0, 0, 0), usage
+                assert usage.path == link.path, (usage.path, link.path)
+
+    def test_bytes_of_every_size_come_back(self) -> None:
+        with self.rig() as rig:
+            for seed, nbytes in enumerate(self._sizes()):
+                data = random_bytes(nbytes, seed)
+                fast, slow = rig.fast_slot(nbytes), rig.slow_slot(nbytes)
+                rig.write(fast, data)
+                transfer = rig.send(fast, slow)
+                assert transfer.done() and transfer.error is None and not transfer.skipped, vars_of(transfer)
+                assert (transfer.src, transfer.dst) == (rig.fast.name, rig.slow.name), vars_of(transfer)
+                assert (transfer.nbytes, transfer.path) == (nbytes, rig.down.path), vars_of(transfer)
+                assert torch.equal(rig.read(fast), data), f"the source of {nbytes} bytes was changed"
+                assert torch.equal(rig.fetch(slow, fast), data), f"{nbytes} bytes came back as others"
+                assert torch.equal(rig.fetch(slow, fast), data), f"{nbytes} bytes can be fetched once only"
+                rig.fast.free(fast)
+                rig.slow.free(slow)
+
+    def test_the_last_write_counts(self) -> None:
+        with self.rig() as rig:
+            nbytes = self.unit_bytes + 1
+            fast, slow = rig.fast_slot(nbytes), rig.slow_slot(nbytes)
+            for seed in range(4):
+                rig.write(fast, random_bytes(nbytes, seed))
+                rig.send(fast, slow)
+            assert torch.equal(rig.fetch(slow, fast), random_bytes(nbytes, 3))
+
+    def test_other_slots_are_untouched(self) -> None:
+        with self.rig() as rig:
+            nbytes = 2 * self.unit_bytes + 3
+            slots = [(rig.fast_slot(nbytes, f"block.{n}"), rig.slow_slot(nbytes, f"block.{n}")) for n in range(3)]
+            for number, (fast, slow) in enumerate(slots):
+                rig.write(fast, random_bytes(nbytes, number))
+                rig.send(fast, slow)
+            rig.write(slots[1][0], random_bytes(nbytes, 9))
+            rig.send(*slots[1])
+            assert torch.equal(rig.fetch(slots[1][1], slots[1][0]), random_bytes(nbytes, 9))
+            for number in (0, 2):
+                fast, slow = slots[number]
+                assert torch.equal(rig.read(fast), random_bytes(nbytes, number)), (
+                    "another slot of the fast tier changed"
+                )
+                assert torch.equal(rig.fetch(slow, fast), random_bytes(nbytes, number)), "another home was changed"
+
+    def test_many_transfers_at_once_both_ways(self) -> None:
+        with self.rig() as rig:
+            homes = self._stored(rig, 12)
+            news = [self._filled(rig, number + 100) for number in range(12)]
+            targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
+            slow_news = [rig.slow_slot(slot.nbytes, f"new.{number}") for number, slot in enumerate(news)]
+            jobs = [(rig.up, home, target) for home, target in zip(homes, targets, strict=True)]
+            jobs += [(rig.down, slot, home) for slot, home in zip(news, slow_news, strict=True)]
+            jobs = jobs[::2] + jobs[1::2]
+            transfers = self._submit_from_threads(jobs)
+            for transfer in transfers:
+                transfer.wait(TIMEOUT_S)
+            for number, target in enumerate(targets):
+                assert torch.equal(rig.read(target), self._data(number)), f"fetch {number} of many brought other bytes"
+            for number, (home, target) in enumerate(zip(slow_news, targets, strict=True)):
+                assert torch.equal(rig.fetch(home, target), self._data(number + 100)), f"write {number} of many"
+            for link in (rig.up, rig.down):
+                assert link.usage().inflight_bytes == 0, link.usage()
+
+    def test_counters_count_contents(self) -> None:
+        with self.rig() as rig:
+            slots = [(rig.fast_slot(nbytes), rig.slow_slot(nbytes, f"block.{nbytes}")) for nbytes in self._sizes()]
+            for fast, slow in slots:
+                rig.write(fast, random_bytes(fast.nbytes, 0))
+                rig.send(fast, slow)
+                rig.fetch(slow, fast)
+            for link in (rig.down, rig.up):
+                usage = link.usage()
+                assert usage.num_bytes == sum(self._sizes()), f"{usage}, moved {sum(self._sizes())} bytes of contents"
+                assert usage.num_transfers == len(slots) and usage.inflight_bytes == 0, usage
+                assert usage.busy_s > 0, usage
+
+    def test_submit_and_usage_wait_for_no_callback(self) -> None:
+        """The store submits with its lock held, and a transfer's callback takes that lock."""
+        with self.rig() as rig:
+            homes = self._stored(rig, 6)
+            targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
+            lock, entered, called = threading.RLock(), threading.Event(), threading.Semaphore(0)
+            transfers: list[Transfer] = []
+
+            def ended(_: Transfer) -> None:
+                entered.set()
+                with lock:
+                    called.release()
+
+            def submit_all() -> None:
+                with lock:
+                    for number, (home, target) in enumerate(zip(homes, targets, strict=True)):
+                        if number == len(homes) // 2:
+                            entered.wait(TIMEOUT_S)  # now a callback waits for the lock
+                        transfer = rig.up.submit(home, target, home.nbytes)
+                        transfer.add_done_callback(ended)
+                        transfers.append(transfer)
+                        rig.up.usage()
+
+            thread = threading.Thread(target=submit_all, daemon=True)
+            thread.start()
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "submit or usage waits for a callback, which waits for its caller's lock"
+            for transfer in transfers:
+                transfer.wait(TIMEOUT_S)
+            assert all(called.acquire(timeout=TIMEOUT_S) for _ in transfers), "a callback was not called"
+            assert not called.acquire(blocking=False), "a callback was called twice"
+
+    def test_failures_end_in_the_transfer(self) -> None:
+        with self.rig() as rig:
+            nbytes = self.unit_bytes
+            (home,), target = self._stored(rig, 1), rig.fast_slot(nbytes, "copy")
+            source, slow = rig.fast_slot(nbytes, "source"), rig.slow_slot(nbytes, "other")
+            rig.write(source, random_bytes(nbytes, 50))
+            before = rig.down.usage(), rig.up.usage()
+            with self.failing(rig.fast, rig.slow):
+                for transfer in (rig.down.submit(source, slow, nbytes), rig.up.submit(home, target, home.nbytes)):
+                    error = raised_by(lambda transfer=transfer: transfer.wait(TIMEOUT_S))  # type: ignore[misc]
+                    assert isinstance(error, TransferError), f"a failed transfer told {error!r}, not a TransferError"
+                    assert error.tier and str(error), "the error names no tier"
+                    assert transfer.done() and transfer.error is error, vars_of(transfer)
+            for link, earlier in zip((rig.down, rig.up), before, strict=True):
+                usage = link.usage()
+                assert (usage.num_bytes, usage.inflight_bytes) == (earlier.num_bytes, 0), usage
+            assert torch.equal(rig.read(source), random_bytes(nbytes, 50)), "a failed write changed its source"
+            assert torch.equal(rig.fetch(home, target), self._data(0)), "a failed fetch changed its source"
+            rig.send(source, slow)
+            assert torch.equal(rig.fetch(slow, target), random_bytes(nbytes, 50)), "a link must work after a failure"
+
+    def test_close_leaves_the_other_direction_open(self) -> None:
+        with self.rig() as rig:
+            (home,) = self._stored(rig, 1)
+            rig.down.close()
+            assert torch.equal(rig.fetch(home, rig.fast_slot(home.nbytes)), self._data(0))
+
+    def test_close_finishes_what_is_under_way(self) -> None:
+        with self.rig() as rig:
+            homes = self._stored(rig, 8)
+            targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
+            transfers = [rig.up.submit(home, target, home.nbytes) for home, target in zip(homes, targets, strict=True)]
+            for link in (rig.up, rig.down, rig.up):  # they may share threads, which end with the last
+                link.close()
+            for number, (transfer, target) in enumerate(zip(transfers, targets, strict=True)):
+                assert transfer.done(), "all links are closed, and a transfer has not ended"
+                transfer.wait(0)
+                assert torch.equal(rig.read(target), self._data(number))
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _data(self, number: int) -> torch.Tensor:
+        return random_bytes(self.unit_bytes + 13 * (number % 50), number)
+
+    def _filled(self, rig: Rig, number: int) -> Slot:
+        data = self._data(number)
+        slot = rig.fast_slot(data.numel(), f"filled.{number}")
+        rig.write(slot, data)
+        return slot
+
+    def _stored(self, rig: Rig, count: int) -> list[Slot]:
+        """Return slots of the slower tier with the contents ``_data(0)``, ``_data(1)`` ..."""
+        homes = []
+        for number in range(count):
+            slot = self._filled(rig, number)
+            homes.append(rig.slow_slot(slot.nbytes, f"home.{number}"))
+            rig.send(slot, homes[-1])
+            rig.fast.free(slot)
+        return homes
+
+    @staticmethod
+    def _submit_from_threads(jobs: list[tuple[Link, Slot, Slot]]) -> list[Transfer]:
+        transfers: list[Transfer] = []
+
+        def submit(part: list[tuple[Link, Slot, Slot]]) -> None:
+            for link, source, target in part:
+                transfers.append(link.submit(source, target, source.nbytes))
+
+        threads = [threading.Thread(target=submit, args=(jobs[number::3],), daemon=True) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert len(transfers) == len(jobs), f"submit raised or hangs: {len(transfers)} of {len(jobs)} transfers"
+        return transfers
+
+
+def vars_of(transfer: Transfer) -> str:
+    """Return what a message should say of a transfer."""
+    return f"{transfer.src}->{transfer.dst}, {transfer.nbytes} bytes, {transfer.path!r}, error {transfer.error!r}"

@@ -1,0 +1,82 @@
+"""PolicySuite: all that the store relies on in an eviction policy, as tests to inherit."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from tiered.policies.base import Candidate, EvictionPolicy
+from tiered.schedule import NEVER
+
+_NUM_CASES = 50
+
+
+class PolicySuite(ABC):
+    """Subclass it, say how a policy is made, and pytest collects the tests::
+
+    class TestMyPolicy(PolicySuite):
+        def make_policy(self) -> EvictionPolicy:
+            return MyPolicy()
+    """
+
+    @abstractmethod
+    def make_policy(self) -> EvictionPolicy:
+        """Return a new policy."""
+
+    def test_nothing_to_rank(self) -> None:
+        assert list(self.make_policy().rank([], 0)) == []
+
+    def test_all_candidates_are_ranked_once(self) -> None:
+        for candidates, now in _cases():
+            ranked = self.make_policy().rank(candidates, now)
+            lost = {candidate.key for candidate in candidates} - {candidate.key for candidate in ranked}
+            assert not lost, f"{sorted(lost)} could never be evicted"
+            assert sorted(ranked, key=_key) == sorted(candidates, key=_key), (ranked, candidates)
+
+    def test_the_arguments_are_not_changed(self) -> None:
+        for candidates, now in _cases():
+            before = list(candidates)
+            self.make_policy().rank(candidates, now)
+            assert candidates == before, "rank sorted its argument in place"
+            self.make_policy().rank(tuple(candidates), now)  # a sequence, not always a list
+
+    def test_the_same_question_has_the_same_answer(self) -> None:
+        """Else what is moved would depend on how often somebody waited."""
+        policy, cases = self.make_policy(), _cases()
+        first = [list(policy.rank(candidates, now)) for candidates, now in cases]
+        for (candidates, now), answer in zip(cases, first, strict=True):
+            assert list(policy.rank(candidates, now)) == answer, "the answer depends on the questions before"
+            assert list(self.make_policy().rank(candidates, now)) == answer, "two policies answer differently"
+
+    def test_the_order_of_the_question_does_not_matter(self) -> None:
+        """The store lists candidates as its dict has them: ties need a rule, for instance the key."""
+        policy, chance = self.make_policy(), random.Random(1)
+        for candidates, now in _cases():
+            answer = list(policy.rank(candidates, now))
+            shuffled = chance.sample(candidates, len(candidates))
+            assert list(policy.rank(shuffled, now)) == answer, (answer, shuffled)
+
+
+def _cases() -> Sequence[tuple[list[Candidate], int]]:
+    """Return candidates with many ties, and the tick of now."""
+    chance = random.Random(0)
+    cases = []
+    for _ in range(_NUM_CASES):
+        now = chance.randrange(20)
+        candidates = [
+            Candidate(
+                key=f"block.{number}",
+                nbytes=chance.choice([0, 1, 4096, 10_000]),
+                dirty=chance.random() < 0.5,
+                last_use=chance.randrange(-1, 6),
+                next_use=chance.choice([NEVER, now + 1, now + 2, now + 50]),
+            )
+            for number in chance.sample(range(30), chance.randrange(1, 12))
+        ]
+        cases.append((candidates, now))
+    return cases
+
+
+def _key(candidate: Candidate) -> str:
+    return candidate.key

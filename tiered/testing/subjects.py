@@ -1,0 +1,168 @@
+"""What the suites test: a tier alone, or beside a neighbour with the links between them; and how to fill slots."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import unittest
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from tiered.links.base import Link
+from tiered.links.route import default_links
+from tiered.tiers.base import Slot, Tier
+from tiered.tiers.ram import RamTier
+from tiered.transfer import Transfer
+from tiered.units import KiB
+
+#: Nothing in a suite takes that long; what does, hangs.
+TIMEOUT_S = 60.0
+
+
+class TierSubject(ABC):
+    """Says how to make the tier under test; the base of the suites.
+
+    Attributes:
+        unit_bytes: size of the blocks that the tests make, about; at least four times the tier's alignment.
+        takes_copies: False for a tier that is always the slowest and holds homes only.
+    """
+
+    unit_bytes = 64 * KiB
+    takes_copies = True
+
+    @abstractmethod
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        """Return a new, empty tier. The suites close it."""
+
+    def refusing(self, tier: Tier) -> AbstractContextManager[object]:
+        """Return a context in which the machine refuses what the ledger allows: disk full, no memory.
+
+        Override it where ``allocate`` asks the machine for the room; else that test is skipped.
+        """
+        raise unittest.SkipTest(f"{type(self).__name__} does not say how the machine refuses room: refusing()")
+
+    def allocate(self, tier: Tier, nbytes: int, name: str) -> Slot:
+        """Return a slot that there must be room for."""
+        slot = tier.allocate(nbytes, name=name, home=not self.takes_copies)
+        assert slot is not None, f"no room for {nbytes} bytes: {tier.usage()}, slot_bytes {tier.slot_bytes(nbytes)}"
+        return slot
+
+
+class PairSubject(TierSubject):
+    """Says what the tier under test is linked with.
+
+    Attributes:
+        is_faster: the tier is the faster of the two, as GPU memory beside RAM.
+    """
+
+    is_faster = False
+
+    def make_neighbour(self, capacity_bytes: int) -> Tier:
+        """Return the tier at the other end of the links. The suites close it."""
+        return RamTier(capacity_bytes, pin_memory=False)
+
+    def make_links(self, fast: Tier, slow: Tier) -> Sequence[Link]:
+        """Return a link each way; default: those that a store would use. The suites close them."""
+        return default_links([fast, slow])
+
+    def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
+        """Return a context in which transfers fail that begin in it, both ways.
+
+        Default: the faster tier cannot be reached. Override it for links that do not use its ``tensor``.
+        """
+        return mock.patch.object(fast, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
+
+    def make_pair(self, fast_bytes: int, slow_bytes: int) -> tuple[Tier, Tier]:
+        """Return the faster and the slower tier."""
+        if self.is_faster:
+            return self.make_tier(fast_bytes), self.make_neighbour(slow_bytes)
+        return self.make_neighbour(fast_bytes), self.make_tier(slow_bytes)
+
+    @contextmanager
+    def rig(self, num_units: int = 64) -> Iterator[Rig]:
+        """Yield both tiers, with room for so many blocks each, and their links; close everything at the end."""
+        fast, slow = self.make_pair(num_units * self.unit_bytes, num_units * self.unit_bytes)
+        links = self.make_links(fast, slow)
+
+        def close() -> None:
+            for link in links:
+                link.close()
+            fast.close()
+            slow.close()
+
+        try:
+            by_direction = {(link.src, link.dst): link for link in links}
+            found = [f"{src}->{dst}" for src, dst in by_direction]
+            assert len(links) == len(by_direction) == 2 and (fast.name, slow.name) in by_direction, found
+            assert (slow.name, fast.name) in by_direction, found
+            yield Rig(fast, slow, by_direction[fast.name, slow.name], by_direction[slow.name, fast.name])
+        except BaseException:
+            closer = threading.Thread(target=close, daemon=True)  # a link that hangs must not hide why
+            closer.start()
+            closer.join(TIMEOUT_S)
+            raise
+        close()
+
+
+@dataclass
+class Rig:
+    """Two tiers and the links between them."""
+
+    fast: Tier
+    slow: Tier
+    down: Link
+    up: Link
+
+    def fast_slot(self, nbytes: int, name: str = "block") -> Slot:
+        """Return a slot in the faster tier, as of a copy."""
+        slot = self.fast.allocate(nbytes, name=name, home=False)
+        assert slot is not None, self.fast.usage()
+        return slot
+
+    def slow_slot(self, nbytes: int, name: str = "block") -> Slot:
+        """Return a slot in the slower tier, as of a home."""
+        slot = self.slow.allocate(nbytes, name=name, home=True)
+        assert slot is not None, self.slow.usage()
+        return slot
+
+    def write(self, slot: Slot, data: torch.Tensor) -> None:
+        """Put bytes into a slot of the faster tier, as the holder of a lease does."""
+        self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
+        record_use = getattr(self.fast, "record_use", None)
+        if record_use is not None:
+            record_use(slot)
+
+    def read(self, slot: Slot) -> torch.Tensor:
+        """Return the bytes of a slot of the faster tier."""
+        return self.fast.tensor(slot, (slot.nbytes,), torch.uint8).clone().cpu()
+
+    def send(self, fast_slot: Slot, slow_slot: Slot) -> Transfer:
+        """Copy a whole slot down and wait for it."""
+        transfer = self.down.submit(fast_slot, slow_slot, slow_slot.nbytes)
+        transfer.wait(TIMEOUT_S)
+        return transfer
+
+    def fetch(self, slow_slot: Slot, fast_slot: Slot) -> torch.Tensor:
+        """Scribble over a slot of the faster tier, copy into it and return what is there then."""
+        self.write(fast_slot, torch.full((fast_slot.nbytes,), 0xEE, dtype=torch.uint8))
+        self.up.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
+        return self.read(fast_slot)
+
+
+def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
+    """Return bytes of which no two stretches are equal, so that misplaced ones show."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def raised_by(act: Callable[[], object]) -> Exception | None:
+    """Return what a call raises."""
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None

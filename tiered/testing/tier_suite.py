@@ -1,0 +1,265 @@
+"""TierSuite: all that the store relies on in a tier, as tests to inherit."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+
+import torch
+
+from tiered.errors import CapacityError, TieredError, TransferError
+from tiered.testing.subjects import TIMEOUT_S, TierSubject, raised_by, random_bytes
+from tiered.tiers.base import Slot, Tier
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.uint8, torch.float64)
+_SHAPES = ((3, 5), (7,), (2, 1, 4), (), (0,), (0, 4))
+_NUM_UNITS = 8
+
+
+class TierSuite(TierSubject):
+    """Subclass it, say how a tier is made, and pytest collects the tests::
+
+        class TestMyTier(TierSuite):
+            def make_tier(self, capacity_bytes: int) -> Tier:
+                return MyTier(capacity_bytes)
+
+    Every test makes a tier of its own and closes it.
+    """
+
+    def _tier(self) -> contextlib.closing[Tier]:
+        return contextlib.closing(self.make_tier(_NUM_UNITS * self.unit_bytes))
+
+    def _sizes(self, tier: Tier) -> list[int]:
+        """Return awkward sizes: empty, odd, and around the alignment."""
+        align, unit = tier.alignment_bytes, self.unit_bytes
+        return sorted({0, 1, 3, max(0, align - 1), align, align + 1, unit - 1, unit, unit + 1, 2 * unit + 5})
+
+    # -- what it is --------------------------------------------------------------------------------------------
+
+    def test_it_is_a_tier(self) -> None:
+        with self._tier() as tier:
+            assert isinstance(tier, Tier), f"{type(tier).__name__} lacks something of tiered.Tier"
+            assert tier.name and isinstance(tier.name, str), repr(tier.name)
+            assert tier.capacity_bytes == _NUM_UNITS * self.unit_bytes, tier.capacity_bytes
+            assert isinstance(tier.alignment_bytes, int) and tier.alignment_bytes >= 1, tier.alignment_bytes
+            assert tier.device is None or isinstance(tier.device, torch.device), tier.device
+            assert isinstance(tier.durable, bool), tier.durable
+            assert 4 * tier.alignment_bytes <= self.unit_bytes, f"set unit_bytes: alignment {tier.alignment_bytes}"
+
+    # -- the ledger --------------------------------------------------------------------------------------------
+
+    def test_the_ledger_counts_whole_slots(self) -> None:
+        with self._tier() as tier:
+            usage = tier.usage()
+            assert (usage.used_bytes, usage.high_water_bytes) == (0, 0), usage
+            assert usage.free_bytes == usage.capacity_bytes == tier.capacity_bytes, usage
+            expected = most = 0
+            for number, nbytes in enumerate(self._sizes(tier)):
+                slot_bytes = tier.slot_bytes(nbytes)
+                assert slot_bytes >= nbytes, (nbytes, slot_bytes)
+                assert slot_bytes % tier.alignment_bytes == 0, (nbytes, slot_bytes, tier.alignment_bytes)
+                slot = self.allocate(tier, nbytes, f"layers.{number}/weight")
+                assert (slot.tier, slot.nbytes, slot.slot_bytes) == (tier.name, nbytes, slot_bytes), slot
+                expected += slot_bytes
+                most = max(most, expected)
+                assert tier.usage().used_bytes == expected, (tier.usage(), expected)
+                if number % 2:
+                    tier.free(slot)
+                    expected -= slot_bytes
+                assert tier.usage().used_bytes == expected, (tier.usage(), expected)
+            assert tier.usage().high_water_bytes == most, (tier.usage(), most)
+
+    def test_no_room_is_none_and_costs_nothing(self) -> None:
+        with self._tier() as tier:
+            assert tier.allocate(tier.capacity_bytes + 1, name="huge", home=True) is None
+            slots: list[Slot] = []
+            while tier.slot_bytes(self.unit_bytes) <= tier.usage().free_bytes:
+                slots.append(self.allocate(tier, self.unit_bytes, f"block.{len(slots)}"))
+            assert slots, tier.usage()
+            before = tier.usage()
+            assert before.used_bytes <= tier.capacity_bytes, before
+            assert tier.allocate(self.unit_bytes, name="more", home=not self.takes_copies) is None
+            assert tier.usage() == before, (tier.usage(), before)
+            tier.free(slots.pop())
+            self.allocate(tier, self.unit_bytes, "more")
+
+    def test_what_fits_the_free_bytes_is_given(self) -> None:
+        """The store evicts until the free bytes are enough, and counts on getting them: no fragmentation."""
+        chance = random.Random(0)
+        with self._tier() as tier:
+            held: list[Slot] = []
+            for step in range(120):
+                usage = tier.usage()
+                rest = min(usage.free_bytes, 3 * self.unit_bytes)
+                nbytes = chance.choice([*self._sizes(tier), chance.randrange(3 * self.unit_bytes), rest, rest])
+                slot = tier.allocate(nbytes, name=f"block.{step}", home=not self.takes_copies)
+                fits = tier.slot_bytes(nbytes) <= usage.free_bytes
+                assert (slot is not None) == fits, f"{nbytes} bytes, slot {tier.slot_bytes(nbytes)}, {usage}"
+                if slot is not None:
+                    held.append(slot)
+                while held and (slot is None or chance.random() < 0.4):
+                    tier.free(held.pop(chance.randrange(len(held))))
+                    slot = held[0] if held else None
+                expected = sum(slot.slot_bytes for slot in held)
+                assert tier.usage().used_bytes == expected <= tier.capacity_bytes, (tier.usage(), expected)
+
+    def test_a_slot_is_freed_once(self) -> None:
+        with self._tier() as tier:
+            kept, slot = self.allocate(tier, self.unit_bytes, "kept"), self.allocate(tier, self.unit_bytes, "gone")
+            tier.free(slot)
+            assert raised_by(lambda: tier.free(slot)) is not None, "a slot was freed twice and nothing was said"
+            assert tier.usage().used_bytes == kept.slot_bytes, tier.usage()
+
+    def test_a_name_can_come_back(self) -> None:
+        with self._tier() as tier:
+            for nbytes in (self.unit_bytes, 1, 2 * self.unit_bytes):
+                slot = self.allocate(tier, nbytes, "model.layers.0/self_attn.q-proj_weight")
+                other = self.allocate(tier, nbytes, "model.layers.0/other")
+                tier.free(slot)
+                tier.free(other)
+            assert tier.usage().used_bytes == 0, tier.usage()
+
+    def test_reservations_share_the_ledger(self) -> None:
+        with self._tier() as tier:
+            slot = self.allocate(tier, self.unit_bytes, "block")
+            free_bytes = tier.usage().free_bytes
+            tier.reserve(0)
+            tier.reserve(free_bytes)
+            assert tier.usage().free_bytes == 0, tier.usage()
+            assert tier.usage().high_water_bytes == tier.capacity_bytes, tier.usage()
+            assert tier.allocate(1, name="more", home=not self.takes_copies) is None
+            before = tier.usage()
+            error = raised_by(lambda: tier.reserve(1))
+            assert isinstance(error, CapacityError), f"reserve beyond the capacity: {error!r}, not a CapacityError"
+            assert (error.tier, error.need_bytes, error.free_bytes) == (tier.name, 1, 0), vars(error)
+            assert tier.usage() == before, (tier.usage(), before)
+            tier.reserve(-free_bytes)
+            assert tier.usage().free_bytes == free_bytes, tier.usage()
+            tier.free(slot)
+            assert tier.usage().used_bytes == 0, tier.usage()
+            self.allocate(tier, self.unit_bytes, "again")
+
+    def test_a_refusing_machine_is_not_a_full_ledger(self) -> None:
+        with self._tier() as tier:
+            with self.refusing(tier):
+                error = raised_by(lambda: tier.allocate(self.unit_bytes, name="block", home=not self.takes_copies))
+            assert isinstance(error, TransferError), f"the machine refused: {error!r}, not a TransferError"
+            assert error.tier == tier.name, error.tier
+            assert tier.usage().used_bytes == 0, tier.usage()
+            self.allocate(tier, self.unit_bytes, "block")
+
+    # -- the bytes ---------------------------------------------------------------------------------------------
+
+    def test_tensors_are_views_of_the_slot(self) -> None:
+        with self._tier() as tier:
+            if tier.device is None:
+                slot = self.allocate(tier, 4, "block")
+                error = raised_by(lambda: tier.tensor(slot, (1,), torch.float32))
+                assert isinstance(error, TieredError), f"not addressable, but tensor() gave {error!r}"
+                return
+            for dtype in _DTYPES:
+                for shape in _SHAPES:
+                    slot = self.allocate(tier, torch.Size(shape).numel() * dtype.itemsize, "block")
+                    tensor, again = tier.tensor(slot, shape, dtype), tier.tensor(slot, shape, dtype)
+                    assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), (tensor.shape, tensor.dtype)
+                    assert tensor.is_contiguous() and tensor.device.type == tier.device.type, tensor.device
+                    assert tensor.data_ptr() % dtype.itemsize == 0, (tensor.data_ptr(), dtype)
+                    tensor.fill_(1)
+                    assert bool((again == 1).all()), f"{dtype} {shape}: the second tensor does not see the first"
+                    assert tensor.data_ptr() == again.data_ptr(), "a copy, not a view"
+                    tier.free(slot)
+
+    def test_slots_do_not_overlap(self) -> None:
+        with self._tier() as tier:
+            if tier.device is None:
+                return
+            contents = {}
+            for number, nbytes in enumerate([1, 5000, self.unit_bytes, 3, self.unit_bytes + 1]):
+                slot = self.allocate(tier, nbytes, f"block.{number}")
+                contents[slot] = random_bytes(nbytes, number)
+                tier.tensor(slot, (nbytes,), torch.uint8).copy_(contents[slot])
+            for number in range(10):  # others come and go
+                slot = self.allocate(tier, self.unit_bytes, f"other.{number}")
+                tier.tensor(slot, (self.unit_bytes,), torch.uint8).fill_(number)
+                tier.free(slot)
+            for slot, expected in contents.items():
+                found = tier.tensor(slot, (slot.nbytes,), torch.uint8)
+                assert torch.equal(found.cpu(), expected), f"slot of {slot.nbytes} bytes was changed by another"
+
+    def test_a_tensor_may_be_smaller_than_the_slot_and_never_larger(self) -> None:
+        with self._tier() as tier:
+            if tier.device is None:
+                return
+            slot = self.allocate(tier, self.unit_bytes, "block")
+            tier.tensor(slot, (self.unit_bytes,), torch.uint8).copy_(random_bytes(self.unit_bytes, 0))
+            start = tier.tensor(slot, (100,), torch.uint8)
+            assert torch.equal(start.cpu(), random_bytes(self.unit_bytes, 0)[:100])
+            beyond = slot.slot_bytes + 1
+            assert raised_by(lambda: tier.tensor(slot, (beyond,), torch.uint8)) is not None, "bytes beyond the slot"
+
+    # -- the end, and many at once -----------------------------------------------------------------------------
+
+    def test_sync_returns(self) -> None:
+        with self._tier() as tier:
+            tier.sync()
+            self.allocate(tier, self.unit_bytes, "block")
+            tier.sync()
+
+    def test_close_is_idempotent(self) -> None:
+        tier = self.make_tier(_NUM_UNITS * self.unit_bytes)
+        slot = self.allocate(tier, self.unit_bytes, "block")
+        tier.close()
+        if self.takes_copies:
+            tier.free(slot)  # a lease that outlived its store
+        tier.close()
+
+    def test_threads_share_it(self) -> None:
+        """Never above the capacity, nobody gets another's bytes, and nothing is left on the ledger."""
+        problems: list[str] = []
+        with self._tier() as tier:
+            threads = [
+                threading.Thread(target=self._work, args=(tier, number, problems), daemon=True) for number in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(TIMEOUT_S)
+            assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+            assert not problems, problems[0]
+            assert tier.usage().used_bytes == 0, tier.usage()
+
+    def _work(self, tier: Tier, number: int, problems: list[str]) -> None:
+        chance = random.Random(number)
+        held: list[tuple[Slot, int]] = []
+        try:
+            for step in range(60):
+                nbytes = chance.choice([100, self.unit_bytes // 2, self.unit_bytes, 2 * self.unit_bytes])
+                slot = tier.allocate(nbytes, name=f"thread.{number}/{step}", home=not self.takes_copies)
+                if slot is not None:
+                    held.append((slot, chance.randrange(256)))
+                    self._fill(tier, *held[-1])
+                if slot is None or chance.random() < 0.5:
+                    self._check_and_free(tier, held, chance, problems)
+                usage = tier.usage()
+                mine = sum(slot.slot_bytes for slot, _ in held)
+                if not mine <= usage.used_bytes <= usage.high_water_bytes <= tier.capacity_bytes:
+                    problems.append(f"thread {number} holds {mine} bytes, {usage}")
+            while held:
+                self._check_and_free(tier, held, chance, problems)
+        except Exception as error:
+            problems.append(f"thread {number}: {error!r}")
+
+    @staticmethod
+    def _fill(tier: Tier, slot: Slot, value: int) -> None:
+        if tier.device is not None:
+            tier.tensor(slot, (slot.nbytes,), torch.uint8).fill_(value)
+
+    @staticmethod
+    def _check_and_free(tier: Tier, held: list[tuple[Slot, int]], chance: random.Random, problems: list[str]) -> None:
+        if not held:
+            return
+        slot, value = held.pop(chance.randrange(len(held)))
+        if tier.device is not None and not bool((tier.tensor(slot, (slot.nbytes,), torch.uint8) == value).all()):
+            problems.append(f"a slot of {slot.nbytes} bytes was changed by another thread")
+        tier.free(slot)
