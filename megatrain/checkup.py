@@ -6,6 +6,7 @@ Each part is looked at whatever the others found, so that one look names every m
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatrain.loop import describe_model
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
-from megatrain.models.folder import ModelFolder, ModelFolderError
+from megatrain.models.folder import ModelFolder, ModelFolderError, read_config
 from megatrain.models.graph import FreezeError, ModelGraph, build_graph, num_learned_positions
 from megatrain.models.initialize import InitializationError
 from megatrain.models.load import WeightLoader
@@ -35,7 +36,8 @@ from megatrain.plan.planner import Plan, plan_run
 from megatrain.plan.solve import DoesNotFitError
 from megatrain.run_folder import FINAL_NAME, living_owner
 from megatrain.session import check_drives
-from tiered.errors import TieredError
+from tiered.errors import TieredError, UnusableDirectoryError
+from tiered.tiers.directory import check_ours
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -53,11 +55,13 @@ _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
         (
             ConfigError, ModelFolderError, UnsupportedModelError, FreezeError, ConversionError, InitializationError,
             ParameterGroupError, ScheduleError, ExportError, CheckpointError, ConfigChangedError,
+            UnusableDirectoryError,
         ),
         "config",
     ),
     ((TieredError, OSError), "failed"),
 )  # fmt: skip
+_ENDS_THE_RUN = 'data.bad_rows = "error" would end the run there. Fix or remove the row, or write bad_rows = "drop"'
 _EXPECTED = tuple(error for errors, _ in _KIND_OF for error in errors)
 
 
@@ -100,9 +104,7 @@ def check_run(
     except ConfigError as error:
         config, further = (None, []) if overrides else salvage(path, extra_files, error.problems)
         for each in (*error.problems, *further):
-            is_elsewhere = each.where not in ("", str(path)) or each.line is None
-            where = f"{each.where}: " if each.where and is_elsewhere else ""
-            yield Finding("config", "problem", f"{where}{each}", "config")
+            yield Finding("config", "problem", f"{each.where or path}: {each}", "config")
         if config is None:
             yield Finding("rest", "note", "not looked at: too little of the config can be used")
             return
@@ -161,12 +163,12 @@ class _Checkup:
 
     def _look_at_model(self) -> Iterator[Finding]:
         config, table = self._config, self._config.model
-        cuda = machine.resolve_device(config.model_copy(update={"device": "auto"})).type
-        if config.device == "cuda" and cuda != "cuda":
+        device = machine.resolve_device(config.model_copy(update={"device": "auto"} if config.device == "cuda" else {}))
+        if config.device == "cuda" and device.type != "cuda":
             text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
             yield Finding("device", "problem", text, "config")
             self._is_planned = False
-        dtype = machine.resolve_compute_dtype(config, machine.resolve_device(config))
+        dtype = machine.resolve_compute_dtype(config, device)
         folder = table.model_name_or_path
         graph = build_graph(folder, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype)
         self._graph = graph
@@ -188,6 +190,12 @@ class _Checkup:
     def _look_at_tokenizer(self) -> Iterator[Finding]:
         table = self._config.model
         folder = table.tokenizer_name_or_path or table.model_name_or_path
+        if self._graph is None and folder == table.model_name_or_path:
+            try:
+                read_config(folder)  # transformers reads it for the tokenizer too
+            except ModelFolderError:
+                yield Finding("tokenizer", "note", "not looked at before the model's config.json is right")
+                return
         self._tokenizer = load_tokenizer(folder, chat_template=table.chat_template)
         template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
         yield Finding("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
@@ -219,7 +227,7 @@ class _Checkup:
             return
         found = []
         for source in sources:
-            only = self._config.data.model_copy(update={"train": (source,)})
+            only = self._config.data.model_copy(update={"train": (source,), "val_size": None})
             try:
                 load_dataset(self._config.model_copy(update={"data": only}), self._tokenizer)
             except DataError as each:
@@ -230,9 +238,12 @@ class _Checkup:
         for each in report.dropped:
             text = f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
             if self._bad_rows == "error":
-                yield Finding("data", "problem", f'{text}. data.bad_rows = "error" would end the run there', "data")
+                yield Finding("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
             else:
                 yield Finding("data", "note", text)
+        if report.num_untrained and self._bad_rows == "error":
+            text = f"{_count(report.num_untrained, 'row')} without a trained token (first: {report.first_untrained})"
+            yield Finding("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
         for each in report.untrained_turns:
             text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
             yield Finding("data", "note", text)
@@ -248,25 +259,30 @@ class _Checkup:
         yield Finding("plan", "ok", f"fits: {sizes}")
 
     def _look_at_eval_data(self) -> Iterator[Finding]:
-        if self._plan is None or self._tokenizer is None or not self._config.data.eval:
+        held_out = self._config.data.val_size is not None and self._dataset is not None
+        if self._plan is None or self._tokenizer is None or not (held_out or self._config.data.eval):
             return
-        for each in load_evaluation_sets(self._config, self._plan, self._tokenizer, lambda text: None):
-            head = str(each.loader.dataset.report).splitlines()[0]
-            yield Finding("eval data", "ok", f"{each.name}: {head}")
+        said: list[str] = []
+        load_evaluation_sets(self._config, self._plan, self._tokenizer, said.append, self._dataset)
+        yield from (Finding("eval data", "ok", text.splitlines()[0]) for text in said)
 
     def _look_at_disk(self) -> Iterator[Finding]:
         folder = self._config.output_dir
         parent = machine.existing_parent(folder)
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        if not _can_hold_files(parent):
             text = f"output_dir: cannot write in {parent}. Write another folder"
             yield Finding("disk", "problem", text, "config")
         check_target(folder / FINAL_NAME)
+        is_usable = _can_hold_files(parent)
         for number, table in enumerate(self._config.tiers.nvme):
             parent = machine.existing_parent(table.path)
-            if not os.access(parent, os.W_OK | os.X_OK):
-                text = f"tiers.nvme.{number}.path: cannot write in {parent}. Write another folder"
+            if not _can_hold_files(parent):
+                text = f"tiers.nvme.{number}.path: cannot write in {parent}, for {table.path}. Write another folder"
                 yield Finding("disk", "problem", text, "config")
-        if self._plan is None:
+                is_usable = False
+            elif table.path.is_dir():
+                check_ours(table.path)
+        if self._plan is None or not is_usable:
             return
         check_drives(self._config, self._plan)
         yield Finding("disk", "ok", f"room for blocks, and for {self._config.checkpoint.save_total_limit} checkpoints")
@@ -325,6 +341,13 @@ class _Checkup:
         if self._num_steps is not None and already_done(self._config, candidates[0], self._num_steps) is not None:
             yield Finding("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield Finding("checkpoints", "ok", f"continues from {candidates[0]}")
+
+
+def _can_hold_files(folder: Path) -> bool:
+    """Return whether a file could be made in a folder; one of the kernel's own file systems has no bytes at all."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    return shutil.disk_usage(folder).total > 0
 
 
 def _count(count: int, what: str) -> str:

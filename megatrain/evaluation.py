@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatrain.data.dataset import check_ids, load_dataset
 from megatrain.data.errors import DataError
+from megatrain.data.held_out import NAME, describe, held_out_part
 from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.tokenizer import pad_token_id
 from megatrain.engine.evaluate import EvaluationEngine
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.config.schema import RunConfig
+    from megatrain.data.dataset import TokenDataset
     from megatrain.plan.planner import Plan
     from megatrain.session import Session
 
@@ -61,11 +64,13 @@ def load_evaluation_sets(
     plan: Plan,
     tokenizer: PreTrainedTokenizerFast,
     on_message: Callable[[str], None],
+    training: TokenDataset | None = None,
 ) -> list[EvaluationSet]:
     """Read and tokenize every ``[[data.eval]]``, in order; nothing where no evaluation is asked for.
 
     Args:
         on_message: told what became of the rows.
+        training: as ``load_dataset`` returned it, of which ``data.val_size`` kept rows; None: it is loaded if needed.
 
     Raises:
         DataError: as ``load_dataset``.
@@ -78,14 +83,8 @@ def load_evaluation_sets(
         on_message(f"evaluations use micro-batches of {rows} rows: memory is planned for those of training")
     num_micro_batches = plan.num_micro_batches * plan.micro_batch_size // rows
     sets = []
-    for number, source in enumerate(config.data.eval):
-        only = config.data.model_copy(update={"train": (source.as_source(table.eval_max_samples),)})
-        try:
-            dataset = load_dataset(config.model_copy(update={"data": only}), tokenizer, on_message)
-        except DataError as error:
-            raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
+    for number, (name, dataset) in enumerate(_datasets(config, tokenizer, on_message, training)):
         check_ids(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
-        on_message(f"{source.shown_name}: {dataset.report}")
         loader = BatchLoader(
             dataset,
             micro_batch_size=rows,
@@ -97,8 +96,31 @@ def load_evaluation_sets(
         )
         # As in training: no more rows share a pass than memory is planned for.
         together = num_micro_batches if config.advanced.micro_batch_order == "layer" else 1
-        sets.append(EvaluationSet(source.shown_name, loader, num_micro_batches, together))
+        sets.append(EvaluationSet(name, loader, num_micro_batches, together))
     return sets
+
+
+def _datasets(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    on_message: Callable[[str], None],
+    training: TokenDataset | None,
+) -> Iterator[tuple[str, TokenDataset]]:
+    """Yield what is evaluated on, by name: rows kept from training, or each ``[[data.eval]]``."""
+    limit = config.evaluation.eval_max_samples
+    if config.data.val_size is not None:
+        whole = load_dataset(config, tokenizer, on_message) if training is None else training
+        dataset = held_out_part(whole, limit)
+        on_message(f"{NAME}: {describe(dataset)}")
+        yield NAME, dataset
+    for number, source in enumerate(config.data.eval):
+        only = config.data.model_copy(update={"train": (source.as_source(limit),)})
+        try:
+            dataset = load_dataset(config.model_copy(update={"data": only}), tokenizer, on_message)
+        except DataError as error:
+            raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
+        on_message(f"{source.shown_name}: {dataset.report}")
+        yield source.shown_name, dataset
 
 
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
@@ -114,7 +136,10 @@ class Evaluator:
     Args:
         sets: what to evaluate on. steps_per_epoch, max_steps: of the training data and of the run.
         should_stop: asked between passes; an evaluation that is cut off reports nothing.
-        done: names of the sets that were evaluated before at the step at which the run is continued, and that step.
+        before: set -> its last evaluation before the run was continued. None is made again for the same step.
+
+    Attributes:
+        latest: set -> its last evaluation.
     """
 
     def __init__(
@@ -127,17 +152,20 @@ class Evaluator:
         steps_per_epoch: int,
         max_steps: int,
         should_stop: Callable[[], bool],
-        done: tuple[int, Collection[str]] = (0, ()),
+        before: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     ) -> None:
         self._table, self._session, self._sets, self._observer = config.evaluation, session, sets, observer
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop
-        self._done = {(done[0], name) for name in done[1]}
+        self.latest = dict(before)
         self._engine: EvaluationEngine | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for an evaluation once ``step`` steps are done, of a set that had none."""
-        return self._is_wanted(step) and any((step, each.name) not in self._done for each in self._sets)
+        return self._is_wanted(step) and not all(self._is_done(step, each.name) for each in self._sets)
+
+    def _is_done(self, step: int, name: str) -> bool:
+        return name in self.latest and self.latest[name].step == step
 
     def _is_wanted(self, step: int) -> bool:
         strategy = self._table.eval_strategy
@@ -175,7 +203,7 @@ class Evaluator:
             )
         session.timeline.is_on = False
         for each in self._sets:
-            if (step, each.name) in self._done:
+            if self._is_done(step, each.name):
                 continue
             start_s = time.perf_counter()
             total, num_tokens = self._run_set(self._engine, each)
@@ -183,8 +211,9 @@ class Evaluator:
                 return
             loss = total / num_tokens if num_tokens else math.nan
             seconds = time.perf_counter() - start_s
-            self._observer.on_evaluation(EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds))
-            self._done.add((step, each.name))
+            metrics = EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds)
+            self.latest[each.name] = metrics
+            self._observer.on_evaluation(metrics)
 
     def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int]:
         """Return the loss summed over the tokens of a set, and their number."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -19,7 +20,7 @@ from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.evaluation import EvaluationSet, Evaluator
 from megatrain.flops import step_flops
-from megatrain.metrics import RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.optim import clip
 from megatrain.optim.lr import num_warmup_steps
 from megatrain.run_folder import FINAL_NAME
@@ -142,7 +143,7 @@ class Loop:
 
     Args:
         session: prepared. loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
-        evaluation_sets: held-out rows. evaluated: names of those that were evaluated where the run is continued.
+        evaluation_sets: held-out rows. evaluations: the last one of each set before the run is continued.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Loop:
         progress: Progress,
         learning_rate: Callable[[int], float],
         evaluation_sets: Sequence[EvaluationSet] = (),
-        evaluated: Collection[str] = (),
+        evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     ) -> None:
         self._config, self._plan = config, plan
         self._session, self._loader, self._observer = session, loader, observer
@@ -180,7 +181,7 @@ class Loop:
             steps_per_epoch=loader.steps_per_epoch,
             max_steps=self._num_steps,
             should_stop=lambda: self._signals.stop_requested,
-            done=(self._first_step, evaluated),
+            before=evaluations,
         )
 
     def run(self) -> RunSummary:
@@ -304,6 +305,7 @@ class Loop:
             export_dir=export_dir,
             interrupted=interrupted,
             saved_step=self._saver.saved_step,
+            evaluations=dict(self._evaluator.latest),
         )
 
     def _write_trace(self) -> None:

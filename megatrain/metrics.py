@@ -125,6 +125,22 @@ class EvaluationMetrics:
         """Return the figures as JSON values; those that are not finite become text."""
         return _finite_or_text({**asdict(self), "perplexity": self.perplexity})
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> EvaluationMetrics:
+        """Return the figures that ``to_json`` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: they are not all there.
+        """
+        return cls(
+            int(values["step"]),
+            int(values["max_steps"]),
+            str(values["name"]),
+            float(values["loss"]),
+            int(values["num_tokens"]),
+            float(values["seconds"]),
+        )
+
 
 def _finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
@@ -170,6 +186,7 @@ class RunSummary:
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
         interrupted: whether the user stopped it early. saved_step: step of the newest checkpoint, None without one.
+        evaluations: set -> its last evaluation.
     """
 
     num_steps: int
@@ -186,10 +203,15 @@ class RunSummary:
     interrupted: bool = False
     saved_step: int | None = None
     written_bytes: Mapping[str, int] = field(default_factory=dict)
+    evaluations: Mapping[str, EvaluationMetrics] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return {**asdict(self), "export_dir": str(self.export_dir) if self.export_dir else None}
+        """Return the figures as JSON values; those that are not finite become text."""
+        return {
+            **_finite_or_text(asdict(self)),
+            "export_dir": str(self.export_dir) if self.export_dir else None,
+            "evaluations": {name: metrics.to_json() for name, metrics in self.evaluations.items()},
+        }
 
 
 class RunObserver(Protocol):

@@ -8,12 +8,14 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, Self
 
+from megatrain.metrics import EvaluationMetrics
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
 
-    from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+    from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
 
 
 class MetricsLog:
@@ -97,19 +99,19 @@ class MetricsLog:
             os.close(fd)
 
 
-def evaluated_sets(path: Path, step: int) -> set[str]:
-    """Return the names of the sets that a metrics file has an evaluation of at a step; none if there is no file."""
-    names = set()
+def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
+    """Return the last evaluation of each set, up to a step, that a metrics file has; none if there is no file."""
+    found = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except OSError:
-        return set()
+        return {}
     for line in lines:
         if '"evaluation"' in line and _is_of_steps_up_to(step, line):
-            values = json.loads(line)
-            if values.get("event") == "evaluation" and values["step"] == step:
-                names.add(str(values.get("name")))
-    return names
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                metrics = EvaluationMetrics.from_json(json.loads(line))
+                found[metrics.name] = metrics
+    return found
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,8 +24,6 @@ from megatrain.checkpoint.state import now_text
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-
 __all__ = [
     "CHECKPOINTS_NAME",
     "FINAL_STATES",
@@ -33,7 +31,6 @@ __all__ = [
     "Owner",
     "RunFolder",
     "RunStatus",
-    "StatusWriter",
     "UnreachableRunError",
     "catches_signal",
     "check_reachable",
@@ -86,6 +83,7 @@ class RunStatus:
         tier_used_bytes, tier_capacity_bytes: tier -> bytes in use after that step, and all there are.
         rss_bytes: resident memory of the process.
         checkpoint_step, checkpoint_at: the newest checkpoint, and when it was done; None if there is none.
+        evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``.
         updated_at: when this was written. message: what a person was told last; of a failed run, why it failed.
 
     Times are ISO 8601, UTC.
@@ -107,6 +105,7 @@ class RunStatus:
     rss_bytes: int = 0
     checkpoint_step: int | None = None
     checkpoint_at: str | None = None
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     updated_at: str = ""
     message: str = ""
 
@@ -310,80 +309,3 @@ def committed_step(path: Path | str) -> int | None:
         return int(manifest["body"]["meta"]["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-class StatusWriter:
-    """A ``RunObserver`` that keeps ``status.json`` of a locked folder current. Nothing is written until it is told.
-
-    Args:
-        folder: entered. If it holds a checkpoint, what the last run wrote stands until there is news.
-        run_name: as in the config.
-
-    Attributes:
-        is_paused: set by the run: whether it waits for a person, e.g. on a full drive. Asked at every message.
-    """
-
-    def __init__(self, folder: RunFolder, *, run_name: str = "") -> None:
-        self.is_paused: Callable[[], bool] = lambda: False
-        self._folder = folder
-        self._changing = threading.RLock()
-        self._status = RunStatus("starting", run_name=run_name)
-        before, saved = read_status(folder.path), committed_step(folder.path)
-        if saved is not None:
-            self._status = replace(self._status, step=saved, checkpoint_step=saved)
-        if saved is not None and before is not None:
-            at = before.checkpoint_at if before.checkpoint_step == saved else None
-            self._status = replace(self._status, step=before.step, max_steps=before.max_steps, checkpoint_at=at)
-
-    def say(self, state: State, message: str | None = None) -> None:
-        """Write a new state at once, e.g. ``paused`` or ``exporting``."""
-        self._write(True, state=state, **({} if message is None else {"message": message}))
-
-    def on_start(self, info: RunInfo) -> None:
-        """Training starts."""
-        self._write(True, state="training", run_name=info.run_name, max_steps=info.max_steps)
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        """A step is done: its figures. After the last one the run saves and exports."""
-        is_last = metrics.step == metrics.max_steps
-        self._write(
-            is_last,
-            state="exporting" if is_last else "training",
-            step=metrics.step,
-            max_steps=metrics.max_steps,
-            loss=metrics.loss,
-            lr=metrics.lr,
-            grad_norm=metrics.grad_norm,
-            tokens_per_s=metrics.real_tokens_per_s,
-            eta_s=metrics.eta_s,
-            tier_used_bytes=dict(metrics.tier_used_bytes),
-            tier_capacity_bytes=dict(metrics.tier_capacity_bytes),
-            rss_bytes=metrics.rss_bytes,
-        )
-
-    def on_message(self, text: str) -> None:
-        """A person was told something, perhaps that the run waits, or goes on."""
-        state = self._status.state
-        if self.is_paused():
-            state = "paused"
-        elif state == "paused":
-            state = "training"
-        self._write(True, state=state, message=text)
-
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """An evaluation is done: nothing that a status says."""
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        """A checkpoint is done."""
-        self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
-
-    def on_end(self, summary: RunSummary) -> None:
-        """The run ended, at its end or because somebody stopped it."""
-        state: State = "stopped" if summary.interrupted else "done"
-        max_steps = self._status.max_steps or summary.num_steps
-        self._write(True, state=state, step=summary.num_steps, max_steps=max_steps, loss=summary.last_loss, eta_s=None)
-
-    def _write(self, force: bool, **changes: Any) -> None:
-        with self._changing:
-            self._status = replace(self._status, **changes)
-            self._folder.write_status(self._status, force=force)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.resume import Checkpoint, already_done, check_changes, find_candidates
@@ -13,17 +14,18 @@ from megatrain.data.dataset import check_ids, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.tokenizer import load_tokenizer, pad_token_id
 from megatrain.evaluation import EvaluationSet, load_evaluation_sets
-from megatrain.loggers import check_loggers, make_loggers
+from megatrain.loggers import METRICS_NAME, check_loggers, make_loggers
 from megatrain.loop import Loop, Progress, describe_model
 from megatrain.metrics import Observers, RunObserver, RunSummary
-from megatrain.metrics_log import evaluated_sets
+from megatrain.metrics_log import last_evaluations
 from megatrain.models.export import check_target
 from megatrain.models.graph import num_learned_positions
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan.planner import plan_run
 from megatrain.report.record import write_plan, write_summary
-from megatrain.run_folder import FINAL_NAME, RunFolder, StatusWriter
+from megatrain.run_folder import FINAL_NAME, RunFolder
 from megatrain.session import Session
+from megatrain.status_writer import StatusWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,7 +74,8 @@ class Trainer:
         training = self.config.training
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
         learning_rate = self._learning_rate(num_steps)
-        sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), self.observer.on_message)
+        tell = self.observer.on_message
+        sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), tell, loader.dataset)
         with RunFolder(self.config.output_dir) as folder:
             status = StatusWriter(folder, run_name=self.config.run_name)
             self.observer = Observers([self.observer, status])
@@ -82,6 +85,8 @@ class Trainer:
                     f"nothing to do: this run is done, {summary.num_steps} of {num_steps} steps. To train longer raise "
                     "training.max_steps or num_train_epochs; to start anew name another output_dir"
                 )
+                before = last_evaluations(self.config.output_dir / METRICS_NAME, summary.num_steps)
+                summary = replace(summary, evaluations=before)
             else:
                 summary = self._train(candidates, loader, num_steps, learning_rate, status, sets)
             self.observer.on_end(summary)
@@ -121,8 +126,8 @@ class Trainer:
             write_resolved(self.config)
             continued_from = None if checkpoint is None else checkpoint.state.step
             write_plan(self.plan, self.config, continued_from)
-            path = self.config.output_dir / "metrics.jsonl"
-            evaluated = set() if continued_from is None else evaluated_sets(path, continued_from)
+            path = self.config.output_dir / METRICS_NAME
+            evaluations = {} if continued_from is None else last_evaluations(path, continued_from)
             made = make_loggers(self.config, continued_from, self.observer.on_message)
             observers = [self.observer, *(stack.enter_context(logger) for logger in made)]
             progress = Progress.start(self.config, self.plan, loader, num_steps)
@@ -137,7 +142,7 @@ class Trainer:
                 progress,
                 learning_rate,
                 evaluation_sets=sets,
-                evaluated=evaluated,
+                evaluations=evaluations,
             )
             status.is_paused = loop.is_paused
             summary = loop.run()
@@ -173,7 +178,7 @@ class Trainer:
         config = self.config
         folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
         tokenizer = self._tokenizer()
-        dataset = load_dataset(config, tokenizer)
+        dataset = load_dataset(config, tokenizer, self.observer.on_message)
         num_embeddings = self.plan.graph.model.get_input_embeddings().weight.shape[0]
         check_ids(dataset, num_embeddings, where=folder)
         self.observer.on_message(str(dataset.report))

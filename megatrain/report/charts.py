@@ -25,7 +25,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
     steps = history.steps
     marks = [(float(step), f"continued after step {step}, {at}") for step, at in figures.restarts]
     yield _loss(steps, figures, marks)
-    yield Chart("Learning rate", lines=[Line("", _curve(steps, "lr"), 1)], starts_at_zero=True, format_value=_plain)
+    yield Chart("Learning rate", lines=[Line("", _curve(steps, "lr"), 1)], starts_at_zero=True, format_value=_rate)
     norms = _curve(steps, "grad_norm")
     is_wide = max((v for _, v in norms), default=0) > 30 * max(1e-30, min((v for _, v in norms if v > 0), default=1))
     yield Chart("Gradient norm", lines=[Line("", norms, 1)], marks=marks, is_log=is_wide, starts_at_zero=not is_wide)
@@ -126,6 +126,12 @@ def _drives(steps: Sequence[Mapping[str, Any]], figures: Figures) -> Iterator[Ch
         points = [(float(step["step"]), nbytes / GB) for step, nbytes in zip(steps, sums, strict=True)]
         lines.append(Line(path, gather(points), 1 + number % 6))
     yield Chart("Written to drives", "GB", lines=lines, starts_at_zero=True)
+
+
+def _rate(value: float) -> str:
+    """Return a learning rate as people write it: 2.5e-5."""
+    digits, _, power = f"{value:.2e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}" if value else "0"
 
 
 def _plain(value: float) -> str:

@@ -188,6 +188,9 @@ def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, dict[int, float]] = {}
     for line in history.evaluations:
         found.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
+    for end in history.ends:  # where no metrics were kept
+        for name, last in end.get("evaluations", {}).items():
+            found.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
     return {name: sorted(losses.items()) for name, losses in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
@@ -11,13 +12,13 @@ from megatrain.report.figures import Compared, Figures
 from megatrain.report.history import RunHistory
 from megatrain.report.style import STYLE
 from megatrain.report.svg import bar, draw_chart
-from megatrain.report.text import cause_name, format_flops, wear_size
+from megatrain.report.text import cause_name, format_flops, perplexity, wear_size
 from tiered.units import format_duration, format_size
 
 __all__ = ["draw_page"]
 
 _BAD_STATES = ("failed", "died")
-_MOST_CHECKPOINTS = 30  # the newest ones
+_MOST_CHECKPOINTS = _MOST_EVALUATIONS = 30  # the newest ones
 
 
 def draw_page(history: RunHistory, figures: Figures) -> str:
@@ -30,6 +31,7 @@ def draw_page(history: RunHistory, figures: Figures) -> str:
             _time(figures),
             _section("Planned and measured", _comparison(figures)),
             f'<section><h2>Curves</h2><div class="charts">{charts}</div></section>' if charts else "",
+            _section("Evaluations", _evaluations(figures)),
             _section("Checkpoints", _checkpoints(figures)),
             _section("Starts", _starts(history)),
             _section("Config: what is not the default", _settings(figures)),
@@ -41,18 +43,18 @@ def draw_page(history: RunHistory, figures: Figures) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><main>{body}"
-        f"<footer>written {escape(now_text())} by megatrain-tier report</footer></main></body></html>\n"
+        f"<footer>written {escape(_moment(now_text()))} by megatrain-tier report</footer></main></body></html>\n"
     )
 
 
 def _head(figures: Figures) -> str:
     kind = "bad" if figures.state in _BAD_STATES else "good" if figures.state == "done" else "open"
-    message = ""
+    message, headline = "", " &middot; ".join(escape(part) for part in re.split(r"\s{2,}", figures.headline.strip()))
     if figures.state in _BAD_STATES and figures.message:
         message = f'<p class="message">{escape(figures.message)}</p>'
     return (
         f'<header><h1>{escape(figures.name)} <span class="state {kind}">{escape(figures.state)}</span></h1>'
-        f'<p class="sub">{escape(figures.headline)}</p><p class="sub path">{escape(figures.path)}</p>{message}</header>'
+        f'<p class="sub">{headline}</p><p class="sub path">{escape(figures.path)}</p>{message}</header>'
     )
 
 
@@ -63,8 +65,9 @@ def _tiles(figures: Figures) -> str:
     if figures.first_loss is not None and figures.last_loss is not None:
         tiles.append(("loss", f"{figures.last_loss:.4f}", f"from {figures.first_loss:.4f}"))
     for name, losses in list(figures.evaluations.items())[:3]:
-        best = min(loss for _, loss in losses)
-        tiles.append((name, f"{losses[-1][1]:.4f}", f"best {best:.4f}"))
+        (first, *_, last), best = [loss for _, loss in (losses[0], *losses)], min(loss for _, loss in losses)
+        note = f"perplexity {perplexity(last):.2f}" if len(losses) == 1 else f"from {first:.4f}"
+        tiles.append((f"{name} loss", f"{last:.4f}", f"{note}, best {best:.4f}" if best < last else note))
     if figures.tokens_per_s is not None:
         tiles.append(("tokens/s", f"{figures.tokens_per_s:,.0f}", f"trained {figures.trained_tokens_per_s or 0:,.0f}"))
     if figures.hardware_flops_per_s:
@@ -134,6 +137,23 @@ def _wear(figures: Figures, path: str) -> str:
     return text
 
 
+def _evaluations(figures: Figures) -> str:
+    """Return a table of the newest losses, a column for each set."""
+    sets = {name: dict(losses) for name, losses in figures.evaluations.items()}
+    steps = sorted({step for losses in sets.values() for step in losses})
+    rows = []
+    for step in steps[-_MOST_EVALUATIONS:]:
+        cells = []
+        for losses in sets.values():
+            loss = losses.get(step)
+            cells += ["-", "-"] if loss is None else [f"{loss:.4f}", f"{perplexity(loss):.2f}"]
+        rows.append((f"{step:,}", *cells))
+    head = ("after step", *(f"{name} {what}" for name in sets for what in ("loss", "perplexity")))
+    left_out = len(steps) - len(rows)
+    note = f'<p class="sub">{left_out:,} earlier ones are not shown</p>' if left_out else ""
+    return _table(head, rows, numbers=range(len(head))) + note
+
+
 def _checkpoints(figures: Figures) -> str:
     rows = [
         (
@@ -157,8 +177,14 @@ def _starts(history: RunHistory) -> str:
     for start in history.plan.get("starts", []):
         budgets = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in start.get("budget_bytes", {}).items())
         first = start.get("first_step", 0)
-        rows.append((str(start.get("at", "")), f"after step {first:,}" if first else "from the beginning", budgets))
+        where = f"after step {first:,}" if first else "from the beginning"
+        rows.append((_moment(str(start.get("at", ""))), where, budgets))
     return _table(("at", "", "capacities"), rows)
+
+
+def _moment(text: str) -> str:
+    """Return an ISO 8601 date and time as people write it."""
+    return text.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _settings(figures: Figures) -> str:

@@ -32,10 +32,10 @@ h1{font-size:26px;margin:0 0 4px;letter-spacing:-.01em}h2{font-size:16px;margin:
 .good{color:var(--good)}.bad{color:var(--bad)}.open{color:var(--open)}
 .message{border-left:3px solid var(--bad);padding:6px 12px;background:var(--card);
  white-space:pre-wrap;overflow-wrap:anywhere}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:10px;margin-top:22px}
-.tiles div{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 14px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:10px;margin-top:22px}
+.tiles div{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px}
 .tiles span,.tiles small{display:block;color:var(--soft);font-size:12.5px}
-.tiles b{font-size:17px;white-space:nowrap;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
+.tiles b{font-size:16px;white-space:nowrap;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:14px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 12px 4px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 8px;align-items:baseline;font-size:14px;min-height:24px}
@@ -55,7 +55,7 @@ table{border-collapse:collapse;width:100%}td,th{padding:6px 14px;text-align:left
 thead th{border-top:0;color:var(--soft);font-weight:500;font-size:13px}tbody tr:first-child td{border-top:0}
 thead+tbody tr:first-child td{border-top:1px solid var(--line)}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td:first-child{white-space:nowrap}@media(max-width:760px){td:first-child{white-space:normal;overflow-wrap:anywhere}
- td:last-child{min-width:200px}}footer{margin-top:34px;color:var(--soft);font-size:12.5px}
+td:first-child{white-space:nowrap}@media(max-width:760px){td:first-child{white-space:normal;min-width:130px;
+ overflow-wrap:break-word}td:last-child{min-width:200px}td.number{min-width:0}}footer{margin-top:34px;color:var(--soft);font-size:12.5px}
 """ + _COLORS
 )

@@ -196,6 +196,7 @@ class _Frame:
             if tick == int(tick):
                 x = self._x(tick)
                 yield f'<text class="tick" x="{x:.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{int(tick):,}</text>'
+        yield f'<text class="tick" x="{_LEFT - 12}" y="{_HEIGHT - 12}" text-anchor="end">step</text>'
         y = _TOP + _PLOT_HEIGHT
         yield f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
 

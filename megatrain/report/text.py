@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Figures
 from tiered.units import GB, TB, GiB, MiB, format_duration, format_size
 
-__all__ = ["cause_name", "format_flops", "report_lines", "wear_size"]
+__all__ = ["cause_name", "format_flops", "perplexity", "report_lines", "wear_size"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
 _SMALLEST_SHARE = 0.001  # of a step; what takes less is not shown
+_LARGEST_EXPONENT = 709.0  # of a float
 
 
 def report_lines(figures: Figures) -> list[str]:
@@ -87,6 +89,11 @@ def cause_name(cause: str) -> str:
     return CAUSES.get(cause, cause)
 
 
+def perplexity(loss: float) -> float:
+    """Return ``exp(loss)``."""
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+
+
 def format_flops(flops_per_s: float) -> str:
     """Return a rate of floating-point operations."""
     for unit, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
@@ -107,6 +114,11 @@ def _rest(figures: Figures) -> Iterator[str]:
             model, hardware = format_flops(figures.model_flops_per_s or 0), format_flops(figures.hardware_flops_per_s)
             speed += f"   {model} of the model, {hardware} computed"
         yield speed
+    for name, losses in figures.evaluations.items():
+        step, loss = losses[-1]
+        best_step, best = min(losses, key=lambda each: each[1])
+        note = f"; best {best:.4f} at step {best_step:,}" if best < loss else ""
+        yield f"eval    {name}: loss {loss:.4f}, perplexity {perplexity(loss):.2f} at step {step:,}{note}"
     if figures.num_real_tokens:
         padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
         yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
@@ -118,8 +130,9 @@ def _rest(figures: Figures) -> Iterator[str]:
     if figures.checkpoints:
         last = figures.checkpoints[-1]
         stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
+        count = f"{len(figures.checkpoints)} checkpoint{'s' if len(figures.checkpoints) > 1 else ''}"
         yield (
-            f"saved   {len(figures.checkpoints)} checkpoints, the last at step {last['step']}, "
+            f"saved   {count}, the last at step {last['step']}, "
             f"{format_size(last.get('nbytes', 0))}; training stood still for {stalls:.1f} s in all"
         )
     if figures.restarts:

@@ -160,10 +160,8 @@ def eval_strategy(draft: Draft, theirs: str, value: Any) -> None:
 
 def held_out_rows(draft: Draft, theirs: str, value: Any) -> None:
     """Translate how many rows are kept apart."""
-    if "data.val_size" in known_keys():
+    if value:
         draft.put("data.val_size", value, theirs)
-    elif value:
-        draft.lose(theirs, "keep rows apart in a file of their own, and name it in [[data.eval]]", value)
 
 
 def evaluation_without_rows(draft: Draft) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatrain.metrics import EvaluationMetrics, Observers, StepMetrics, format_evaluation
-from megatrain.metrics_log import MetricsLog, evaluated_sets
+from megatrain.metrics_log import MetricsLog, last_evaluations
 
 
 def metrics(step: int = 400, name: str = "held_out", loss: float = 1.27341) -> EvaluationMetrics:
@@ -54,13 +54,15 @@ def test_what_is_not_finite_is_text_in_json(loss: float, perplexity: float, tmp_
 
 def test_a_continued_log_knows_what_was_evaluated(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert evaluated_sets(path, 3) == set()
+    assert last_evaluations(path, 3) == {}
     with MetricsLog(path) as log:
         everybody = Observers([log])
         for step in (0, 3, 6):
             everybody.on_evaluation(metrics(step))
             everybody.on_evaluation(metrics(step, "book"))
-    assert evaluated_sets(path, 3) == {"held_out", "book"} and evaluated_sets(path, 4) == set()
+    last = {"held_out": metrics(3), "book": metrics(3, "book")}
+    assert last_evaluations(path, 3) == last_evaluations(path, 4) == last
+    assert last_evaluations(path, 0)["book"] == metrics(0, "book")
     with MetricsLog(path, continued_from=3):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 0, 3, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from megatrain import run_folder
-from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.run_folder import (
     Owner,
     RunFolder,
     RunStatus,
-    StatusWriter,
     UnreachableRunError,
     catches_signal,
     committed_step,
@@ -28,6 +28,7 @@ from megatrain.run_folder import (
     read_status,
     send_signal,
 )
+from megatrain.status_writer import StatusWriter
 from tiered.errors import LockedError
 from tiered.manifest import Manifest, write_manifest
 from tiered.tiers import directory
@@ -214,10 +215,15 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         assert (status().state, status().step) == ("exporting", 9), "the last step is written at once"
         writer.on_checkpoint(CheckpointMetrics(9, tmp_path, 1, 1, 0, 1.0, 0.0))
         assert status().checkpoint_step == 9 and status().checkpoint_at == status().updated_at
+        writer.on_evaluation(EvaluationMetrics(8, 9, "held_out", 2.0, 10, 0.1))
+        writer.on_evaluation(EvaluationMetrics(9, 9, "held_out", math.nan, 10, 0.1))
+        assert status().evaluations == {"held_out": {"step": 9, "loss": "nan", "perplexity": "nan"}}
         writer.on_end(replace(SUMMARY, interrupted=True, num_steps=8))
         assert (status().state, status().step) == ("stopped", 8), "the step before was too soon to be written"
-        writer.on_end(SUMMARY)
+        writer.on_end(replace(SUMMARY, evaluations={"book": EvaluationMetrics(9, 9, "book", 0.0, 10, 0.1)}))
         assert (status().state, status().eta_s) == ("done", None)
+        assert status().evaluations["book"] == {"step": 9, "loss": 0.0, "perplexity": 1.0}
+        assert list(status().evaluations) == ["held_out", "book"]
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,41 @@ def test_keys_of_the_training_sources_hide_those_of_the_sets(tmp_path: Path) -> 
         load_config(path, overrides=["max_samples=5"])
     config = load_config(path, overrides=["data.eval.1.max_samples=5", "eval_steps=9"]).config
     assert (config.data.eval[1].max_samples, config.evaluation.eval_steps) == (5, 9)
+
+
+def test_rows_kept_from_training_are_evaluated_too(tmp_path: Path) -> None:
+    config = load_config(write_val(tmp_path, "0.01")).config
+    assert (config.data.val_size, config.evaluation.eval_strategy) == (0.01, "steps")
+    assert config_from_toml(to_toml(config)) == config
+    now = load_config(write_val(tmp_path, "50")).config
+    assert now.data.val_size == 50 and not compare(config, now).altering  # the data's fingerprint tells
+    loaded = load_config(write_val(tmp_path, "50"), overrides=["eval_strategy=no"])
+    assert loaded.warnings == ('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates',)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("0", "out of range"),
+        ("-1", "out of range"),
+        ("1.5", "data.val_size = 1.5 is not a whole number of rows. Write 1, or a fraction below 1 of all rows"),
+        ('"1%"', "data.val_size"),
+        ("true", "data.val_size"),
+    ],
+)
+def test_wrong_numbers_of_rows(tmp_path: Path, value: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write_val(tmp_path, value))
+    (problem,) = error.value.problems
+    assert words in str(problem)
+
+
+def test_rows_kept_and_rows_of_their_own_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keeps rows of \[\[data.train\]\], and \[\[data.eval\]\] names others"):
+        load_config(write_val(tmp_path, "0.1", SETS))
+
+
+def write_val(folder: Path, value: str, more: str = "") -> Path:
+    path = write(folder, more)
+    path.write_text(path.read_text().replace("[[data.train]]", f"[data]\nval_size = {value}\n[[data.train]]"))
+    return path

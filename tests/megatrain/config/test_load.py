@@ -195,7 +195,7 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
     text = to_toml(load_config(smallest).config)
     optional = {
         "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "data.train.subset",
-        "data.train.split", "data.max_cache_size", "optimizer.lr_scheduler_kwargs",
+        "data.train.split", "data.max_cache_size", "data.val_size", "optimizer.lr_scheduler_kwargs",
         "optimizer.groups.params", "optimizer.groups.learning_rate", "optimizer.groups.weight_decay",
         "checkpoint.save_interval", "training.train_batch_tokens", "advanced.file_size",
         "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate", "tiers.nvme.max_written",
@@ -247,8 +247,8 @@ def test_keys_of_another_strategy_have_no_effect(smallest: Path, overrides: list
 
 
 def test_unwritable_output_is_a_config_problem(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     config = load_config(write(tmp_path, SMALLEST.replace('"out"', '"file/inside"'))).config
+    (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir: cannot write in"):
         write_resolved(config)
 

@@ -43,7 +43,7 @@ BAD = {
     "text number": ('[optimizer]\nlearning_rate = "1e-5"', 'line 8: optimizer.learning_rate = "1e-5" is text. Write it without quotes: 1e-5'),
     "text boolean": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
     "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
-    "number for text": ("[model]\n", "this is not TOML: cannot declare"),
+    "number for text": ("[model]\n", "line 7: model is there twice. Keep one of the two"),
     "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
     "no unit in text": ('[tiers.ram]\nsize = "110"', 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
     "unknown unit": ('[tiers.ram]\nsize = "110 G"', 'line 8: tiers.ram.size = "G" is not a unit of size. Use B, KiB'),

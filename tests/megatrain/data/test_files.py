@@ -179,7 +179,7 @@ def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) ->
 
 def test_a_configuration_of_a_file_is_refused(tmp_path: Path) -> None:
     path = folder_with(tmp_path, "a.jsonl")
-    with pytest.raises(DataError, match=r'name = "main" chooses a configuration of a hub dataset, this is a path'):
+    with pytest.raises(DataError, match=r'subset = "main" chooses a part of a hub dataset, this is a path'):
         list(read_rows(path, name="main"))
 
 

@@ -206,5 +206,5 @@ def test_overlong_error_names_the_row(tokenizer: Any) -> None:
 
 
 def test_nothing_to_train_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="no token would be trained: 1 rows"):
+    with pytest.raises(DataError, match="no token would be trained: 1 row, "):
         encode_rows([Completion("The", " ", "x")], RowEncoder(tokenizer), max_length=16)

@@ -57,7 +57,10 @@ def test_rows_as_they_are_trained(tmp_path: Path) -> None:
     assert first.where == f"{tmp_path / 'a.jsonl'} line 1"
     assert (first.num_tokens, first.num_tokens_before) == (first.num_tokens, first.num_tokens)
     assert 0 < first.num_trained < first.num_tokens
-    assert (second.segments, second.dropped) == ((), "`completion` must be text, this is a number")
+    assert (second.segments, second.dropped) == (
+        (),
+        "`completion` must be text, this is a number. Fix or remove the row",
+    )
     assert second.where == f"{tmp_path / 'a.jsonl'} line 2"
     assert third.dropped == "no token of it would be trained"
     assert (third.num_tokens, third.num_trained) == (16, 0)

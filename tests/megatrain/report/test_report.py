@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,7 +115,42 @@ def test_a_run_that_is_done(tmp_path: Path) -> None:
     assert "a step is computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
     assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
     assert "wrote   /drive   0.01 GB (1.00 MiB per step, planned 1.00 MiB)" in lines
-    assert any(line.startswith("saved   1 checkpoints, the last at step 8, 9.00 MiB") for line in lines)
+    assert any(line.startswith("saved   1 checkpoint, the last at step 8, 9.00 MiB") for line in lines)
+
+
+def test_evaluations_of_all_sets_are_shown(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0])
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, name, loss in (
+            (0, "held <out>", 3.0),
+            (2, "held <out>", 1.0),
+            (2, "book", 2.0),
+            (3, "book", math.nan),
+        ):
+            values = EvaluationMetrics(step, 8, name, loss, 10, 0.5).to_json()
+            file.write(json.dumps({"event": "evaluation", **values}) + "\n")
+    lines, page = lines_of(folder), page_of(folder)
+    assert lines[0].endswith("held <out> 3.0000 -> 1.5000   book 2.0000 -> nan")
+    assert "eval    held <out>: loss 1.5000, perplexity 4.48 at step 3; best 1.0000 at step 2" in lines
+    assert "eval    book: loss nan, perplexity nan at step 3" in lines
+    assert check_page(page) == 10
+    rows = re.search(r"<h2>Evaluations</h2>(.*?)</section>", page, re.DOTALL)
+    assert rows is not None
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in rows[1].split("</tr>")]
+    assert [row for row in cells if row] == [
+        ["0", "3.0000", "20.09", "-", "-"],
+        ["2", "1.0000", "2.72", "2.0000", "7.39"],
+        ["3", "1.5000", "4.48", "nan", "nan"],
+    ]
+
+
+def test_evaluations_come_from_the_summary_where_no_metrics_were_kept(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [])
+    last = EvaluationMetrics(5, 8, "book", math.inf, 10, 0.5)
+    write_summary(RunSummary(5, 1.0, 1.0, 1.0, 1, 1, evaluations={"book": last}), folder)
+    figures = compute_figures(read_history(folder))
+    assert figures.evaluations == {"book": [(5, math.inf)]}
+    assert "eval    book: loss inf, perplexity inf at step 5" in report_lines(figures)
 
 
 def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
@@ -203,7 +239,9 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert figures.capacity_bytes["ram"] == 6 * MIB
     assert figures.tiers["nvme"].measured is not None and figures.tiers["nvme"].measured <= 256 * MIB
     [drive] = figures.drives.values()
-    assert drive.bytes_per_step.planned == drive.bytes_per_step.measured == figures.links["ram->nvme"].planned
+    assert drive.bytes_per_step.planned == figures.links["ram->nvme"].planned
+    error = drive.bytes_per_step.error
+    assert error is not None and abs(error) < 0.1  # of a step's writes some may land after its figures were taken
     assert drive.lifetime_bytes is not None and drive.lifetime_bytes >= drive.nbytes > 0
     assert figures.padding_share is not None and 0 <= figures.padding_share < 0.5
     assert figures.versions["torch"] and figures.machine["cpu"] and figures.export_dir == str(real_run / "final")

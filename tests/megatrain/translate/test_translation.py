@@ -231,9 +231,11 @@ def test_rows_to_evaluate_on(tmp_path: Path) -> None:
     assert (config.evaluation.eval_strategy, config.evaluation.eval_steps) == ("steps", 50)
     questions, hub = config.data.eval
     assert (questions.name, questions.format, hub.name, hub.subset) == ("questions", "alpaca", "hub", "en")
-    translation, config = translate(tmp_path, f"{text}val_size: 0.1\n")
-    assert {"val_size", "eval_strategy", "eval_steps", "per_device_eval_batch_size"} <= lost(translation)
-    assert config.evaluation.eval_strategy == "no"
+    _, config = translate(tmp_path, f"{text}val_size: 0.1\n")
+    assert (config.data.val_size, config.evaluation.eval_strategy, config.evaluation.eval_steps) == (0.1, "steps", 50)
+    translation, config = translate(tmp_path, f"{text}val_size: 0.0\n")
+    assert {"eval_strategy", "eval_steps", "per_device_eval_batch_size"} <= lost(translation)
+    assert (config.data.val_size, config.evaluation.eval_strategy) == (None, "no")
     text = f"model_name_or_path: a/b\ndataset_name: c/d\ndataset_config: en\ndataset_test_split: test\n{EVALUATION}"
     _, config = translate(tmp_path, text)
     assert (config.data.eval[0].split, config.data.eval[0].subset, config.data.train[0].subset) == ("test", "en", "en")

@@ -1,0 +1,220 @@
+"""The same rows in TRL and here: which tokens are trained, and the losses of the same steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import ROOT, Report
+from megatrain.config.schema import RunConfig
+from megatrain.data.dataset import TokenDataset
+from megatrain.data.formats import IGNORED, Conversation
+from megatrain.data.sources import read_rows
+from megatrain.data.tokenizer import load_tokenizer
+from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.trainer import Trainer
+
+ROWS_PER_STEP = 2
+#: TRL computes log-probabilities in chunks with a head of its own, whose loss is 5e-6 from that of Hugging Face's model
+#: on the same batch, with a vocabulary of 49,152 words; ours must be nearer to that one. Adam carries differences on.
+LOSS_TOLERANCE, NORM_TOLERANCE, PLAIN_TOLERANCE = 1e-4, 1e-4, 1e-6
+_TIMEOUT_S = 3600.0
+
+Rows = Sequence[dict[str, list[int]]]
+
+
+class _Recorder:
+    """Keeps losses and norms."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def on_start(self, info: RunInfo) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.losses.append(metrics.loss)
+        self.grad_norms.append(metrics.grad_norm)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
+    def on_message(self, text: str) -> None: ...
+    def on_end(self, summary: RunSummary) -> None: ...
+
+
+def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:
+    """Print which tokens both train of the same rows, and how far losses and norms of the same steps are apart.
+
+    Args:
+        config: whose model, data and optimizer are used; two rows per step, not packed.
+        python: interpreter that has TRL. folder: may be written to.
+    """
+    chat, text = write_rows(config, folder, num_steps * ROWS_PER_STEP)
+    text_config = unpacked(config, text, num_steps, folder / "trl_ours")
+    ours = _Recorder()
+    trainer = Trainer(text_config, observer=ours)
+    trainer.train()
+    batches = [batch.micro_batches for batch in islice(trainer.make_loader(), num_steps)]
+    in_order = [row for batch in batches for row in rows_of(batch)]
+    # TRL takes rows as they come: write them in the order in which ours were trained.
+    order = find_order(documents_of(trainer.make_loader().dataset), in_order)
+    chat_documents = documents_of(Trainer(unpacked(config, chat, 1, folder), observer=ours).make_loader().dataset)
+    for path in (chat, text):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.write_text("".join(lines[number] + "\n" for number in order), encoding="utf-8")
+    theirs = run_trl(python, text_config, chat, text, folder, num_steps)
+    report.row("trl.version", theirs["version"], "version")
+    tell_first_loss(report, text_config, batches[0], ours.losses[0], theirs["losses"][0])
+    tell_masks(report, "text", in_order, theirs["text"], text_config)
+    tell_masks(report, "chat", [chat_documents[number] for number in order], theirs["chat"], text_config)
+    for name, mine, other, most in (
+        ("loss", ours.losses, theirs["losses"], LOSS_TOLERANCE),
+        ("grad_norm", ours.grad_norms, theirs["grad_norms"], NORM_TOLERANCE),
+    ):
+        found = [abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True)]
+        report.row(f"trl.{name}.of_each_step", other, "")
+        report.row(f"trl.{name}.first_relative_difference", found[0], "of TRL")
+        report.row(f"trl.{name}.max_relative_difference", max(found), "of TRL", target=most, ok=max(found) <= most)
+
+
+def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]:
+    """Write the first rows of the data twice, as prompt and completion: as messages, and rendered to text."""
+    table, source = config.model, config.data.train[0]
+    tokenizer = load_tokenizer(table.model_name_or_path, chat_template=table.chat_template)
+    columns = {str(ours): theirs for ours, theirs in source.columns.items()}
+    rows = read_rows(
+        source.path, format=source.format, columns=columns, max_samples=count, name=source.subset, split=source.split
+    )
+    chat, text = folder / "chat.jsonl", folder / "text.jsonl"
+    with chat.open("w", encoding="utf-8") as chat_file, text.open("w", encoding="utf-8") as text_file:
+        for row in rows:
+            assert isinstance(row, Conversation), row
+            *prompt, answer = [dict(message) for message in row.messages]
+            rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            chat_file.write(json.dumps({"prompt": prompt, "completion": [answer]}) + "\n")
+            text_file.write(json.dumps({"prompt": rendered, "completion": answer["content"]}) + "\n")
+    return chat, text
+
+
+def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
+    """Return a config that trains two rows of a file per step, with the decay that transformers' Trainer has."""
+    values = config.model_dump()
+    values["output_dir"], values["run_name"] = output_dir, output_dir.name
+    values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}
+    values["training"] |= {"per_device_train_batch_size": ROWS_PER_STEP, "max_steps": num_steps}
+    values["training"] |= {"gradient_accumulation_steps": 1}
+    values["evaluation"] = {}
+    values["optimizer"]["weight_decay_exclude"] = ("*.bias", "*norm*")
+    values["tiers"]["ram"]["size"] = "1GiB"  # two rows of any length need more than the example's one
+    return RunConfig.model_validate(values)
+
+
+def run_trl(python: str, config: RunConfig, chat: Path, text: Path, folder: Path, num_steps: int) -> dict[str, Any]:
+    """Return what `trl_side.py` answers."""
+    table = config.optimizer
+    tokenizer = load_tokenizer(config.model.model_name_or_path, chat_template=config.model.chat_template)
+    job = {
+        "model": config.model.model_name_or_path,
+        "template": tokenizer.chat_template,
+        "chat": str(chat),
+        "text": str(text),
+        "folder": str(folder),
+        "num_threads": torch.get_num_threads(),
+        "options": {
+            "max_length": config.data.max_length,
+            "per_device_train_batch_size": ROWS_PER_STEP,
+            "max_steps": num_steps,
+            "train_sampling_strategy": "sequential",
+            "learning_rate": table.learning_rate,
+            "lr_scheduler_type": table.lr_scheduler_type,
+            "warmup_steps": table.warmup_steps,
+            "weight_decay": table.weight_decay,
+            "adam_beta1": table.adam_beta1,
+            "adam_beta2": table.adam_beta2,
+            "adam_epsilon": table.adam_epsilon,
+            "max_grad_norm": table.max_grad_norm,
+            "bf16": False,
+            "use_cpu": True,
+            "save_strategy": "no",
+            "logging_steps": 1,
+        },
+    }
+    command = [python, "-P", "-c", "from bench.compare import trl_side; trl_side.main()", json.dumps(job)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode:
+        sys.exit(f"TRL ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def rows_of(micro_batches: Sequence[Any]) -> Iterator[dict[str, list[int]]]:
+    """Yield ids and labels of each row without padding."""
+    for batch in micro_batches:
+        for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
+            keep = mask.bool()
+            yield {"ids": ids[keep].tolist(), "labels": labels[keep].tolist()}
+
+
+def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
+    """Return ids and labels of each document in the order of the file."""
+    rows = []
+    for first, end in zip(data.starts[:-1], data.starts[1:], strict=True):
+        ids, trained = data.tokens[first:end].tolist(), data.trained[first:end].tolist()
+        labels = [token if wanted else IGNORED for token, wanted in zip(ids, trained, strict=True)]
+        rows.append({"ids": ids, "labels": labels})
+    return rows
+
+
+def find_order(documents: Rows, trained: Rows) -> list[int]:
+    """Return the number of the document behind each trained row."""
+    numbers = {tuple(row["ids"]): number for number, row in enumerate(documents)}
+    return [numbers[tuple(row["ids"])] for row in trained]
+
+
+def tell_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours: float, theirs: float) -> None:
+    """Print the loss of the first step, and what Hugging Face's model itself says of that batch."""
+    from transformers import AutoModelForCausalLM
+
+    (batch,) = micro_batches
+    source = config.model.model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        plain = model(**batch, use_cache=False).loss.item()
+    for name, loss in (("ours", ours), ("plain", plain), ("trl", theirs)):
+        report.row(f"trl.first_loss.{name}", loss, "loss")
+    difference = abs(ours - plain) / plain
+    ok = difference <= PLAIN_TOLERANCE
+    report.row("trl.first_loss.ours_from_plain", difference, "of plain", target=PLAIN_TOLERANCE, ok=ok)
+
+
+def tell_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
+    """Print how many rows and labels differ, and what the tokens are that only one of the two trains."""
+    tokenizer = load_tokenizer(config.model.model_name_or_path)
+    only: dict[str, list[str]] = {"ours": [], "trl": []}
+    num_other_ids = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        shared = min(len(mine["ids"]), len(other["ids"]))
+        num_other_ids += mine["ids"][:shared] != other["ids"][:shared]
+        for name, row, against in (("ours", mine, other), ("trl", other, mine)):
+            labels = [*against["labels"], *[IGNORED] * len(row["labels"])]
+            found = [label for label, seen in zip(row["labels"], labels, strict=False) if label not in (IGNORED, seen)]
+            only[name] += [tokenizer.decode([token]) for token in found]
+    report.row(f"trl.{kind}.rows", len(theirs), "rows")
+    report.row(f"trl.{kind}.rows_with_other_tokens", num_other_ids, "rows", target=0, ok=num_other_ids == 0)
+    trained = sum(label != IGNORED for row in ours for label in row["labels"])
+    report.row(f"trl.{kind}.trained_by_ours", trained, "tokens")
+    for name, tokens in only.items():
+        is_claimed = kind == "text" or name == "ours"
+        claim: dict[str, Any] = {"target": 0, "ok": not tokens} if is_claimed else {}
+        report.row(f"trl.{kind}.trained_only_by_{name}", len(tokens), "tokens", **claim)
+        if tokens:
+            report.row(f"trl.{kind}.what_only_{name}_trains", json.dumps(sorted(set(tokens))), "tokens")

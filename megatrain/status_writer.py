@@ -1,0 +1,111 @@
+"""``status.json`` kept current while a run goes on: what ``megatrain-tier status`` shows of the living."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatrain.checkpoint.state import now_text
+from megatrain.run_folder import RunFolder, RunStatus, State, committed_step, read_status
+
+if TYPE_CHECKING:
+    from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+
+__all__ = ["StatusWriter"]
+
+
+class StatusWriter:
+    """A ``RunObserver`` that keeps ``status.json`` of a locked folder current. Nothing is written until it is told.
+
+    Args:
+        folder: entered. If it holds a checkpoint, what the last run wrote stands until there is news.
+        run_name: as in the config.
+
+    Attributes:
+        is_paused: set by the run: whether it waits for a person, e.g. on a full drive. Asked at every message.
+    """
+
+    def __init__(self, folder: RunFolder, *, run_name: str = "") -> None:
+        self.is_paused: Callable[[], bool] = lambda: False
+        self._folder = folder
+        self._changing = threading.RLock()
+        self._status = RunStatus("starting", run_name=run_name)
+        before, saved = read_status(folder.path), committed_step(folder.path)
+        if saved is not None:
+            self._status = replace(self._status, step=saved, checkpoint_step=saved)
+        if saved is not None and before is not None:
+            at = before.checkpoint_at if before.checkpoint_step == saved else None
+            self._status = replace(self._status, step=before.step, max_steps=before.max_steps, checkpoint_at=at)
+            seen = {name: each for name, each in before.evaluations.items() if each.get("step", 0) <= saved}
+            self._status = replace(self._status, evaluations=seen)
+
+    def say(self, state: State, message: str | None = None) -> None:
+        """Write a new state at once, e.g. ``paused`` or ``exporting``."""
+        self._write(True, state=state, **({} if message is None else {"message": message}))
+
+    def on_start(self, info: RunInfo) -> None:
+        """Training starts."""
+        self._write(True, state="training", run_name=info.run_name, max_steps=info.max_steps)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """A step is done: its figures. After the last one the run saves and exports."""
+        is_last = metrics.step == metrics.max_steps
+        self._write(
+            is_last,
+            state="exporting" if is_last else "training",
+            step=metrics.step,
+            max_steps=metrics.max_steps,
+            loss=metrics.loss,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            tokens_per_s=metrics.real_tokens_per_s,
+            eta_s=metrics.eta_s,
+            tier_used_bytes=dict(metrics.tier_used_bytes),
+            tier_capacity_bytes=dict(metrics.tier_capacity_bytes),
+            rss_bytes=metrics.rss_bytes,
+        )
+
+    def on_message(self, text: str) -> None:
+        """A person was told something, perhaps that the run waits, or goes on."""
+        state = self._status.state
+        if self.is_paused():
+            state = "paused"
+        elif state == "paused":
+            state = "training"
+        self._write(True, state=state, message=text)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """An evaluation is done."""
+        self._write(True, evaluations={**self._status.evaluations, metrics.name: _shown(metrics)})
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        """A checkpoint is done."""
+        self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
+
+    def on_end(self, summary: RunSummary) -> None:
+        """The run ended, at its end or because somebody stopped it."""
+        state: State = "stopped" if summary.interrupted else "done"
+        self._write(
+            True,
+            state=state,
+            step=summary.num_steps,
+            max_steps=self._status.max_steps or summary.num_steps,
+            loss=summary.last_loss,
+            eta_s=None,
+            evaluations={
+                **self._status.evaluations,
+                **{name: _shown(metrics) for name, metrics in summary.evaluations.items()},
+            },
+        )
+
+    def _write(self, force: bool, **changes: Any) -> None:
+        with self._changing:
+            self._status = replace(self._status, **changes)
+            self._folder.write_status(self._status, force=force)
+
+
+def _shown(metrics: EvaluationMetrics) -> dict[str, Any]:
+    values = metrics.to_json()
+    return {name: values[name] for name in ("step", "loss", "perplexity")}
