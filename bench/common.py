@@ -79,7 +79,7 @@ class Report:
     def row(
         self,
         name: str,
-        value: float | int | str | Sequence[float],
+        value: float | int | str | Sequence[float] | None,
         unit: str,
         *,
         target: float | int | None = None,
@@ -89,7 +89,7 @@ class Report:
         """Print one row.
 
         Args:
-            name: What was measured, dotted. value, unit: The figure.
+            name: What was measured, dotted. value, unit: The figure; None with the reason as unit: nothing was.
             target: What it should be, or at most be; None where nothing is claimed.
             ok: Whether the target is met; None without a target.
             timing: Whether ``ok`` depends on the machine's speed and load; if so it does not fail the bench.
@@ -100,7 +100,8 @@ class Report:
             print(json.dumps({**own, **self._header}), flush=True)
             return
         verdict = "" if ok is None else "ok" if ok else "NOT OK"
-        shown = f"{value:,.4f}" if isinstance(value, float) else str(value)
+        is_small = isinstance(value, float) and 0 < abs(value) < 1e-3
+        shown = f"{value:.2e}" if is_small else f"{value:,.4f}" if isinstance(value, float) else str(value)
         print(
             f"{name:44} {shown:>20} {unit:10} {'' if target is None else f'target {target:,}':>24} {verdict}",
             flush=True,

@@ -1,8 +1,9 @@
-"""A model of any size for benches: a Llama shape with random weights, made on the spot."""
+"""Models of any size for benches, made on the spot: a Llama shape with random weights, other shapes without any."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,5 +33,21 @@ def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 819
         pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(QUICKSTART / "model").save_pretrained(folder)
+    return folder
+
+
+def write_shape(folder: Path, model_type: str, **values: Any) -> Path:
+    """Write a folder of any architecture with the quickstart's tokenizer and no weights; return the folder.
+
+    It is trained with ``model.train_from_scratch = true``.
+
+    Args:
+        model_type: as in ``config.json``. values: of the configuration; a vocabulary of at least 1,024.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    AutoConfig.for_model(model_type, **special, **values).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART / "model").save_pretrained(folder)
     return folder

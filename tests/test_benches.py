@@ -22,6 +22,7 @@ FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
+    "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
@@ -29,6 +30,9 @@ ARGUMENTS = {
     "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
     "checkpoint": ["--quick", "--sizes", "0.002,0.008", "--blocks", "5", "--rounds", "1", "--saves", "1"],
     "export": ["--quick"],
+    "activations": ["--quick", "--steps", "1", "--tokens", "1x1x256"],
+    "gsm8k": ["--quick", "--steps", "3", "--eval-samples", "5"],
+    "plan_accuracy": ["--quick", "--only", "small_on_nvme", "--steps", "3"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -76,6 +80,15 @@ def test_step_compares_the_three_sides() -> None:
     assert rows["ratio.ours_ram/plain"]["target"] == 1.10
     assert rows["ours_nvme.nvme->ram.moved"]["value"] > 0  # the drive takes part
     assert rows["loss.steps_that_differ_by_placement"]["value"] == 0
+
+
+def test_embedded_optimizer_computes_what_torch_does() -> None:
+    rows = {row["name"].split(".", 2)[2]: row for row in run("embed_optimizer")}
+    for clipping in ("free", "clipped"):
+        assert rows[f"{clipping}.ratio.step.tiered/torch_fused"]["target"] == 1.0
+        assert all(rows[f"{clipping}.loss.{side}"]["ok"] for side in ("tiered", "tier"))
+    for peer in ("torchao", "bitsandbytes"):
+        assert f"free.{peer}.step" in rows or rows[f"{peer}.step"]["unit"].startswith("skipped: "), peer
 
 
 def test_nvme_steps_are_compared_with_both_bounds() -> None:
@@ -178,3 +191,22 @@ def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
     for mode in ("beside", "waiting"):
         assert rows[f"save.ram.{mode}.linked"] == 0 < rows[f"save.nvme.{mode}.linked"]
         assert rows[f"save.nvme.{mode}.step_alone"] > 0
+
+
+def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
+    rows = {row["name"]: row["value"] for row in run("gsm8k")}
+    assert len(rows["ours.losses"]) == len(rows["plain.losses"]) == rows["steps"] == 3
+    assert 0 < rows["trained_tokens"] < rows["tokens"]  # the answers only
+    assert rows["loss.max_relative_difference"] < 1e-5 and rows["weights.difference_over_move"] < 1e-3
+    assert rows["test.after.ours"] < rows["test.before.ours"]
+    assert rows["ours.nvme->ram.per_step"] > 0  # it streams
+
+
+def test_planned_bytes_are_moved_bytes_here_and_at_other_sizes() -> None:
+    rows = {row["name"]: row for row in run("plan_accuracy")}
+    for name in ("small_on_nvme", "small_on_nvme.what_if.ram=1GiB"):
+        assert rows[f"{name}.predicted"]["value"] > 0 < rows[f"{name}.measured"]["value"]
+        assert rows[f"{name}.ratio"]["timing"] and rows[f"{name}.ratio"]["target"] == 1.0
+        assert rows[f"{name}.nvme->ram.moved"]["ok"]
+        assert rows[f"{name}.nvme.high_water"]["value"] == rows[f"{name}.nvme.planned_peak"]["value"] > 0
+    assert rows["small_on_nvme.nvme->ram.moved"]["value"] > 0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "ConfigChangedError",
+    "NoSuchCheckpointError",
     "already_done",
     "check_changes",
     "continued_position",
@@ -42,6 +43,10 @@ WHAT_DECIDES = {
 
 class ConfigChangedError(Exception):
     """The config would continue a checkpoint in another way than the run that wrote it."""
+
+
+class NoSuchCheckpointError(CheckpointError):
+    """``checkpoint.resume_from_checkpoint`` names what holds no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list
     folder = other / CHECKPOINTS_NAME if (other / CHECKPOINTS_NAME).is_dir() else other
     found = _whole(folder, False, on_notice)
     if not found:
-        raise CheckpointError(
+        raise NoSuchCheckpointError(
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
         )
     return found

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from megatrain.doctor.probes import BareFile, SustainedWrite, TierProbe
 from megatrain.doctor.scratch import MIN_FREE_BYTES, check_path, scratch_folder
 from megatrain.plan.machine import available_ram_bytes
 from megatrain.plan.profile import FileSystem, file_system_of
-from tiered.units import GiB, MiB
+from tiered.units import GiB, KiB, MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class DriveEffort:
 
     Attributes:
         span_bytes: bytes of each of the two sets of files. turn_s: seconds of reads and writes in turns.
-        mixed_s: seconds of both at once. sustained_s, sustained_bytes: end of the long write, whatever comes first.
+        mixed_s: seconds of both at once. beside_s: of both at once while the processor computes.
+        sustained_s, sustained_bytes: end of the long write, whatever comes first.
     """
 
     span_bytes: int
@@ -28,10 +32,15 @@ class DriveEffort:
     mixed_s: float
     sustained_s: float = 0.0
     sustained_bytes: int = 0
+    beside_s: float = 0.0
 
 
-QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=2.0, mixed_s=1.0)
-FULL = DriveEffort(span_bytes=512 * MiB, turn_s=8.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB)
+QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=2.0, mixed_s=1.0, beside_s=1.0)
+FULL = DriveEffort(
+    span_bytes=512 * MiB, turn_s=8.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, beside_s=4.0
+)
+_NUM_SMALL, _SMALL_BYTES = 64, 64 * KiB
+_PRODUCT_SIZE = 768  # of matrices: some milliseconds, in the processor's caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,8 @@ class DriveResult:
         free_bytes: before. is_direct: O_DIRECT worked. is_rotational: a disk with a motor; None where unknown.
         tier: what the tier got. bare: what plain I/O with as many threads got. span_bytes: what either went over.
         sustained: None in a quick run.
+        computing_s_per_byte: what computing on all cores loses while a byte goes through the tier; None: not measured.
+        seconds_per_copy: what a copy of a block, however small, costs the thread that asks for it.
     """
 
     path: Path
@@ -62,6 +73,8 @@ class DriveResult:
     tier: Rates
     bare: Rates
     sustained: SustainedWrite | None = None
+    computing_s_per_byte: float | None = None
+    seconds_per_copy: float | None = None
 
 
 def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
@@ -82,9 +95,13 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
             while turns.is_empty or time.perf_counter() < deadline:
                 turns.add(tier, bare)
             tier_mixed = tier.mixed(effort.mixed_s)
+            lost = computing_lost(tier, effort.beside_s) if effort.beside_s else None
             bare_mixed = bare.mixed(effort.mixed_s)
             sustained = tier.sustained_write(effort.sustained_s, effort.sustained_bytes) if effort.sustained_s else None
             is_direct = tier.is_direct
+        with TierProbe(folder / "small", _NUM_SMALL * _SMALL_BYTES, _SMALL_BYTES) as small:
+            small.seconds_per_copy()
+            seconds_per_copy = small.seconds_per_copy()
         return DriveResult(
             path=path,
             file_system=file_system,
@@ -95,7 +112,33 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
             tier=Rates(statistics.median(turns.tier_read), statistics.median(turns.tier_write), tier_mixed),
             bare=Rates(statistics.median(turns.bare_read), statistics.median(turns.bare_write), bare_mixed),
             sustained=sustained,
+            computing_s_per_byte=lost,
+            seconds_per_copy=seconds_per_copy,
         )
+
+
+def computing_lost(tier: TierProbe, seconds: float) -> float:
+    """Return the seconds of computing that a byte costs which is read or written meanwhile.
+
+    Checksums, system calls and the drive's own driver take processors and memory away from it. Matrix products are
+    timed alone, and beside a tier that reads and writes.
+    """
+    left, right = torch.ones(2, _PRODUCT_SIZE, _PRODUCT_SIZE).unbind()
+    product = torch.empty_like(left)
+    torch.mm(left, right, out=product)
+    times: list[float] = []
+    with ThreadPoolExecutor(1) as thread:
+        for is_alone in (True, False):
+            start_s, count = time.perf_counter(), 0
+            rate = None if is_alone else thread.submit(tier.mixed, seconds)
+            while time.perf_counter() < start_s + seconds if rate is None else not rate.done():
+                torch.mm(left, right, out=product)
+                count += 1
+            elapsed_s = time.perf_counter() - start_s
+            times.append(elapsed_s / max(1, count))
+    assert rate is not None
+    share_lost = max(0.0, 1 - times[0] / times[1])
+    return share_lost / rate.result()
 
 
 def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | None:

@@ -84,6 +84,8 @@ class Examination:
             bare_write_bytes_per_s=drive.bare.write,
             bare_mixed_bytes_per_s=drive.bare.mixed,
             sustained_write_bytes_per_s=drive.sustained.last if drive.sustained else None,
+            computing_s_per_byte=drive.computing_s_per_byte,
+            seconds_per_copy=drive.seconds_per_copy,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -132,11 +132,13 @@ class TierProbe:
     """A store of two tiers, RAM and one path, whose blocks all fit the RAM: what the tier gets. A context manager.
 
     Args:
-        path: a folder that is not there yet. nbytes: of all blocks together.
+        path: a folder that is not there yet. nbytes: of all blocks together. block_bytes: of each; default: an eighth
+            of them.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        block_bytes = max(_MIN_BLOCK_BYTES, nbytes // _NUM_BLOCKS // PAGE_BYTES * PAGE_BYTES)
+    def __init__(self, path: Path, nbytes: int, block_bytes: int | None = None) -> None:
+        if block_bytes is None:
+            block_bytes = max(_MIN_BLOCK_BYTES, nbytes // _NUM_BLOCKS // PAGE_BYTES * PAGE_BYTES)
         self._keys = [f"block{number}" for number in range(max(1, nbytes // block_bytes))]
         self.nbytes = len(self._keys) * block_bytes
         self._nvme = NvmeTier([path], self.nbytes)
@@ -194,6 +196,18 @@ class TierProbe:
             self._store.evict(key, "ram")  # what was fetched ahead and not used
         self._store.wait_idle()
         return rate
+
+    def seconds_per_copy(self) -> float:
+        """Fetch every block and write it back, one after the other; return what a copy costs the calling thread.
+
+        Waiting does not count: it is the processor's time, of what the store decides and notes.
+        """
+        start_s = time.thread_time()
+        for key in self._keys:
+            with self._store.acquire(key, "ram", "rw"):
+                pass
+            self._store.evict(key, "ram").wait()
+        return (time.thread_time() - start_s) / (2 * len(self._keys))
 
     def sustained_write(self, seconds: float, nbytes: int) -> SustainedWrite:
         """Write over the blocks again and again, until either limit is reached."""

@@ -56,6 +56,10 @@ class ExportError(Exception):
     """The folder was not written; what was at its name before is untouched."""
 
 
+class ExportTargetError(ExportError):
+    """There are files of somebody else where the folder would go."""
+
+
 class ExportedGraph(Protocol):
     """What the export needs to know of a model graph."""
 
@@ -229,7 +233,7 @@ def check_target(out: Path) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise ExportError(f"{out} is a file. Give another folder")
+        raise ExportTargetError(f"{out} is a file. Give another folder")
     present = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
     if not present:
         return
@@ -240,7 +244,7 @@ def check_target(out: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         ours, listed = False, set()
     if not ours:
-        raise ExportError(f"{out} is not empty and no export of this program. Remove it or give another folder")
+        raise ExportTargetError(f"{out} is not empty and no export of this program. Remove it or give another folder")
     if present - listed:
         raise ExportError(
             f"{out} holds files that the earlier export did not write: {some(sorted(present - listed))}. "

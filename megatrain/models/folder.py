@@ -24,6 +24,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PIECE_BYTES = 16 << 20  # how much of a tensor is in flight while its dtype changes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+_AGAIN = "Copy or download the model again"
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -78,7 +83,7 @@ def read_config(path: Path | str) -> PretrainedConfig:
     folder = Path(path)
     values = read_config_json(folder)
     model_type = values.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         import transformers
 
         raise ModelFolderError(
@@ -86,23 +91,40 @@ def read_config(path: Path | str) -> PretrainedConfig:
             f"model_type {model_type!r} is not known to transformers {transformers.__version__}. "
             "Install a version that knows it; code that ships inside a model folder is never run",
         )
+    _check_sizes(folder / "config.json", values)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds; each one means that this file is unusable
-        raise ModelFolderError(folder / "config.json", f"transformers cannot use it: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelFolderError(
+            folder / "config.json",
+            f"transformers cannot use it: {reason}. Fix that value, or copy or download it again",
+        ) from error
     return config
+
+
+def _check_sizes(path: Path, values: dict[str, Any]) -> None:
+    """Refuse sizes that are none, which models trip over in odd ways."""
+    for name in _SIZES:
+        if type(values.get(name)) is int and values[name] < 1:
+            raise ModelFolderError(path, f"{name} = {values[name]} is not a size. Copy or download it again")
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
     """Return the plain values of ``config.json``, having refused what can never be trained."""
     if not folder.is_dir():
-        raise ModelFolderError(folder, "is not a folder. Give the folder that holds config.json and *.safetensors")
+        advice = "Give the folder that holds config.json and *.safetensors"
+        if not folder.is_absolute():  # as a name of the hub stays
+            advice += f"; to download it: hf download {folder} --local-dir models/{folder.name}"
+        raise ModelFolderError(folder, f"is not a folder. {advice}")
     path = folder / "config.json"
-    values = _read_json_object(path, "Give a Hugging Face model folder")
+    inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
+    values = _read_json_object(path, f"Give {inner[0]}" if inner else "Give a Hugging Face model folder")
     if "quantization_config" in values:
-        method = (values["quantization_config"] or {}).get("quant_method", "unknown method")
+        table = values["quantization_config"]
+        method = table.get("quant_method", "unknown method") if isinstance(table, dict) else "unknown method"
         raise ModelFolderError(
             path,
             f"the model is quantized ({method}); full-precision training needs its plain weights. De-quantize it with "
@@ -116,7 +138,7 @@ def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFolderError(path, f"is missing. {advice}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(path, f"cannot be read as JSON ({error}). Copy or download it again") from error
     if not isinstance(values, dict):
         raise ModelFolderError(path, "does not hold a JSON object. Copy or download it again")
@@ -158,7 +180,7 @@ class ModelFolder:
         names = sorted({str(name) for name in weight_map.values()})
         outside = [name for name in names if Path(name).name != name]
         if outside:
-            raise ModelFolderError(index, f"names files outside of the folder: {some(outside)}")
+            raise ModelFolderError(index, f"names files outside of the folder: {some(outside)}. {_AGAIN}")
         missing = [name for name in names if not (self.path / name).is_file()]
         if missing:
             raise ModelFolderError(
@@ -169,10 +191,17 @@ class ModelFolder:
             self.records.update(_read_header(self.path / name))
         absent = sorted(set(weight_map) - set(self.records))
         if absent:
-            raise ModelFolderError(index, f"lists {len(absent)} tensors that no shard holds: {some(absent)}")
+            text = f"lists {len(absent)} tensors that no shard holds: {some(absent)}. {_AGAIN}"
+            raise ModelFolderError(index, text)
 
     def _refuse(self) -> None:
         names = sorted(path.name for path in self.path.iterdir())
+        if any(name.startswith("adapter_") for name in names):
+            raise ModelFolderError(
+                self.path,
+                "holds an adapter, not a model. Give the folder of its base model, or merge the two with peft "
+                "(merge_and_unload, then save_pretrained)",
+            )
         shards = [name for name in names if name.endswith(".safetensors")]
         if shards:
             raise ModelFolderError(self.path, f"has {some(shards)} but no {INDEX_FILE}. Copy or download it again")
@@ -184,7 +213,7 @@ class ModelFolder:
             )
         if any(name.endswith(".gguf") for name in names):
             raise ModelFolderError(self.path, "is a GGUF model; take the Hugging Face folder of the original model")
-        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. {_AGAIN}")
 
     def read(self, name: str) -> torch.Tensor:
         """Return tensor ``name`` in new memory, in the dtype that it has in the file."""
@@ -269,6 +298,8 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
     try:
         with path.open("rb") as file:
             prefix = file.read(8)
+            if prefix == b"version ":
+                raise ModelFolderError(path, "is a pointer of Git LFS, not the file. Fetch it with `git lfs pull`")
             header_nbytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_nbytes > _MAX_HEADER_BYTES:
                 raise ModelFolderError(path, f"is not a safetensors file. {again}")
@@ -282,7 +313,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
             raise ValueError("not an object")
         header.pop("__metadata__", None)
         records = {name: _record(path, name, fields, 8 + header_nbytes) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFolderError(path, f"has no valid safetensors header ({error}). {again}") from error
     end = 8 + header_nbytes
     for record in sorted(records.values(), key=lambda record: (record.offset, record.nbytes)):

@@ -189,8 +189,10 @@ def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]],
         if not matched:
             everything = [alias for _, aliases in names for alias in aliases]
             close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]
-            raise FreezeError(f"freeze pattern '{pattern}' matches no parameter; there are e.g. {', '.join(close)}")
+            text = f"model.freeze: the pattern '{pattern}' matches no parameter. Write one that does; there are e.g. "
+            raise FreezeError(text + ", ".join(close))
         for parameter in matched:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter, _ in names):
-        raise FreezeError(f"freeze leaves no parameter of {type(model).__name__} to train; narrow {list(patterns)}")
+        text = f"model.freeze = {list(patterns)} leaves no parameter of {type(model).__name__} to train"
+        raise FreezeError(f"{text}. Leave some of it out")

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megatrain.models.layout import UnitLayout
 
 
+_SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
+
+
 class WeightLoader:
     """Fills the parameters and persistent buffers of one model from one folder.
 
@@ -58,7 +61,7 @@ class WeightLoader:
         try:
             plan = plan_load(model, on_meta)
         except ConversionError as error:
-            raise ModelFolderError(self._folder.path, f"{error}. Are its files of one and the same model?") from error
+            raise ModelFolderError(self._folder.path, f"{error}. {_SAME_MODEL}") from error
         self._steps = plan.by_target
         self.unexpected = tuple(plan.unexpected)
         self._check_names(plan.missing, allow_unexpected)
@@ -145,12 +148,12 @@ class WeightLoader:
             text = f"{len(missing)} tensors of {model_class} are missing: {some(missing)}"
             if unexpected:
                 text += f"; {len(unexpected)} tensors have no place in it: {some(unexpected)}"
-            raise ModelFolderError(self._folder.path, text + ". Do config.json and the weights belong together?")
+            raise ModelFolderError(self._folder.path, f"{text}. {_SAME_MODEL}")
         if unexpected and not allow_unexpected:
             raise ModelFolderError(
                 self._folder.path,
                 f"{len(unexpected)} tensors have no place in {model_class} and would be lost: {some(unexpected)}. "
-                "Do config.json and the weights belong together?",
+                f"{_SAME_MODEL}",
             )
 
     def _check_shapes(self) -> None:
@@ -162,7 +165,7 @@ class WeightLoader:
                 raise ModelFolderError(
                     source.file,
                     f"tensor {source.name} gives {name} the shape {list(made.shape)}, "
-                    f"config.json asks for {list(place.shape)}. Do config.json and the weights belong together?",
+                    f"config.json asks for {list(place.shape)}. {_SAME_MODEL}",
                 )
             if place.is_floating_point() and not made.is_floating_point():
                 raise ModelFolderError(

@@ -76,14 +76,30 @@ def build_skeleton(
     try:
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, ImportError) as error:
-        raise UnsupportedModelError(str(config.model_type), f"transformers cannot build it: {error}") from error
+    except Exception as error:  # the code of every family raises its own kinds
+        raise UnsupportedModelError(_name(config), _why_not_built(error)) from error
     with torch.device("meta"):
         model.tie_weights()
     _keep_fp32(model, dtype)
     _make_buffers(model)
     model.train()
     return model
+
+
+def _name(config: PretrainedConfig) -> str:
+    """Return what a model is called in messages: its type, and the file that says so."""
+    folder = str(getattr(config, "name_or_path", "") or "")
+    return f"{config.model_type} of {Path(folder) / 'config.json'}" if folder else str(config.model_type)
+
+
+def _why_not_built(error: Exception) -> str:
+    if "Unrecognized configuration class" in str(error):
+        return (
+            "transformers has no causal language model for it. Take a decoder: a model whose config.json names an "
+            "architecture that ends in ForCausalLM"
+        )
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"transformers cannot build it ({reason}). Check the values of config.json, or copy or download it again"
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ class ElementwiseOptimizer(ABC):
 
     def __init__(self, threads: KernelThreads | None = None) -> None:
         self.threads = KernelThreads() if threads is None else threads
+        self._last_scalars: tuple[object, tuple[Any, ...]] = (None, ())
 
     @property
     @abstractmethod
@@ -52,13 +53,41 @@ class ElementwiseOptimizer(ABC):
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
         """Apply one step in place; see `megatrain.optim.base.Optimizer.update`."""
-        assert update.step >= 1, update.step
         num_elements = gradient.numel()
-        flats = [*flat_master(blocks, num_elements)]
-        flats += [flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements) for kind in self.state]
+        arrays: dict[str, Array | None] = dict(zip(("weight", "low"), flat_master(blocks, num_elements), strict=True))
+        for kind in self.state:
+            arrays[kind.name] = flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements)
+        self.threads.run(self.calls(arrays, flat_gradient(gradient), segments, update))
+
+    def calls(
+        self, arrays: Mapping[str, Array | None], gradient: Array, segments: Sequence[Segment], update: Update
+    ) -> Iterator[Callable[[], None]]:
+        """Yield the calls that make up an update: in any order, on any threads, beside those of other updates.
+
+        Args:
+            arrays: by kind, as `flat_master` and `flat_block` give them. gradient: as `flat_gradient` gives it.
+        """
+        from megatrain.optim import kernels  # numba takes half a second to import: only a run that updates pays it
+
+        assert update.step >= 1, update.step
+        kernel: Callable[..., None] = getattr(kernels, self.kernel_name)
+        flats = [arrays["weight"], arrays["low"], *(arrays[kind.name] for kind in self.state)]
         flats += [None] * (self.num_state_arguments - len(self.state))
-        flats.append(flat_gradient(gradient))
-        self.threads.run(self._calls(flats, num_elements, segments, update))
+        flats.append(gradient)
+        for segment in segments:
+            assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
+            scalars = self._scalars_now(segment, update)
+            for start, stop in cut(segment.start, segment.stop):
+                yield partial(kernel, *(flat if flat is None else flat[start:stop] for flat in flats), *scalars)
+
+    def _scalars_now(self, segment: Segment, update: Update) -> tuple[Any, ...]:
+        """Return ``scalars``, those of the last call where nothing has changed: most parameters share them."""
+        wanted = (segment.weight_decay, segment.lr_scale, update)
+        known, scalars = self._last_scalars
+        if known != wanted:
+            scalars = self.scalars(segment, update)
+            self._last_scalars = (wanted, scalars)  # one assignment: other threads see both or neither
+        return scalars
 
     def warm_up(self) -> None:
         """Compile or load the kernel for every kind of master and gradient."""
@@ -71,18 +100,6 @@ class ElementwiseOptimizer(ABC):
     def num_state_arguments(self) -> int:
         """State arguments of the kernel; those beyond `state` are None."""
         return len(self.state)
-
-    def _calls(
-        self, flats: Sequence[Array | None], num_elements: int, segments: Sequence[Segment], update: Update
-    ) -> Iterator[Callable[[], None]]:
-        from megatrain.optim import kernels  # numba takes half a second to import: only a run that updates pays it
-
-        kernel: Callable[..., None] = getattr(kernels, self.kernel_name)
-        for segment in segments:
-            assert 0 <= segment.start <= segment.stop <= num_elements, (segment, num_elements)
-            scalars = self.scalars(segment, update)
-            for start, stop in cut(segment.start, segment.stop):
-                yield partial(kernel, *(flat if flat is None else flat[start:stop] for flat in flats), *scalars)
 
 
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:

@@ -92,8 +92,8 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
         for glob in group.params:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob.replace("*", ""), names, n=1, cutoff=0.0)
-                shown = f'; a name of this model is "{near[0]}"' if near else ""
-                raise ParameterGroupError(f'{key}.params: "{glob}" names no trained parameter{shown}')
+                shown = f' Write one that does; a name of this model is "{near[0]}"' if near else ""
+                raise ParameterGroupError(f'{key}.params: "{glob}" names no trained parameter.{shown}')
         own = {name for name in left if any(fnmatchcase(name, glob) for glob in group.params)}
         left -= own
         if not own:

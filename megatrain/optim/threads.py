@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 
 __all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads"]
 
@@ -40,13 +41,17 @@ class KernelThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Make every call and return when all are done. The first error is raised, after the others have ended."""
-        work = list(calls)
-        if self.num_threads == 1 or len(work) == 1:
-            for call in work:
+        """Make every call and return when all are done. The first error is raised, after the others have ended.
+
+        Calls are taken one by one, by the threads that make them: preparing one goes on beside the others.
+        """
+        remaining, lock = iter(calls), threading.Lock()
+        ahead = list(islice(remaining, self.num_threads))
+        remaining = chain(ahead, remaining)
+        if self.num_threads == 1 or len(ahead) == 1:
+            for call in remaining:
                 call()
             return
-        remaining, lock = iter(work), threading.Lock()
 
         def worker() -> None:
             while True:
@@ -56,7 +61,7 @@ class KernelThreads:
                     return
                 call()
 
-        futures = [self._executor().submit(worker) for _ in range(min(self.num_threads, len(work)) - 1)]
+        futures = [self._executor().submit(worker) for _ in range(len(ahead) - 1)]
         error: BaseException | None = None
         try:
             worker()  # the calling thread is one of the workers: a step never waits for an idle pool

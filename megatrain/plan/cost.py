@@ -22,6 +22,9 @@ FLOPS_PER_PARAM_TOKEN = 8
 _FORWARD_SHARE = 2 / FLOPS_PER_PARAM_TOKEN
 
 _ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
+_BOUND = (
+    "computing       at the rate of large matrix products, a bound; `plan --measure` times steps of this very model"
+)
 _STEPS_OF_WEAR = 1000
 _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
 
@@ -47,6 +50,8 @@ class StepShape:
 class Estimate:
     """Seconds per step at measured rates, if everything overlaps that can: a run is not faster.
 
+    Where steps of the model were timed, ``step_s`` is what a run should take, waits included.
+
     Attributes:
         seconds: resource (``compute``, ``optimizer``, ``nvme``, ``ram->gpu``, ``gpu->ram``) -> seconds that it is
             busy in a step.
@@ -56,7 +61,9 @@ class Estimate:
             None: never, or not known.
         written_bytes: NVMe path -> bytes written in a step. run_written_bytes: in the run; None where its length is
             not known.
-        notes: on the age of the figures, or why there are none.
+        computing_s_per_nvme_byte: what computing loses while a byte goes to or from a drive; 0 where it is not known.
+        seconds_per_nvme_copy: of the thread that runs the step, for each block that moves; 0 where it is not known.
+        is_timed: steps of the model were timed. notes: on the age of the figures, or why there are none.
     """
 
     tokens_per_step: int
@@ -67,6 +74,9 @@ class Estimate:
     crossing_tokens: float | None = None
     written_bytes: Mapping[str, int] | None = None
     run_written_bytes: Mapping[str, int] | None = None
+    computing_s_per_nvme_byte: float = 0.0
+    seconds_per_nvme_copy: float = 0.0
+    is_timed: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -77,7 +87,8 @@ class Estimate:
             parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in self.seconds.items())
             lines.append(f"busy per step   {parts}")
         if self.step_s:
-            line = f"predicted step  {format_duration(self.step_s)} at best, {self.tokens_per_step / self.step_s:,.0f} "
+            line = f"predicted step  {format_duration(self.step_s)}{'' if self.is_timed else ' at best'}, "
+            line += f"{self.tokens_per_step / self.step_s:,.0f} "
             lines.append(f"{line}tokens/s   bound by: {self.bound_by}{self._crossing()}")
         if self.written_bytes and any(self.written_bytes.values()):
             lines.append(self._wear())
@@ -107,6 +118,7 @@ class Estimate:
             "busy_s": dict(self.seconds),
             "not_measured": list(self.unmeasured),
             "predicted_step_s": self.step_s,
+            "computing_is_timed": self.is_timed,
             "predicted_tokens_per_s": self.tokens_per_step / self.step_s if self.step_s else None,
             "bound_by": self.bound_by,
             "crossing_tokens_per_step": self.crossing_tokens,
@@ -120,19 +132,27 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
     """Return what a step of a plan should take on this machine.
 
     The compute time is that of ``8 N T`` FLOPs at the rate of large matrix products, N being all parameters: attention
-    comes on top, and a mixture of experts computes less.
+    comes on top, and a mixture of experts computes less. Where steps were timed it is theirs.
     """
     written = split(_into_nvme(plan.traffic), shape)
     run = None
     if shape.num_steps is not None:
         run = split(_into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
-    wear = Estimate(shape.tokens_per_step, {}, written_bytes=written, run_written_bytes=run)
+    is_timed = plan.ticks is not None
+    wear = Estimate(shape.tokens_per_step, {}, written_bytes=written, run_written_bytes=run, is_timed=is_timed)
     if loaded.machine is None:
         notes = [f"times           not measured: {_ADVICE}", *_striping(shape)]
         return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
     costs = _Costs(plan, shape, loaded.machine)
     seconds, unmeasured = costs.seconds()
-    result = replace(wear, seconds=seconds, unmeasured=unmeasured, notes=_notes(loaded.machine, costs, unmeasured))
+    result = replace(
+        wear,
+        seconds=seconds,
+        unmeasured=unmeasured,
+        computing_s_per_nvme_byte=costs.computing_s_per_nvme_byte,
+        seconds_per_nvme_copy=max((drive.seconds_per_copy or 0.0 for drive in costs.drives), default=0.0),
+        notes=_notes(loaded.machine, costs, unmeasured),
+    )
     if unmeasured:
         return result
     step_s, bound_by = costs.step(seconds)
@@ -226,7 +246,17 @@ class _Costs:
             return compute + optimizer
         return compute * (1 - _FORWARD_SHARE) + max(compute * _FORWARD_SHARE, optimizer)
 
+    def _timed_s(self, *, updates: bool) -> float:
+        """Return the seconds of those ticks that are updates, or of all else."""
+        plan = self._plan
+        assert plan.ticks is not None
+        timed = zip(plan.program.ticks, plan.ticks.seconds, strict=True)
+        seconds = sum(seconds for tick, seconds in timed if (tick.phase == "update") == updates)
+        return seconds if updates else seconds + plan.ticks.between_s
+
     def _compute_s(self, tokens: int) -> float | None:
+        if self._plan.ticks is not None:
+            return self._timed_s(updates=False)
         dtype = str(self._plan.graph.dtype).removeprefix("torch.")
         rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/{dtype}")
         flops = FLOPS_PER_PARAM_TOKEN * self._plan.graph.num_parameters * tokens
@@ -234,6 +264,8 @@ class _Costs:
 
     def _optimizer_s(self) -> float | None:
         """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
+        if self._plan.ticks is not None:
+            return self._timed_s(updates=True)
         is_split = self._plan.graph.dtype.itemsize == 2
         kinds = self._plan.optimizer.state_kinds(is_split)
         if type(self._plan.optimizer) is not AdamW or bytes_per_parameter(kinds) != _ADAMW_BYTES:
@@ -287,6 +319,18 @@ class _Costs:
         return Traffic(fixed, list(self._plan.budgets_by_tier), placement.homes, stays).of_step()
 
     @property
+    def computing_note(self) -> str:
+        """Where the time of computing comes from."""
+        return _BOUND if self._plan.ticks is None else self._plan.ticks.note
+
+    @property
+    def computing_s_per_nvme_byte(self) -> float:
+        """What computing loses while a byte moves: the mean over the paths, by their shares of the bytes."""
+        shares = zip(self.shape.weights, self._drives.values(), strict=True)
+        lost = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
+        return lost / sum(self.shape.weights) if lost else 0.0
+
+    @property
     def drives(self) -> Sequence[DriveProfile]:
         """The profiles of the paths' drives, those that there are."""
         return [drive for drive in self._drives.values() if drive is not None]
@@ -302,7 +346,7 @@ def _into_nvme(traffic: Mapping[str, int]) -> int:
 
 
 def _notes(machine: MachineProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
-    notes = []
+    notes = [costs.computing_note]
     if "nvme" in unmeasured:
         paths = ", ".join(costs.unmeasured_paths)
         notes.append(f"times           drive of {paths} not measured: {_ADVICE}")

@@ -33,7 +33,7 @@ def resolve_device(config: RunConfig) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
         problem = Problem("device", 'device = "cuda", but torch finds no GPU that it can use', 'Write "auto" or "cpu"')
-        raise ConfigError(str(config.output_dir), [problem])
+        raise ConfigError("the config", [problem])
     return torch.device(config.device)
 
 

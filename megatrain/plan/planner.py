@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from megatrain.config.schema import RunConfig
+    from megatrain.plan.measure import MeasuredTicks
 
 #: Tokens that a micro-batch aims at where the config gives tokens per step only. A constant, because the cut
 #: into micro-batches is part of the numbers and must not depend on the memory of the machine.
@@ -65,6 +66,7 @@ class Plan:
         budgets_by_tier: capacities, fast to slow. micro_batch_size, num_micro_batches: rows, and their number.
         nvme_rates: shares of the NVMe paths in what is striped, in any unit.
         estimate: time and wear of a step at the rates that were measured on this machine.
+        ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
     """
 
     graph: ModelGraph
@@ -80,6 +82,7 @@ class Plan:
     headline: str
     fits: bool = True
     estimate: Estimate | None = None
+    ticks: MeasuredTicks | None = None
 
     @property
     def tiers(self) -> Sequence[str]:

@@ -34,6 +34,8 @@ class DriveProfile(_Record):
         path: where it was measured. filesystem: its type. is_direct: O_DIRECT was used.
         mixed_bytes_per_s: reads and writes together, at the same time.
         sustained_write_bytes_per_s: at the end of a long write; None where that was not measured.
+        computing_s_per_byte: seconds that computing loses while a byte moves; None where that was not measured.
+        seconds_per_copy: of the thread that runs the step, for each block that moves; None where not measured.
     """
 
     path: str
@@ -48,6 +50,8 @@ class DriveProfile(_Record):
     bare_write_bytes_per_s: Rate
     bare_mixed_bytes_per_s: Rate
     sustained_write_bytes_per_s: Rate | None = None
+    computing_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seconds_per_copy: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class GpuProfile(_Record):

@@ -18,12 +18,14 @@ from tiered.store import TieredStore
 from tiered.units import format_duration
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Tick, Turn
+    from megatrain.engine.program import Turn
     from megatrain.plan.planner import Plan
     from tiered.events import StoreStats
 
 _NUM_WARM_STEPS = 2  # the first lacks the update, the second may still find an empty drive queue
 _NUM_STEPS = 2
+_SHORTEST_S = 1e-6
+_MOST_LOST = 0.9  # of the time that something computes beside the drive: what is lost then has an end
 _FORWARD, _RECOMPUTE, _BACKWARD = 2, 2, 4  # FLOPs per parameter and token
 
 
@@ -34,12 +36,16 @@ class SimulatedRates:
     Attributes:
         nvme_bytes_per_s: reads and writes together. bus_bytes_per_s: each direction between RAM and GPU.
         flops_per_s: achieved in forward and backward. update_params_per_s: of the optimizer kernel.
+        computing_s_per_nvme_byte: what computing loses while a byte of a drive moves. seconds_per_nvme_copy: what each
+            of its copies costs the step's thread. Both are used where ticks were timed.
     """
 
     nvme_bytes_per_s: float
     flops_per_s: float
     update_params_per_s: float
     bus_bytes_per_s: float = 25e9
+    computing_s_per_nvme_byte: float = 0.0
+    seconds_per_nvme_copy: float = 0.0
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -58,6 +64,8 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         flops_per_s=flops / seconds["compute"],
         update_params_per_s=num_updated / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
         bus_bytes_per_s=on_bus,
+        computing_s_per_nvme_byte=estimate.computing_s_per_nvme_byte,
+        seconds_per_nvme_copy=estimate.seconds_per_nvme_copy,
     )
 
 
@@ -119,6 +127,7 @@ class _Replay:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
+        self._drive: SimulatedChannel | None = None
         tiers = [
             SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name != "nvme")
             for name, budget in plan.budgets_by_tier.items()
@@ -142,7 +151,7 @@ class _Replay:
         tiers = self._plan.tiers
         links = []
         if "nvme" in tiers:
-            drive = SimulatedChannel(self.clock, self._rates.nvme_bytes_per_s)
+            self._drive = drive = SimulatedChannel(self.clock, self._rates.nvme_bytes_per_s)
             links += [SimulatedLink("nvme", "ram", drive), SimulatedLink("ram", "nvme", drive, priority=1)]
         if "gpu" in tiers:
             for src, dst in (("ram", "gpu"), ("gpu", "ram")):
@@ -153,13 +162,18 @@ class _Replay:
         """Replay one step: the same leases in the same order as ``StoreAccess`` takes them."""
         program = self._plan.program
         for turn in program.turns(self._plan.placement.stays, updates=number > 0):
+            num_copies = self._num_copies
             self.store.advance(number * len(program.ticks) + turn.number)
             self._turn(turn)
+            if self._plan.ticks is not None:
+                self._compute((self._num_copies - num_copies) * self._rates.seconds_per_nvme_copy)
+        if self._plan.ticks is not None:
+            self._compute(self._plan.ticks.between_s)
 
     def _turn(self, turn: Turn) -> None:
         tick = turn.tick
         tier = self._plan.program.tier_of(tick)
-        seconds = self._seconds(tick) / (1 + len(tick.passing))
+        seconds = self._seconds(turn) / (1 + len(tick.passing))
         with self.store.acquire_many([(key, tier, mode) for key, mode in tick.held]):
             self._copies.arrived(key for key, _ in tick.held)
             self._compute(seconds)
@@ -171,13 +185,26 @@ class _Replay:
         for key, _ in tick.held:
             self._copies.leave(turn, key, tier)
 
-    def _compute(self, seconds: float) -> None:
-        self.compute_s += seconds
-        self.clock.advance(seconds)
+    @property
+    def _num_copies(self) -> int:
+        return 0 if self._drive is None else self._drive.num_submitted
 
-    def _seconds(self, tick: Tick) -> float:
-        """Return how long a tick computes."""
-        blocks = self._plan.program.blocks
+    def _compute(self, seconds: float) -> None:
+        """Let computing go on for so long, and for what it loses to the bytes that move beside it."""
+        while seconds > _SHORTEST_S:
+            before_s = 0.0 if self._drive is None else self._drive.busy_s
+            self.compute_s += seconds
+            self.clock.advance(seconds)
+            if self._drive is None or self._plan.ticks is None:
+                return
+            moved = (self._drive.busy_s - before_s) * self._rates.nvme_bytes_per_s
+            seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
+
+    def _seconds(self, turn: Turn) -> float:
+        """Return how long a tick computes: as measured, else by its parameters."""
+        if self._plan.ticks is not None:
+            return self._plan.ticks.seconds[turn.number]
+        tick, blocks = turn.tick, self._plan.program.blocks
         num_params = sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
         if tick.phase == "update":
             return num_params / self._rates.update_params_per_s

@@ -18,6 +18,7 @@ from tiered.units import format_size, parse_size
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.plan.planner import Plan
+    from megatrain.plan.timed import PlanTimer
 
 __all__ = ["Alternative", "RunLength", "describe", "overrides_of", "plan_alternative", "run_length"]
 
@@ -68,13 +69,15 @@ class RunLength:
 
     Attributes:
         num_steps, num_tokens: None and 0 where only the data tells. seconds: None: not measured.
-        written_bytes: to all drives of ``[[tiers.nvme]]``. share_of_limit: of the most that may still be written there.
+        moved_bytes: by link, the updates after the last step included. written_bytes: to all drives of
+            ``[[tiers.nvme]]``. share_of_limit: of the most that may still be written there.
         num_saves, saved_bytes: checkpoints, and what they write to ``output_dir``.
     """
 
     num_steps: int | None
     num_tokens: int = 0
     seconds: float | None = None
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
     share_of_limit: float | None = None
     num_saves: int = 0
@@ -126,17 +129,27 @@ def _drives(value: str, config: RunConfig) -> list[str]:
 
 
 def plan_alternative(
-    what: str, path: Path, extra_files: Sequence[Path], overrides: Sequence[str], changes: Sequence[str]
+    what: str,
+    path: Path,
+    extra_files: Sequence[Path],
+    overrides: Sequence[str],
+    changes: Sequence[str],
+    timer: PlanTimer | None = None,
 ) -> Alternative:
-    """Plan a config with changes, and say what became of it. Nothing is written."""
+    """Plan a config with changes, and say what became of it. Nothing is written.
+
+    Args:
+        timer: times steps; None: times are those of the rates that were measured on this machine, if any.
+    """
     try:
-        plan = plan_run(load_config(path, extra_files, [*overrides, *changes]).config)
+        config = load_config(path, extra_files, [*overrides, *changes]).config
+        plan = plan_run(config)
     except DoesNotFitError as error:
         need, have = format_size(error.need_bytes), format_size(error.have_bytes)
         return Alternative(what, f"{error.tier} needs {need}, has {have}")
     except ConfigError as error:
         return Alternative(what, error.problems[0].message)
-    return describe(what, plan)
+    return describe(what, plan if timer is None else timer.timed(plan, config))
 
 
 def describe(what: str, plan: Plan) -> Alternative:
@@ -185,6 +198,7 @@ def run_length(plan: Plan, config: RunConfig, num_steps: int | None, step_s: flo
         num_steps=num_steps,
         num_tokens=num_steps * config.rows_per_step * config.data.max_length,
         seconds=None if step_s is None else num_steps * step_s,
+        moved_bytes=moved,
         written_bytes=written,
         share_of_limit=written / sum(limit for limit in limits if limit) if limits and all(limits) else None,
         num_saves=saves,

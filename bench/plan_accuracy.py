@@ -1,0 +1,189 @@
+"""The plan against reality: predicted seconds per step, bytes and peaks of `plan --measure` beside those of a run.
+
+    python bench/plan_accuracy.py --json
+    python bench/plan_accuracy.py --quick                 # a minute: three small models
+    python bench/plan_accuracy.py --only mixtral,gpt2_lion
+
+Each case is a model of another shape, or another placement, with random weights. `plan --measure --json` predicts it in
+a process of its own; then `run --json` trains it in another one, which knows nothing of what was timed. What
+`--what-if` says of other sizes is held against a run with those sizes. Claim: predicted / measured lies in 0.85 to
+1.15, and every planned byte is a moved byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.accuracy_cases import CASES, QUICK_CASES, Case, write_config
+from bench.common import QUICKSTART, ROOT, Report
+from megatrain.config import load_config
+from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
+from megatrain.plan.what_if import overrides_of
+
+TOLERANCE = 0.15
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Reality:
+    """What a run did: seconds of its steps after the warm ones, bytes by link over all steps, peaks by tier."""
+
+    steps_s: Sequence[float]
+    moved_bytes: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.steps_s)
+
+
+def main() -> int:
+    """Run the bench; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    cases = QUICK_CASES if arguments.quick else CASES
+    wanted = arguments.only.split(",") if arguments.only else list(cases)
+    unknown = sorted(set(wanted) - set(cases))
+    if unknown:
+        raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
+    all_ok, ratios = True, []
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))  # rates that are measured here stay here
+        text = Path(scratch, "text.txt")
+        text.write_text((QUICKSTART / "loomings.txt").read_text(encoding="utf-8") * 12, encoding="utf-8")
+        for name in wanted:
+            report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=cases[name].tokens_per_step)
+            found = Comparison(name, cases[name], Path(scratch, name), text, arguments.steps, report)
+            ratios += found.run()
+            all_ok &= report.all_ok
+        report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=None)
+        within, total = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios), len(ratios)
+        report.row("ratios.median", statistics.median(ratios), "x")
+        report.row("ratios.each", [round(ratio, 3) for ratio in ratios], "x")
+        report.row("ratios.within_15_percent", within, "ratios", target=total, ok=within == total, timing=True)
+        report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+    return 0 if all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="three small models")
+    parser.add_argument("--only", help="names of cases, with commas between")
+    parser.add_argument("--steps", type=int, default=8, help=f"steps of a run, of which {WARM_STEPS} do not count")
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
+    return parser.parse_args()
+
+
+class Comparison:
+    """One case: what the plan says, what a run does, and the rows about both."""
+
+    def __init__(self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report) -> None:
+        self._name, self._case, self._folder = name, case, folder
+        self._num_steps, self._report = num_steps, report
+        folder.mkdir()
+        self._config = write_config(case, folder, text, num_steps)
+        self._tight = self._tight_ram() if any("TIGHT" in part for part in (case.ram, case.what_if)) else ""
+        self._overrides = [f"tiers.ram.size={self._tight}"] if case.ram == "TIGHT" else []
+
+    def run(self) -> list[float]:
+        """Compare; return predicted / measured of the case, and of its alternative where it has one."""
+        change = self._case.what_if.replace("TIGHT", self._tight)
+        asked = ["--what-if", change] if change else []
+        sets = [word for one in self._overrides for word in ("--set", one)]
+        plan = command("plan", self._config, "--measure", "--json", *asked, *sets)
+        real = self._real(self._overrides, "run")
+        self._report.row(f"{self._name}.parameters", self._num_parameters(), "1")
+        ratios = [self._tell_time(self._name, plan["estimate"]["predicted_step_s"], real)]
+        self._tell_bytes(self._name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
+        if change:
+            other = plan["what_if"][1]
+            changes = [*self._overrides, *overrides_of(change, load_config(self._config).config)]
+            real = self._real(changes, "what_if")
+            name = f"{self._name}.what_if.{self._case.what_if}"
+            ratios.append(self._tell_time(name, other["step_s"], real))
+            planned = plan_run(load_config(self._config, (), changes).config)
+            assert sum(planned.traffic.values()) == other["moved_bytes"], (planned.traffic, other)
+            moved = planned.placement.run_traffic_bytes(self._num_steps)
+            self._tell_bytes(name, moved, other["peak_bytes"], other["capacity_bytes"], real)
+        return ratios
+
+    def _num_parameters(self) -> int:
+        return plan_run(load_config(self._config, (), self._overrides).config).graph.num_parameters
+
+    def _tight_ram(self) -> str:
+        """Return a RAM tier that is a third larger than the least that works."""
+        try:
+            plan_run(load_config(self._config, (), ["tiers.ram.size=1MiB", *self._case.drive(self._folder)]).config)
+        except DoesNotFitError as error:
+            return f"{error.need_bytes * 4 // 3}B"
+        return "1MiB"
+
+    def _real(self, overrides: Sequence[str], folder: str) -> Reality:
+        output = self._folder / folder
+        sets = [word for one in (*overrides, f'output_dir="{output}"') for word in ("--set", one)]
+        end = command("run", self._config, "--json", *sets)
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        steps = [line["step_s"] for line in lines if "event" not in line]
+        assert len(steps) == self._num_steps, len(steps)
+        return Reality(steps[WARM_STEPS:], end["link_bytes"], end["tier_peak_bytes"])
+
+    def _tell_time(self, name: str, predicted_s: float, real: Reality) -> float:
+        row, ratio = self._report.row, predicted_s / real.step_s
+        row(f"{name}.predicted", predicted_s, "s")
+        row(f"{name}.measured", real.step_s, "s")
+        row(f"{name}.measured.each", [round(step_s, 4) for step_s in real.steps_s], "s")
+        row(f"{name}.ratio", ratio, "x", target=1.0, ok=abs(ratio - 1) <= TOLERANCE, timing=True)
+        return ratio
+
+    def _tell_bytes(
+        self,
+        name: str,
+        moved: Mapping[str, int],
+        peaks: Mapping[str, int],
+        capacities: Mapping[str, int],
+        real: Reality,
+    ) -> None:
+        """Print what moved, and how full the tiers were: as planned; where copies are fetched ahead, fuller."""
+        row, is_streaming = self._report.row, any(moved.values())
+        for link, nbytes in moved.items():
+            found = real.moved_bytes[link]
+            row(f"{name}.{link}.moved", found, "bytes", target=nbytes, ok=found == nbytes)
+        for tier, nbytes in peaks.items():
+            found = real.peak_bytes[tier]
+            row(f"{name}.{tier}.planned_peak", nbytes, "bytes")
+            if tier == "ram" and is_streaming:
+                most = capacities[tier]
+                row(f"{name}.{tier}.high_water", found, "bytes", target=most, ok=nbytes <= found <= most)
+            else:
+                row(f"{name}.{tier}.high_water", found, "bytes", target=nbytes, ok=found == nbytes)
+
+
+def command(name: str, config: Path, *words: str) -> dict[str, Any]:
+    """Run a command of megatrain-tier in a process of its own; return the last JSON object that it prints."""
+    arguments = [sys.executable, "-m", "cli", name, str(config), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: exit code {done.returncode}\n{done.stderr}{done.stdout[-2000:]}")
+    last: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last
+
+
+if __name__ == "__main__":
+    sys.exit(main())

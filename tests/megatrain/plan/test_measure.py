@@ -1,0 +1,205 @@
+"""Timing the steps of a plan: every tick, within the RAM tier's size, without data, weights or files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
+from megatrain.doctor import examine, processor
+from megatrain.doctor.drives import DriveEffort
+from megatrain.engine.step import StepEngine
+from megatrain.plan import measure
+from megatrain.plan.measure import MeasuredTicks, NotMeasurableError, made_up_batches, measure_ticks, same_ticks
+from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.shared_memory import SharedMemoryTier, shared_bytes
+from megatrain.plan.timed import PlanTimer
+from megatrain.plan.what_if import plan_alternative
+from reference.tiered_run import EXAMPLES, config_text
+from tiered.units import MiB
+
+MODEL = EXAMPLES / "quickstart" / "model"
+PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def write(model: Path = MODEL, **tables: Any) -> Path:
+        text = config_text(tmp_path, model, **{"nvme": 1, "ram": "64MiB", **tables})
+        path = tmp_path / "run.toml"
+        path.write_text(text.replace("[model]\n", "[model]\ntrain_from_scratch = true\n"))
+        return path
+
+    return write
+
+
+def planned(path: Path, *changes: str) -> tuple[Plan, RunConfig]:
+    config = load_config(path, (), changes).config
+    return plan_run(config), config
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"placement": ALL_NVME},
+        {"advanced": 'micro_batch_order = "micro_batch"'},
+        {"precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
+        {"optimizer": 'optim = "lion"\nmax_grad_norm = 0.0\nnonfinite = "ignore"'},
+        {"optimizer": 'optim = "adafactor"'},
+        {"optimizer": 'optim = "sgd"'},
+    ],
+)
+def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None:
+    plan, config = planned(write(**tables))
+    ticks = measure_ticks(plan, config, budget_s=0.0)
+    assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
+    assert ticks.between_s >= 0 and ticks.num_steps == measure.LEAST_STEPS
+    assert ticks.is_extrapolated == (ticks.num_micro_batches < plan.num_micro_batches)
+
+
+def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their losses are those of guessing, their gradients have a size, and no weight becomes something else."""
+    plan, config = planned(write())
+    results, step = [], StepEngine.step
+    monkeypatch.setattr(StepEngine, "step", lambda *a, **kw: results.append(step(*a, **kw)) or results[-1])
+    measure_ticks(plan, config, budget_s=0.0)
+    vocabulary = plan.graph.model.get_input_embeddings().weight.shape[0]
+    guess = float(torch.tensor(float(vocabulary)).log())
+    assert len(results) >= 5
+    assert all(abs(result.loss - guess) < 1 and 0 < result.grad_norm < 1e3 for result in results)
+
+
+def test_memory_stays_within_the_tier(write: Write, tmp_path: Path) -> None:
+    plan, config = planned(write(placement=ALL_NVME, ram="6MiB"))
+    needed = sum(block.nbytes for block in plan.program.blocks.values())
+    ticks = measure_ticks(plan, config, budget_s=0.0)
+    assert ticks.memory_bytes <= plan.budgets["ram"] < needed
+    little = replace(plan, budgets_by_tier={"ram": replace(plan.budgets_by_tier["ram"], capacity_bytes=MiB)})
+    with pytest.raises(NotMeasurableError, match=r"timing steps takes .* of RAM, 1\.00 MiB"):
+        measure_ticks(little, config)
+    with pytest.raises(NotMeasurableError, match="would compute for"):
+        measure_ticks(plan, config, flops_per_s=1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.toml"]  # nothing is written
+
+
+@pytest.mark.parametrize("kind_bytes", [0, MiB, 4 * MiB, 1024 * MiB])
+def test_blocks_share_slabs_of_their_kind(kind_bytes: int, write: Write) -> None:
+    blocks = planned(write())[0].program.blocks
+    tier = SharedMemoryTier(blocks, kind_bytes)
+    try:
+        assert tier.memory_bytes == shared_bytes(blocks, kind_bytes)
+        tensors = {}
+        for key, block in blocks.items():
+            slot = tier.allocate(block.nbytes, name=key, home=True)
+            assert slot is not None
+            tensors[key] = tier.tensor(slot, (block.num_elements,), block.dtype)
+        assert tier.usage().free_bytes == 0
+        places = {(tensor.data_ptr(), blocks[key].kind) for key, tensor in tensors.items()}
+        assert len(places) == len({address for address, _ in places})  # never two kinds in one place
+        if kind_bytes >= 1024 * MiB:
+            assert len(places) == len(blocks) and tier.memory_bytes == tier.capacity_bytes
+        weights = [tensor for key, tensor in tensors.items() if blocks[key].kind == "weights"]
+        assert all(0 < float(weight.abs().max()) < 0.1 for weight in weights)
+        slot = tier.allocate(8, name=next(iter(blocks)), home=True)
+        assert slot is not None
+        tier.free(slot)
+        assert tier.usage().free_bytes == 0
+        del tensors, weights, slot
+    finally:
+        tier.close()
+
+
+def test_batches_look_like_the_data(write: Write) -> None:
+    plan, config = planned(write())
+    batches = made_up_batches(plan, config)
+    assert len(batches) == 3 and all(batch["input_ids"].shape == (2, 64) for batch in batches)
+    assert batches[0]["position_ids"][0].tolist() == list(range(64))
+    chat = made_up_batches(plan, config.model_copy(update={"task": "sft"}))
+    assert chat[0]["position_ids"][0].tolist() == [*range(32), *range(32)]
+    padded = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
+    assert set(made_up_batches(plan, padded)[0]) == {"input_ids", "labels", "attention_mask"}
+
+
+def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ticks that take a second and two more for each micro-batch come out so, whatever was timed."""
+    plan, config = planned(write(), "gradient_accumulation_steps=12")
+    asked: list[int] = []
+
+    def run(self: Any, num_micro_batches: int) -> Any:
+        asked.append(num_micro_batches)
+        return measure._Timed(tuple(1.0 + 2 * num_micro_batches for _ in plan.program.ticks), 1e4)
+
+    monkeypatch.setattr(measure._Steps, "run", run)
+    ticks = measure_ticks(plan, config, budget_s=0.0)
+    assert max(asked) == ticks.num_micro_batches == 2 and ticks.is_extrapolated
+    assert set(ticks.seconds) == {25.0}
+    assert "2 micro-batches each, the others by extrapolation" in ticks.note
+
+
+def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
+    path = write()
+    calls: list[Plan] = []
+
+    def fake(plan: Plan, config: RunConfig, *, flops_per_s: float | None) -> MeasuredTicks:
+        calls.append(plan)
+        return MeasuredTicks(tuple(0.01 for _ in plan.program.ticks), 0.005, 3, plan.num_micro_batches, False, MiB)
+
+    timer = PlanTimer(measure=fake)
+    for changes in ((), ("tiers.ram.size=6MiB",), ("tiers.nvme.0.size=128MiB",), ("training.max_steps=7",)):
+        plan, config = planned(path, *changes)
+        timed = timer.timed(plan, config)
+        assert timed.ticks is not None and timed.placement == plan.placement
+        assert timer.num_measured == 1 == len(calls), changes
+        assert same_ticks(calls[0], config, plan, config)
+    for number, change in enumerate(("per_device_train_batch_size=1", "data.max_length=32", "optimizer.optim=lion")):
+        other = plan_alternative(change, path, (), (), [change], timer)
+        assert other.fits and timer.num_measured == number + 2
+
+
+def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
+    plan, config = planned(write())
+
+    def refuse(plan: Plan, config: RunConfig, **rates: float | None) -> MeasuredTicks:
+        raise NotMeasurableError("the moon is full")
+
+    said: list[str] = []
+    assert PlanTimer(on_problem=said.append, measure=refuse).timed(plan, config) is plan
+    assert said == ["steps of this model are not timed: the moon is full"]
+
+
+def test_the_command(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0, beside_s=0.1))
+    monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
+    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64,))
+    group = importlib.import_module(f"{PACKAGE}.main").command_group
+    path = write(ram="6MiB", placement='optimizer = ["nvme"]')
+    plain = CliRunner().invoke(group, ["plan", str(path), "--measure"])
+    assert plain.exit_code == 0, plain.output
+    assert re.search(r"^computing +measured: \d steps", plain.stdout, re.MULTILINE) and "at best" not in plain.stdout
+    result = CliRunner().invoke(group, ["plan", str(path), "--measure", "--json", "--what-if", "ram=64MiB"])
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert values["estimate"]["computing_is_timed"] and values["estimate"]["predicted_step_s"] > 0
+    given, other = values["what_if"]
+    assert given["step_s"] == values["estimate"]["predicted_step_s"] and other["step_s"] > 0
+    assert result.stderr.count("steps of this model") == 1
+    later = CliRunner().invoke(group, ["plan", str(path)])
+    assert "at best" in later.stdout and "`plan --measure` times steps" in later.stdout
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "run.toml"]
