@@ -53,6 +53,7 @@ class BlockPool:
 
     Attributes:
         registered_bytes: of all blocks, used or kept. num_registered: how many there are.
+        has_told: somebody was told that there is no room for more.
     """
 
     def __init__(self) -> None:
@@ -62,9 +63,10 @@ class BlockPool:
         # Finalizers run anywhere, also in a thread that holds the store's lock or this one: they only append.
         self._dead: deque[ActivationBlock] = deque()
         self._moving: list[ActivationBlock] = []  # dead, with a movement under way
-        self._kept: list[ActivationBlock] = []
+        self._kept: dict[int, list[ActivationBlock]] = {}  # by size
         self._num_names = 0
         self._round = 0
+        self.has_told = False
 
     def take(
         self, store: TieredStore, nbytes: int, homes: Sequence[str], max_bytes: int | None
@@ -80,12 +82,13 @@ class BlockPool:
         size = rounded_bytes(nbytes)
         with self._lock:
             self._collect_locked(store)
+            larger = sorted(other for other in self._kept if size < other <= _MAX_WASTE * size)
             block = (
-                _best(self._kept, homes, size, size)
+                _take_best(self._kept.get(size, []), homes)
                 or self._new_locked(store, size, homes, max_bytes)
                 # One that still moves: the lease for writing waits for that.
-                or _best(self._moving, homes, size, size)
-                or _best(self._kept, homes, size, _MAX_WASTE * size)
+                or _take_best(self._moving, homes, size)
+                or next((found for other in larger if (found := _take_best(self._kept[other], homes))), None)
             )
             if block is not None:
                 block.last_round = self._round
@@ -95,7 +98,7 @@ class BlockPool:
     def in_use_bytes(self) -> int:
         """Return the bytes of blocks with contents that somebody may want, as of the last ``collect``."""
         with self._lock:
-            return self.registered_bytes - sum(block.nbytes for block in (*self._kept, *self._moving))
+            return self.registered_bytes - sum(block.nbytes for block in (*self._all_kept(), *self._moving))
 
     def release_with(self, owner: object, block: ActivationBlock) -> None:
         """Take a block back when ``owner`` dies, wherever that happens."""
@@ -118,18 +121,29 @@ class BlockPool:
         with self._lock:
             self._collect_locked(store)
             self._round += 1
-            idle = [block for block in self._kept if self._round - block.last_round > _IDLE_ROUNDS]
+            idle = [block for block in self._all_kept() if self._round - block.last_round > _IDLE_ROUNDS]
             self._give_up_locked(store, idle)
 
     def trim(self, store: TieredStore) -> None:
         """Give back every block that holds nothing now. Waits for their movements."""
         with self._lock:
             self._collect_locked(store)
-            self._kept += self._moving
+            for block in self._moving:
+                self._keep_locked(block)
             self._moving = []
-            self._give_up_locked(store, list(self._kept))
+            self._give_up_locked(store, self._all_kept())
+
+    def _all_kept(self) -> list[ActivationBlock]:
+        return [block for same_size in self._kept.values() for block in same_size]
+
+    def _keep_locked(self, block: ActivationBlock) -> None:
+        self._kept.setdefault(block.nbytes, []).append(block)
 
     def _collect_locked(self, store: TieredStore) -> None:
+        if store.is_closed:  # its blocks are gone with it
+            self._dead.clear()
+            self._kept, self._moving, self.num_registered, self.registered_bytes = {}, [], 0, 0
+            return
         dead, self._moving = self._moving, []
         num_before = len(dead)
         while self._dead:
@@ -138,10 +152,10 @@ class BlockPool:
             if block.is_quiet:
                 store.discard(block.key)  # what is dead is never written
                 block.transfer = None
-                self._kept.append(block)
+                self._keep_locked(block)
             else:
                 self._moving.append(block)  # to discard it now would mean to wait
-        if len(dead) > num_before and len(self._kept) + len(self._moving) == self.num_registered:
+        if len(dead) > num_before and len(self._all_kept()) + len(self._moving) == self.num_registered:
             self._round += 1
 
     def _new_locked(
@@ -161,20 +175,19 @@ class BlockPool:
 
     def _give_up_locked(self, store: TieredStore, blocks: Sequence[ActivationBlock]) -> None:
         for block in blocks:
-            self._kept.remove(block)
+            self._kept[block.nbytes].remove(block)
             self.num_registered -= 1
             self.registered_bytes -= block.nbytes
             store.unregister(block.key)
 
 
-def _best(blocks: list[ActivationBlock], homes: Sequence[str], least: int, most: int) -> ActivationBlock | None:
-    """Take the smallest block of a suitable size out of a list: the one used last, its memory is the warmest."""
-    found = [block for block in blocks if least <= block.nbytes <= most and block.home in homes]
-    if not found:
-        return None
-    best = min(found, key=lambda block: (block.nbytes, homes.index(block.home), -block.last_round))
-    blocks.remove(best)
-    return best
+def _take_best(blocks: list[ActivationBlock], homes: Sequence[str], nbytes: int = 0) -> ActivationBlock | None:
+    """Take a block out of a list: in the most wanted home, and there the last one, whose memory is the warmest."""
+    for home in homes:
+        for index in range(len(blocks) - 1, -1, -1):
+            if blocks[index].home == home and nbytes in (0, blocks[index].nbytes):
+                return blocks.pop(index)
+    return None
 
 
 def rounded_bytes(nbytes: int) -> int:

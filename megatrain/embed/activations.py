@@ -73,7 +73,8 @@ class offload_activations:
     Results do not change by a bit. Enter it around the forward; it can be entered again and again, nested, and by
     several threads, and a new one for every step is as good: the blocks belong to the store and are used again.
     Tensors on a device wait in RAM or on a drive, tensors in memory on a drive; what finds no room there stays, and
-    is counted. Every tier keeps to its capacity; memory that the backward works with comes on top, as always.
+    is counted. Every tier keeps to its capacity; memory that the backward works with comes on top, as always. On a CPU
+    set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process: else glibc keeps much of what is freed in its heap.
 
     Saved views of one storage share one block while the storage is not modified in place, and share memory again when
     they are back. As in plain PyTorch the backward raises ``RuntimeError`` for a tensor that was modified in place
@@ -82,7 +83,8 @@ class offload_activations:
 
     Weights stay: parameters, their views, and copies of them in another dtype or shape. Without ``model`` also leaves
     that require gradients; with it, its buffers. Saved-tensor hooks around this context get what it does not take;
-    inside ``torch.utils.checkpoint`` only the inputs of a segment are saved, and those it takes.
+    inside ``torch.utils.checkpoint`` only the inputs of a segment are saved, and those it takes. Tensor subclasses and
+    layouts other than strided stay.
 
     Args:
         store: not closed before the last backward.
@@ -217,7 +219,9 @@ class offload_activations:
         return kept
 
     def _note_no_room(self, nbytes: int) -> None:
-        if self._no_room_bytes == 0:
+        pool = pool_of(self._store)
+        if not pool.has_told:
+            pool.has_told = True
             logging.getLogger(__name__).warning(
                 "No tier of the store has room for %s of activations: they stay in memory. Give a slower tier more "
                 "room; stats().no_room_bytes of offload_activations says how much it is",

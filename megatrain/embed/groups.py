@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from megatrain.embed.gradients import GradientBlock, drop_gradient, gradient_of
-from megatrain.embed.stores import ledger_of
+from megatrain.embed.gradients import GradientBlock
+from megatrain.embed.parameters import gradient_of
+from megatrain.embed.stores import ledger_of, num_ranks
 from megatrain.engine.program import gradient_key, state_key, weight_key
 from megatrain.models.layout import UnitLayout
 from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
@@ -103,12 +105,14 @@ class StateGroup(ABC):
     def update(self, work: Work) -> None:
         """Make an update and return when it is done."""
 
-    def bytes_at_once(self) -> Iterator[int]:
-        """Return the sizes of the blocks that an update needs in RAM together."""
-        for kind in self.kinds.values():
-            yield kind.num_elements(self.layout) * kind.dtype.itemsize
-        if self.gradients is not None:
-            yield 4 * self.layout.num_elements
+    def keys_at_once(self) -> list[str]:
+        """Return the keys of the blocks that an update needs in RAM together."""
+        gradients = self.gradients
+        return [*self.keys.values(), *([] if gradients is None else [gradients.key])]
+
+    @abstractmethod
+    def gradients_now(self) -> object:
+        """Return what is equal as long as no gradient came, changed or went."""
 
     def prefetch(self) -> None:
         """Start fetching what the next update needs, as far as there is room."""
@@ -146,10 +150,13 @@ class TieredGroup(StateGroup):
         super().__init__(weights.store, root, weights.layout, weights.parameters, own, homes)
         self.weights = weights
 
-    def bytes_at_once(self) -> Iterator[int]:
-        """Return the sizes of the blocks that an update needs in RAM together, weights too."""
-        yield self.weights.dtype.itemsize * self.layout.num_elements
-        yield from super().bytes_at_once()
+    def keys_at_once(self) -> list[str]:
+        """Return the keys of the blocks that an update needs in RAM together, weights too."""
+        return [self.weights.key, *super().keys_at_once()]
+
+    def gradients_now(self) -> object:
+        assert self.weights.gradients is not None, self.layout.name
+        return self.weights.gradients.num_changes
 
     @property
     def gradients(self) -> GradientBlock | None:
@@ -165,6 +172,7 @@ class TieredGroup(StateGroup):
 
     def update(self, work: Work) -> None:
         assert self.weights.gradients is not None, self.layout.name
+        self.weights.prepare_update()
         keys = {"weight": self.weights.key, **self.keys}
         requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in keys.values()]
         with self.store.acquire_many([*requests, (self.weights.gradients.key, "ram", "r")]) as group:
@@ -214,7 +222,13 @@ class UntieredGroup(StateGroup):
         *,
         offload_gradients: bool,
     ) -> None:
+        if offload_gradients and num_ranks() > 1:
+            raise ValueError(
+                "offload_gradients=True with several ranks: gradients would leave before they are averaged"
+            )
         self._on_device = any(parameter.is_cuda for parameter in parameters.values())
+        self._places = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+        self._versions: dict[str, int] = {}  # of those on a device, as of when they were equal to their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
         self._gradients: GradientBlock | None = None
@@ -227,12 +241,23 @@ class UntieredGroup(StateGroup):
     def gradients(self) -> GradientBlock | None:
         return self._gradients
 
+    def gradients_now(self) -> object:
+        if self._gradients is not None:
+            return self._gradients.num_changes
+        found = map(gradient_of, self.parameters.values())
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
+
     def copy_masters(self) -> None:
         """Take the masters of parameters on a device from them."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
                 self.part("weight", lease.tensor, entry).copy_(self.parameters[entry.name].reshape(-1))
+                self._versions[entry.name] = self.parameters[entry.name]._version
+
+    def doubt_masters(self) -> None:
+        """Compare masters with their parameters before the next update: they were loaded apart from each other."""
+        self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
         if self._gradients is not None:
@@ -253,11 +278,6 @@ class UntieredGroup(StateGroup):
             if gradient is not None
         }
 
-    def drop_gradients(self) -> None:
-        """Take the gradients away from their parameters, for an update that is made later."""
-        for parameter in self.parameters.values():
-            drop_gradient(parameter)
-
     def update(self, work: Work) -> None:
         requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self.keys.values()]
         if self._gradients is not None:
@@ -274,6 +294,24 @@ class UntieredGroup(StateGroup):
             self.store.discard(self._gradients.key)
         self._leave()
 
+    @property
+    def is_in_ram(self) -> bool:
+        """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
+        return not self._on_device and self._gradients is None and not self._elsewhere
+
+    def check_place(self, name: str) -> None:
+        """Refuse a parameter that is no longer what its state was made for.
+
+        Raises:
+            RuntimeError: it was moved or converted.
+        """
+        parameter, place = self.parameters[name], self._places[name]
+        if (parameter.dtype, parameter.device) != place:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} was {place[0]} on {place[1]} when its optimizer was "
+                f"made, and is {parameter.dtype} on {parameter.device} now: move and convert the module before"
+            )
+
     def _update_one(
         self,
         entry: TensorEntry,
@@ -288,15 +326,30 @@ class UntieredGroup(StateGroup):
             kind: tensors[key] if kind in own_length else self.part(kind, tensors[key], entry)
             for kind, key in self.keys.items()
         }
+        self.check_place(entry.name)
         if not self._on_device:
             blocks["weight"] = parameter.detach().reshape(-1)
+        elif self._versions.get(entry.name) != parameter._version:
+            _follow(blocks, parameter)
         now = Update(settings.step, settings.lr, grad_scale)
         settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
         if blocks["weight"].data_ptr() != parameter.data_ptr():
             parameter.copy_(blocks["weight"].view(entry.shape))
+            self._versions[entry.name] = parameter._version
+        else:
+            increment_version(parameter)  # a graph that saved it is out of date, and autograd says so
+
+
+def _follow(blocks: Mapping[str, Tensor], parameter: Tensor) -> None:
+    """Let a master follow a parameter that somebody replaced; where it is the same the master keeps all its bits."""
+    numbers = parameter.detach().reshape(-1).to("cpu")
+    if "low" in blocks:
+        blocks["low"].masked_fill_(blocks["weight"] != numbers, 0)
+    blocks["weight"].copy_(numbers)
 
 
 def _flat_gradient(gradient: Tensor) -> Tensor:
     """Return a gradient as the kernels take it: in RAM, flat, fp32 or bf16."""
-    flat = gradient.detach().to("cpu").reshape(-1)
+    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+    flat = dense.to("cpu").reshape(-1)
     return flat if flat.dtype in GRADIENT_DTYPES else flat.float()

@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
+from megatrain.embed.partition import TieringError
 from megatrain.embed.stores import ledger_of
 from megatrain.embed.tiering import TieredModule, tiered_module
-from megatrain.embed.partition import TieringError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ RECORD_NAME = "tiered.json"
 
 
 def tiered(trainer: type[Any]) -> type[Any]:
-    """Return a trainer's class with ``TierTrainerMixin`` before it: ``SFTTrainer = megatrain.hf.tiered(SFTTrainer)``."""
+    """Return a trainer's class with the mixin before it: ``SFTTrainer = megatrain.hf.tiered(SFTTrainer)``."""
     return type(f"Tiered{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
@@ -71,7 +71,9 @@ class TierTrainerMixin:
         self._clip_elsewhere = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._measure_norm
 
-    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[type[TieredOptimizer], dict[str, Any]]:  # type: ignore[override]
+    def get_optimizer_cls_and_kwargs(
+        self, args: Any, model: Any = None
+    ) -> tuple[type[TieredOptimizer], dict[str, Any]]:
         """Return the tiered optimizer of the kind that ``args.optim`` names.
 
         Raises:
@@ -80,7 +82,7 @@ class TierTrainerMixin:
         options = {"store": self._store, "max_grad_norm": args.max_grad_norm or 0.0, **self._tier_options}
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
         name = str(getattr(args.optim, "value", args.optim))
-        if name.startswith(("adamw_torch", "adamw_hf")):
+        if name in ("adamw_torch", "adamw_torch_fused"):
             return TieredAdamW, {**adam, "eps": args.adam_epsilon, **options}
         if name in ("lion_32bit", "lion"):
             return TieredLion, {**adam, **options}

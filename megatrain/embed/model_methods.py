@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from megatrain.embed.parameters import AbsentWeightError, block_of
 from megatrain.embed.partition import TieringError
+from megatrain.embed.weights import let_go
 
 if TYPE_CHECKING:
     from megatrain.embed.tiering import TieredModule
@@ -32,11 +32,15 @@ def install_methods(model: nn.Module, tiered: TieredModule) -> None:
     mapped = _MappedWeights(tiered)
     for module in model.modules():
         if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
-            module.register_state_dict_post_hook(partial(mapped.fill))  # torch marks what it is given: no method
+            # torch marks what it is given, which a method cannot be.
+            module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
             module.__dict__["_load_from_state_dict"] = _loading(module)
             module.__dict__["_apply"] = _applying(module)
-    model.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "make the second model from its config or folder")
-    model.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: model.save_pretrained(folder) or state_dict()")
+        if any(block_of(parameter) is not None for parameter in module.parameters()):
+            module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "make the second from its config or folder")
+            module.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: save_pretrained(folder) or state_dict()")
+    model.__dict__["_apply"] = _applying_whole(model, tiered)
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
     save_pretrained = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
         model.__dict__["save_pretrained"] = _saving(save_pretrained)
@@ -50,32 +54,30 @@ class _MappedWeights:
     """
 
     def __init__(self, tiered: TieredModule) -> None:
-        self._tiered = tiered
-        self._last: dict[int, tuple[int, ref[Tensor]]] = {}
+        self._tiered, self._blocks = tiered, frozenset(tiered.blocks)
+        self._last: dict[int, Tensor] = {}
+        self._destination: ref[Any] | None = None
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Put numbers in the place of the module's own absent parameters: torch's hook after ``state_dict``."""
-        from megatrain.embed.stores import ledger_of
-
+        if self._destination is None or self._destination() is not state_dict:
+            self._last.clear()  # tied parameters share a copy within one call; what the caller does with it is his
+            self._destination = ref(state_dict, lambda _: self._last.clear())
         for leaf, parameter in module._parameters.items():
             key = prefix + leaf
             if parameter is None or key not in state_dict or state_dict[key] is parameter:
                 continue  # keep_vars=True asks for the parameters themselves
             block = block_of(parameter)
-            if block is None:
+            if block is None or block not in self._blocks:
                 continue
-            if block.before_use is not None:
-                block.before_use()
-            now = ledger_of(self._tiered.store).num_changes
-            when, kept = self._last.get(id(parameter), (-1, None))
-            numbers = kept() if kept is not None and when == now else None
+            numbers = self._last.get(id(parameter))
             if numbers is None:
                 block.hold()
                 try:
                     numbers = mapped_copy(parameter.detach(), self._folder)
                 finally:
                     block.let_go()
-                self._last[id(parameter)] = (now, ref(numbers))
+                self._last[id(parameter)] = numbers
             state_dict[key] = numbers
 
     @property
@@ -113,14 +115,19 @@ def _loading(module: nn.Module) -> Callable[..., None]:
         if local_metadata.get("assign_to_params_buffers"):
             raise TieringError("load_state_dict(assign=True) would replace parameters by others that no store knows")
         own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
-        with ExitStack() as stack:
+        held: list[WeightBlock] = []
+        is_failing = True
+        try:
             for block in dict.fromkeys(block for _, block in own.values()):
                 block.hold("rw")
-                stack.callback(block.let_go)
+                held.append(block)
             same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
             load(state_dict, prefix, local_metadata, *rest)
             for parameter, block in same:  # so that a master in the store keeps what it has below their precision
                 block.is_unchanged(parameter)
+            is_failing = False
+        finally:
+            let_go(held, is_failing=is_failing)
 
     return load_into_store
 
@@ -133,17 +140,13 @@ def _is_same(parameter: nn.Parameter, block: WeightBlock, numbers: object) -> bo
 
 def _applying(module: nn.Module) -> Callable[..., nn.Module]:
     """Return ``_apply``, what ``to``, ``cuda``, ``half`` and the like call: for all but the tiered parameters."""
-    apply = module._apply
+    apply: Callable[..., nn.Module] = module._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         own = module._parameters
         tiered = {leaf: p for leaf, p in own.items() if p is not None and block_of(p) is not None}
         for parameter in tiered.values():
-            if (dtype := fn(torch.empty(0, dtype=parameter.dtype)).dtype) != parameter.dtype:
-                raise TieringError(
-                    f"a tiered module cannot be converted from {parameter.dtype} to {dtype}: convert it before "
-                    "megatrain.tier"
-                )
+            _refuse_conversion(fn, parameter.dtype)
         _tell_once()
         module._parameters = {leaf: None if leaf in tiered else p for leaf, p in own.items()}
         try:
@@ -154,6 +157,42 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
         return module
 
     return apply_to_others
+
+
+def _applying_whole(model: nn.Module, tiered: TieredModule) -> Callable[..., nn.Module]:
+    """Return ``_apply`` of the whole: refuse before anything was converted; buffers stay where the module computes."""
+    apply: Callable[..., nn.Module] = model._apply
+
+    def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for dtype in dict.fromkeys(block.dtype for block in tiered.blocks):
+            _refuse_conversion(fn, dtype)
+        before = [(module, leaf, buffer) for module in model.modules() for leaf, buffer in module._buffers.items()]
+        apply(fn, recurse)
+        for module, leaf, buffer in before:
+            now = module._buffers[leaf]
+            if buffer is not None and now is not None and now.device != buffer.device:
+                module._buffers[leaf] = buffer.to(now.dtype)
+        return model
+
+    return apply_to_others
+
+
+def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    if (other := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+        raise TieringError(
+            f"a tiered module cannot be converted from {dtype} to {other}: convert it before megatrain.tier"
+        )
+
+
+class _NoParallel:
+    """What ``DistributedDataParallel`` finds when it looks which parameters it shall ignore."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise TieringError(
+            "DistributedDataParallel around a tiered module: its gradients leave for the store before they could be "
+            "averaged. Leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which "
+            "keeps the state of each rank in the store; or train on one rank"
+        )
 
 
 def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:

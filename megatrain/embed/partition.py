@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.embed.parameters import block_of
 from megatrain.models.layout import UnitLayout, build_layout
 
-__all__ = ["Part", "TieringError", "UnitPart", "partition"]
+__all__ = ["ROOT", "Part", "TieringError", "UnitPart", "mark_optimized", "partition"]
 
+#: Name of the part of what belongs to the module itself; no module inside can have it.
+ROOT = "(root)"
+_OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -62,6 +69,7 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
         if not any(fnmatchcase(name, glob) for glob in leave):
             names[id(parameter)] = name
             _check(name, parameter)
+    _check_memory({name: parameter for name, parameter in model.named_parameters() if id(parameter) in names})
     if not names:
         raise TieringError(f"{type(model).__name__} has no parameters to tier" + (f" besides {leave}" if leave else ""))
     part_of: dict[int, Part] = {}
@@ -71,7 +79,7 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
         if not used:
             continue
         own = {names[key]: parameter for key, parameter in used.items() if key not in part_of}
-        for part in _parts(path or "root", own):
+        for part in _parts(path or ROOT, own):
             part_of.update((id(parameter), part) for parameter in part.parameters.values())
         parts = tuple(dict.fromkeys(part_of[key] for key in used))
         units.append(UnitPart(path, module, parts))
@@ -88,6 +96,40 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             f"{name} is trained in {parameter.dtype}; master weights exist for float32 and bfloat16. Convert the model "
             "before: model.to(torch.bfloat16)"
         )
+    optimizer = _OPTIMIZERS.get(parameter, _no_optimizer)()
+    if optimizer is not None and optimizer.groups:
+        raise TieringError(
+            f"{name} was given to {type(optimizer).__name__} before. The order is: megatrain.tier(model, store), then "
+            "the optimizer with model.parameters()"
+        )
+
+
+def _no_optimizer() -> None:
+    return None
+
+
+def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
+    """Note that ordinary parameters are updated by an optimizer with its state in a store: too late to tier them."""
+    reference = weakref.ref(optimizer)
+    for parameter in parameters:
+        _OPTIMIZERS[parameter] = reference
+
+
+def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that look at the same memory without being one: in the store they would part silently."""
+    spans = []
+    for name, parameter in parameters.items():
+        if parameter.device.type != "meta" and parameter.numel():
+            start = parameter.data_ptr()
+            length = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            spans.append((parameter.device.type, start, start + length * parameter.element_size(), name))
+    spans.sort()
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < stop:
+            raise TieringError(
+                f"{name} and {other} are two parameters over the same memory. Tie them by making them one: "
+                f"module.{other.rpartition('.')[2]} = the other module's parameter"
+            )
 
 
 def _units(module: nn.Module, path: str, *, inside_list: bool) -> Iterator[tuple[str, nn.Module, bool]]:

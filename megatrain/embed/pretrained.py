@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from megatrain.embed.parameters import block_of
 from megatrain.embed.stores import compute_device
 from megatrain.embed.tiering import tier, tiered_module
-from megatrain.models.layout import views
+from megatrain.models.layout import build_layout, views
 from megatrain.models.load import WeightLoader
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -25,7 +27,7 @@ def load_pretrained(
     folder: Path | str,
     store: TieredStore,
     *,
-    dtype: torch.dtype | Literal["auto"] = "auto",
+    dtype: torch.dtype | str = "auto",
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
     **options: Any,
@@ -34,16 +36,16 @@ def load_pretrained(
 
     Args:
         folder: a Hugging Face folder with safetensors.
-        dtype: of the weights; "auto": that of the config.
+        dtype: of the weights, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
         attn_implementation: as in transformers; "auto" leaves the choice to it.
         options: as for ``tier``.
 
     Raises:
-        ModelFolderError: the folder is damaged or its weights do not fit its config. UnsupportedModelError: no causal
-            language model, or quantized weights. CapacityError: the store is too small.
+        ValueError: no such dtype. ModelFolderError: the folder is damaged or its weights do not fit its config.
+        UnsupportedModelError: no causal language model, or quantized weights. CapacityError: the store is too small.
     """
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
-    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
+    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _dtype(dtype)
     model = build_skeleton(
         config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, dtype=wanted
     )
@@ -54,9 +56,36 @@ def load_pretrained(
             lease.tensor.zero_()
             weights.fill(block.layout, views(lease.tensor, block.layout))
         block.filled()
+    _load_left(model, weights, compute_device(store))
     weights.load_buffers()
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[leaf] = buffer.to(compute_device(store))
     return model
+
+
+def _dtype(name: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'dtype="{name}": give "bfloat16", "float32" or "auto"')
+    return found
+
+
+def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
+    """Give parameters that were left out of the store numbers of their own."""
+    left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
+    if not left:
+        return
+    places = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in left.items()}
+    layout = build_layout("left", ((name, p.shape) for name, p in left.items()), trainable=False)
+    weights.fill(layout, places)
+    names = {id(parameter): name for name, parameter in left.items()}
+    made: dict[str, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in names:
+                name = names[id(parameter)]
+                if name not in made:
+                    made[name] = nn.Parameter(places[name].to(device), parameter.requires_grad)
+                module._parameters[leaf] = made[name]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, MutableMapping
+import os
+import secrets
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.embed.groups import StateGroup, TieredGroup
+from megatrain.embed.groups import StateGroup, TieredGroup, UntieredGroup
 from megatrain.embed.model_methods import mapped_copy
+from megatrain.embed.settings import UNSUPPORTED
 from megatrain.embed.stores import ledger_of
 from tiered.errors import GenerationError
+from tiered.manifest import read_manifest
 from tiered.reader import GenerationReader
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["StoredState", "commit_changes", "load_state", "save_state"]
 
 _FORMAT = 1
+#: Of the record of a generation: tells it from others of the same number.
+_MARK = "mark"
 
 
 class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
@@ -37,7 +43,7 @@ class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
         optimizer = self._optimizer
-        if parameter not in optimizer.steps:
+        if not isinstance(parameter, nn.Parameter) or parameter not in optimizer.steps:
             raise KeyError("this parameter has no state: no update of it was made")
         optimizer.finish_updates()
         group, name = _find(optimizer, parameter)
@@ -68,10 +74,12 @@ class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
 def save_state(optimizer: TieredOptimizer) -> dict[str, Any]:
     """Return plain values: where the state is, after committing what has changed."""
     numbers = _numbers(optimizer)
+    generation = commit_changes(optimizer.store)
     return {
         "format": _FORMAT,
-        "store": optimizer.store.path,
-        "generation": commit_changes(optimizer.store),
+        "store": None if optimizer.store.path is None else os.path.abspath(optimizer.store.path),
+        "generation": generation,
+        "mark": ledger_of(optimizer.store).mark,
         "blocks": _fingerprint(optimizer.store),
         "steps": {numbers[id(parameter)]: count for parameter, count in optimizer.steps.items()},
     }
@@ -80,27 +88,32 @@ def save_state(optimizer: TieredOptimizer) -> dict[str, Any]:
 def commit_changes(store: TieredStore) -> int | None:
     """Return the generation that holds the present state, made now if there is none; None: nothing was changed yet.
 
-    Updates that are due must have been made. Returns when it would survive a power cut.
+    Updates that are due are made, also those of other optimizers. Returns when it would survive a power cut.
 
     Raises:
         GenerationError: the store has no folder. TransferError: a drive refused.
     """
     ledger = ledger_of(store)
+    ledger.finish_updates()
     when, generation = ledger.committed
     if when == ledger.num_changes:
         return generation
     if store.path is None:
         raise GenerationError("this store has no folder to save to: open_store(path=...) or open_store(nvme=[...])")
     changes = ledger.num_changes
-    commit = store.commit({"embedded": True, "changes": changes})
+    mark = secrets.token_hex(16)
+    commit = store.commit({"embedded": True, "changes": changes, _MARK: mark})
     commit.wait()
+    ledger.mark = mark
     ledger.committed = (changes, commit.generation)
     return commit.generation
 
 
 def load_state(optimizer: TieredOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Bring back groups, steps and the contents of the store; see ``TieredOptimizer.load_state_dict``."""
-    _check_groups(optimizer, state_dict)
+    groups = state_dict["param_groups"]
+    _check_groups(optimizer, groups)
+    ledger_of(optimizer.store).finish_updates()  # what was trained stays, should loading fail
     if "tiered" in state_dict:
         record = state_dict["tiered"]
         _load_generation(optimizer, record)
@@ -108,7 +121,11 @@ def load_state(optimizer: TieredOptimizer, state_dict: Mapping[str, Any]) -> Non
         optimizer.steps = {parameters[number]: count for number, count in record["steps"].items()}
     else:
         _load_tensors(optimizer, state_dict["state"])
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+    optimizer.zero_grad()
+    for state_group in optimizer.groups:
+        if isinstance(state_group, UntieredGroup):
+            state_group.doubt_masters()
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update((name, value) for name, value in saved.items() if name != "params")
 
 
@@ -122,33 +139,53 @@ def _load_generation(optimizer: TieredOptimizer, record: Mapping[str, Any]) -> N
         if ledger.num_changes:
             raise ValueError("this state is that before the first step, which was not kept: start anew")
         return
-    if ledger.committed == (ledger.num_changes, generation) and record["store"] == store.path:
+    if ledger.committed == (ledger.num_changes, generation) and record["mark"] == ledger.mark:
         return
     if record["blocks"] != _fingerprint(store):
         raise ValueError(
             f"generation {generation} of {record['store']} is of other parameters or another kind of optimizer: make "
             "model, freezing and optimizer as they were when it was saved"
         )
-    try:
-        if store.path is not None and Path(record["store"]).resolve() == Path(store.path).resolve():
-            store.load(generation)
-        else:
-            _read_foreign(store, Path(record["store"]), generation)
-    except GenerationError as error:
-        raise GenerationError(
-            f"{error}. The optimizer's state_dict names generation {generation} of {record['store']}; it is gone if "
-            "more checkpoints were made than open_store(keep_generations=...) keeps"
-        ) from error
+    path = _find_generation(store, record)
+    if store.path is not None and path == Path(store.path).resolve():
+        store.load(generation)
+    else:
+        _read_foreign(store, path, generation)
     for group in optimizer.groups:
         if isinstance(group, TieredGroup):
             group.weights.missing.clear()
+            group.weights.version += 1
     ledger.num_changes += 1
-    ledger.committed = (ledger.num_changes, generation)
+    ledger.committed, ledger.mark = (ledger.num_changes, generation), record["mark"]
+
+
+def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
+    """Return the folder with the very generation that was saved: this store's, else the one that it was saved in.
+
+    Raises:
+        GenerationError: it is in neither.
+    """
+    generation = record["generation"]
+    looked = []
+    for path in dict.fromkeys(Path(path).resolve() for path in (store.path, record["store"]) if path is not None):
+        try:
+            manifest = read_manifest(path, generation)
+        except GenerationError as error:
+            looked.append(f"{path}: {error}")
+            continue
+        if manifest.meta.get(_MARK) == record["mark"]:
+            return path
+        looked.append(f"{path} has another generation {generation}, of another run")
+    raise GenerationError(
+        f"the optimizer's state names generation {generation} of {record['store']}, which is not there: "
+        f"{'; '.join(looked)}. It goes when more checkpoints were made than open_store(keep_generations=...) keeps; if "
+        "its folder was moved, open the store there"
+    )
 
 
 def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
     """Fill all durable blocks from a generation that another store wrote."""
-    reader = GenerationReader(path, generation, [])
+    reader = GenerationReader(path, generation, [path])
     homes = {spec.key: spec.home for spec in store.blocks() if spec.durable}
     for key, home in homes.items():
         with store.acquire(key, "ram", "w") as lease:
@@ -164,26 +201,35 @@ def _load_tensors(optimizer: TieredOptimizer, state: Mapping[int, Mapping[str, A
     if state and not names:
         raise ValueError(f"{type(optimizer).__name__} cannot take over the state of another optimizer")
     for number, values in state.items():
-        parameter = parameters[number]
+        for torch_name in names.values():
+            numbers, shape = values.get(torch_name), tuple(parameters[number].shape)
+            if numbers is not None and (not isinstance(numbers, Tensor) or tuple(numbers.shape) != shape):
+                raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
+    for number, parameter in enumerate(parameters):
+        values = state.get(number, {})
+        if not values and parameter not in optimizer.steps:
+            continue
         group, name = _find(optimizer, parameter)
         (entry,) = group.entries({name: None})
         for kind, torch_name in names.items():
-            numbers = values.get(torch_name)
-            if numbers is None:
-                continue
-            if not isinstance(numbers, Tensor) or numbers.shape != parameter.shape:
-                raise ValueError(f"{torch_name} of parameter {number} has not the shape {tuple(parameter.shape)}")
-            with optimizer.store.acquire(group.keys[kind], "ram", "rw") as lease:
-                group.part(kind, lease.tensor, entry).copy_(numbers.reshape(-1))
-        optimizer.steps[parameter] = int(values.get("step", 0))
+            if kind in group.keys:
+                numbers = values.get(torch_name)
+                with optimizer.store.acquire(group.keys[kind], "ram", "rw") as lease:
+                    part = group.part(kind, lease.tensor, entry)
+                    part.zero_() if numbers is None else part.copy_(numbers.reshape(-1))
+        optimizer.steps.pop(parameter, None)
+        if values:
+            optimizer.steps[parameter] = int(values.get("step", 0))
     ledger_of(optimizer.store).num_changes += 1
 
 
-def _check_groups(optimizer: TieredOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check_groups(optimizer: TieredOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     now = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    saved = [len(group["params"]) for group in groups]
     if now != saved:
         raise ValueError(f"the saved state has groups of {saved} parameters, this optimizer of {now}")
+    for name in (name for group in groups for name in UNSUPPORTED if group.get(name)):
+        raise ValueError(f"the saved state is of an optimizer with {name}: the tiered optimizers have no such variant")
 
 
 def _find(optimizer: TieredOptimizer, parameter: nn.Parameter) -> tuple[StateGroup, str]:

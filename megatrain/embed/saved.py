@@ -22,12 +22,21 @@ __all__ = ["BackwardWindow", "WeightHooks"]
 
 @dataclass(frozen=True, slots=True)
 class _SavedWeight:
-    """A view of a block's numbers, without them."""
+    """A view of a block's numbers, without them. ``version``: of the block, as it was saved."""
 
     block: WeightBlock
+    version: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedHere:
+    """Any other tensor. Hooks keep autograd from seeing that it was changed in between: so its version is kept."""
+
+    tensor: Tensor
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +86,18 @@ class BackwardWindow:
         """
         if block not in self._open:
             return
-        lease, num_references = self._open.pop(block)
-        is_used = references(lease.tensor) > num_references
+        lease, num_references = self._open[block]
+        if references(lease.tensor) > num_references:
+            raise WeightInUseError(
+                f"a graph that is kept (create_graph=True) still uses the weights of {block.layout.name}: drop what "
+                "was computed with it before they are updated"
+            )
+        del self._open[block]
         lease.release()
-        if is_used:
-            raise WeightInUseError(f"a backward that has not ended still uses the weights of {block.layout.name}")
 
     def _close_after_backward(self) -> None:
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self.close_unused)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.close_unused)
         except RuntimeError:
             return  # a saved tensor is looked at outside of a backward: the next use closes it
 
@@ -99,7 +111,7 @@ class WeightHooks:
 
     def __init__(self, window: BackwardWindow) -> None:
         self._window = window
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = outer
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -114,15 +126,28 @@ class WeightHooks:
     def _pack(self, tensor: Tensor) -> Any:
         block = block_under(tensor)
         if block is not None and block.held is not None:
-            offset = tensor.storage_offset() - block.held.storage_offset()
-            return _SavedWeight(block, tensor.size(), tensor.stride(), offset)
+            offset = int(tensor.storage_offset()) - int(block.held.storage_offset())
+            return _SavedWeight(block, block.version, tensor.size(), tensor.stride(), offset)
         if self._outer is None:
-            return tensor
+            return tensor if tensor.is_inference() else _SavedHere(tensor, tensor._version)
         pack, unpack = self._outer
         return _SavedElsewhere(unpack, pack(tensor))
 
     def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _SavedHere):
+            if packed.tensor._version != packed.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{packed.tensor.dtype} {tuple(packed.tensor.shape)} is at version {packed.tensor._version}; "
+                    f"expected version {packed.version} instead"
+                )
+            return packed.tensor
         if isinstance(packed, _SavedWeight):
+            if packed.block.version != packed.version:
+                raise RuntimeError(
+                    f"the weights of {packed.block.layout.name}, needed for gradient computation, have been changed by "
+                    "an optimizer's step or otherwise since the forward: run the forward again"
+                )
             numbers = self._window.numbers(packed.block)
             return numbers.as_strided(packed.size, packed.stride, numbers.storage_offset() + packed.offset)
         if isinstance(packed, _SavedElsewhere):

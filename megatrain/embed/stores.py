@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -22,7 +24,18 @@ from tiered.units import MiB, format_size, parse_size
 if TYPE_CHECKING:
     from tiered.tiers.base import Tier
 
-__all__ = ["Ledger", "Size", "compute_device", "compute_tier", "ledger_of", "open_store"]
+__all__ = [
+    "Ledger",
+    "Size",
+    "Wanted",
+    "compute_device",
+    "compute_tier",
+    "home_order",
+    "ledger_of",
+    "num_ranks",
+    "open_store",
+    "room_for_homes",
+]
 
 #: Bytes, or text as in a config: "110GiB", "90%", "auto".
 Size = int | str
@@ -40,9 +53,12 @@ def open_store(
     keep_generations: int = 2,
     on_full: Literal["pause", "error"] = "error",
 ) -> TieredStore:
-    """Open a store for ``tier``, ``TieredAdamW`` and ``offload_activations``. A context manager; ``close`` at the end.
+    """Open a store for ``tier``, ``TieredAdamW`` and ``offload_activations``. A context manager.
+
+    Without ``with`` or ``close`` it is closed when the program ends.
 
     With ``torch.distributed`` initialised every rank gets folders of its own (``.../rank0``): its state is its own.
+    Shares of the machine and "auto" are then divided by the ranks of the machine.
 
     Args:
         ram: what may lie in RAM: bytes, "110GiB", "90%" of the machine, or "auto": what is free now less a margin.
@@ -57,24 +73,27 @@ def open_store(
     Raises:
         ValueError: a size that cannot be read. LockedError: another process uses one of the folders.
     """
+    if on_full not in ("pause", "error"):
+        raise ValueError(f'on_full="{on_full}": there are "pause" and "error"')
     folders = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
     rank = _rank_folder()
-    drives = [Path(folder, rank) for folder in folders]
+    drives = [Path(folder, rank).expanduser() for folder in folders]
     tiers: list[Tier] = []
     if gpu is not None:
         device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
         tiers.append(GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device)))
+    here = _processes_here()
     available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
-    tiers.append(RamTier(_bytes("ram", ram, total_ram_bytes(), available), pin_memory=gpu is not None))
+    tiers.append(RamTier(_bytes("ram", ram, total_ram_bytes() // here, available // here), pin_memory=gpu is not None))
     try:
         if drives:
             free = _free_bytes(drives)
-            size = _bytes("nvme_size", nvme_size, free, int(free * _FREE_DISK_SHARE))
+            size = _bytes("nvme_size", nvme_size, free // here, int(free * _FREE_DISK_SHARE) // here)
             tiers.append(NvmeTier([str(drive) for drive in drives], size, on_full=on_full))
-        return TieredStore(
+        store = TieredStore(
             tiers,
-            path=None if path is None else str(Path(path, rank)),
+            path=None if path is None else str(Path(path, rank).expanduser()),
             keep_generations=keep_generations,
             on_full=on_full,
         )
@@ -82,6 +101,15 @@ def open_store(
         for one in tiers:
             one.close()
         raise
+    atexit.register(_close, ref(store))
+    return store
+
+
+def _close(found: ref[TieredStore]) -> None:
+    """Close the store of a program that ends without: else its files lie about until the next run."""
+    if (store := found()) is not None:
+        store.give_up_waiting()
+        store.close()
 
 
 def compute_tier(store: TieredStore) -> str:
@@ -96,6 +124,16 @@ def compute_device(store: TieredStore) -> torch.device:
     return device
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block that a home is looked for. ``homes``: most wanted first."""
+
+    key: str
+    nbytes: int
+    homes: tuple[str, ...]
+    durable: bool
+
+
 @dataclass(slots=True)
 class Ledger:
     """What all tiered things of one store share.
@@ -103,13 +141,22 @@ class Ledger:
     Attributes:
         working_bytes: kept free of homes in RAM, so that what lives elsewhere can be fetched.
         num_changes: updates and other writes of weights and state so far. committed: (num_changes, generation) of
-            the last commit or load.
+            the last commit or load. mark: what tells that generation from others of its number.
+        optimizers: that have state in the store. undo: keys of blocks that go if what is being done now fails.
     """
 
     store_tiers: tuple[str, ...]
     working_bytes: int = 0
     num_changes: int = 0
     committed: tuple[int, int | None] = (0, None)
+    mark: str = ""
+    undo: list[str] | None = None
+    optimizers: WeakSet[Any] = field(default_factory=WeakSet)
+
+    def finish_updates(self) -> None:
+        """Make the updates that optimizers of this store have put off."""
+        for optimizer in list(self.optimizers):
+            optimizer.finish_updates()
 
     def register(
         self,
@@ -126,27 +173,75 @@ class Ledger:
         A durable block on a drive also reserves what the generations will keep of it.
 
         Raises:
-            CapacityError: none has.
+            CapacityError: none has. ValueError: there is a block of that name.
         """
-        nbytes = num_elements * dtype.itemsize
-        tried = []
-        for name in homes:
-            tier = store.tier(name)
-            is_last = name == self.store_tiers[-1]
-            need = tier.slot_bytes(nbytes)
-            kept = need * store.keep_generations if durable and tier.durable else 0
-            open_bytes = 0 if is_last or tier.device is None else self.working_bytes
-            free = tier.usage().free_bytes
-            if need + kept + open_bytes > free:
-                tried.append(f"{name} has {format_size(max(0, free - open_bytes))} left for homes")
-                continue
-            store.register(key, (num_elements,), dtype, home=name, durable=durable)
-            if kept:
-                store.reserve(name, kept)
-            return name
-        raise CapacityError(
-            homes[-1], nbytes, 0, detail=f"for '{key}': {'; '.join(tried)}. Give a tier more room, or add nvme=[...]"
-        )
+        wanted = Wanted(key, num_elements * dtype.itemsize, tuple(homes), durable)
+        (name,) = self.placed(store, [wanted])
+        store.register(key, (num_elements,), dtype, home=name, durable=durable)
+        kept = _kept_bytes(store, name, wanted)
+        if kept:
+            store.reserve(name, kept)
+        if self.undo is not None:
+            self.undo.append(key)
+        return name
+
+    def placed(self, store: TieredStore, blocks: Sequence[Wanted]) -> list[str]:
+        """Return the home that ``register`` would give to each block, one after the other.
+
+        Raises:
+            CapacityError: there is none for one of them.
+        """
+        taken: dict[str, int] = {}
+        names = []
+        for block in blocks:
+            tried = []
+            for name in block.homes:
+                tier = store.tier(name)
+                is_last = name == self.store_tiers[-1]
+                open_bytes = 0 if is_last or tier.device is None else self.working_bytes
+                need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
+                beside = open_bytes + taken.get(name, 0)
+                free = tier.usage().free_bytes
+                if need + beside > free:  # copies take room as well, but would make way
+                    free = room_for_homes(store, name)
+                if need + beside <= free:
+                    taken[name] = taken.get(name, 0) + need
+                    names.append(name)
+                    break
+                tried.append(f"{name} has {format_size(max(0, free - beside))} left for homes")
+            else:
+                hint = "Give a tier more room, or open the store with nvme=[...]"
+                raise CapacityError(
+                    block.homes[-1],
+                    block.nbytes,
+                    max(0, free - beside),
+                    detail=f"for '{block.key}': {'; '.join(tried)}. {hint}",
+                )
+        return names
+
+    @contextmanager
+    def all_or_nothing(self, store: TieredStore) -> Iterator[None]:
+        """Forget what was registered inside, where that ends with an error."""
+        assert self.undo is None, self.undo
+        registered: list[str] = []
+        self.undo = registered
+        try:
+            yield
+        except BaseException:
+            self.unregister(store, *registered)
+            raise
+        finally:
+            self.undo = None
+
+    def unregister(self, store: TieredStore, *keys: str) -> None:
+        """Forget blocks, and give back what is reserved for generations of them."""
+        homes = {spec.key: spec for spec in store.blocks()}
+        for key in keys:
+            spec = homes[key]
+            tier = store.tier(spec.home)
+            store.unregister(key)
+            if spec.durable and tier.durable:
+                store.reserve(spec.home, -tier.slot_bytes(spec.nbytes) * store.keep_generations)
 
 
 _LEDGERS: WeakKeyDictionary[TieredStore, Ledger] = WeakKeyDictionary()
@@ -157,6 +252,20 @@ def ledger_of(store: TieredStore) -> Ledger:
     if store not in _LEDGERS:
         _LEDGERS[store] = Ledger(tuple(store.stats().tiers))
     return _LEDGERS[store]
+
+
+def room_for_homes(store: TieredStore, name: str) -> int:
+    """Return the bytes of a tier that no home takes, whatever copies take now."""
+    tier = store.tier(name)
+    if tier.device is None:
+        return tier.usage().free_bytes  # files: there are no copies, and generations take room as well
+    return tier.capacity_bytes - store.stats().tiers[name].home_bytes
+
+
+def _kept_bytes(store: TieredStore, name: str, block: Wanted) -> int:
+    """Return what generations take of a drive for one block besides its home."""
+    tier = store.tier(name)
+    return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0
 
 
 def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...]:
@@ -177,6 +286,8 @@ def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...
 
 def _bytes(what: str, size: Size, total: int, auto: int) -> int:
     if isinstance(size, int):
+        if size <= 0:
+            raise ValueError(f'{what}={size}: give bytes, "110GiB" or "auto"')
         return size
     if size == "auto":
         return max(MiB, auto)
@@ -202,8 +313,17 @@ def _free_bytes(folders: Sequence[Path]) -> int:
     return sum(found.values())
 
 
+def num_ranks() -> int:
+    """Return how many processes ``torch.distributed`` has joined; 1 without it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    return torch.distributed.get_world_size()
+
+
 def _rank_folder() -> str:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        if torch.distributed.get_world_size() > 1:
-            return f"rank{torch.distributed.get_rank()}"
-    return ""
+    return f"rank{torch.distributed.get_rank()}" if num_ranks() > 1 else ""
+
+
+def _processes_here() -> int:
+    """Return how many ranks share this machine, as ``torchrun`` says."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _rank_folder() else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatrain.embed.calls import Call, Calls
 from megatrain.embed.gradients import GradientBlock
 from megatrain.embed.model_methods import install_methods
 from megatrain.embed.order import UseOrder
 from megatrain.embed.parameters import block_of
 from megatrain.embed.partition import TieringError, UnitPart, partition
-from megatrain.embed.saved import BackwardWindow, WeightHooks
-from megatrain.embed.stores import compute_device, home_order, ledger_of
-from megatrain.embed.weights import WeightBlock
+from megatrain.embed.room import block_root, check_room
+from megatrain.embed.saved import BackwardWindow
+from megatrain.embed.stores import compute_device, home_order
+from megatrain.embed.weights import WeightBlock, let_go
 from megatrain.engine.program import gradient_key, weight_key
 
 if TYPE_CHECKING:
@@ -28,36 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["TieredModule", "gathered", "tier", "tiered_module"]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-#: Bytes per trained parameter that pass RAM together: weights, gradient and the largest optimizer state.
-_STATE_BYTES = 4 + 4 + 8
 _ATTRIBUTE = "_megatrain_tiered"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Call:
-    """One forward that is running, of a unit or of a whole module: what it holds, and how its graph saves weights."""
-
-    held: list[WeightBlock] = field(default_factory=list)
-    hooks: WeightHooks | None = None
-
-    def hold(self, block: WeightBlock) -> None:
-        """Hold a block until the end."""
-        block.hold()
-        self.held.append(block)
-
-    def enter(self, window: BackwardWindow) -> None:
-        """Let weights be saved by name."""
-        self.hooks = WeightHooks(window)
-        self.hooks.enter()
-
-    def end(self) -> None:
-        """Let go of everything."""
-        if self.hooks is not None:
-            self.hooks.leave()
-        with ExitStack() as stack:
-            for block in self.held:
-                stack.callback(block.let_go)
 
 
 @dataclass(eq=False)
@@ -75,7 +49,7 @@ class TieredModule:
     def __post_init__(self) -> None:
         self.order = UseOrder(self.store)
         self.window = BackwardWindow(self.order)
-        self._forwards: list[_Call] = []  # of the whole module, the innermost last
+        self.calls = Calls()
         self._for_backward: list[WeightBlock] = []
 
     def watch(self, model: nn.Module) -> None:
@@ -84,37 +58,43 @@ class TieredModule:
         A fused loss, a head that multiplies with the embedding, attention that reads its projections: such a use
         brings the weights in, and they stay to the end of the forward (or of the backward that it takes place in).
         """
-        model.register_forward_pre_hook(self._before, prepend=True)
-        model.register_forward_hook(self._after, always_call=True)
+        _register(model, self._before, self._after)
         for block in self.blocks:
-            block.provide = self._provide
+            block.provide, block.window, block.recover = self._provide, self.window, self._recover
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
-        call = _Call()
-        self._forwards.append(call)
+        self._recover()
+        call = self.calls.begin(self)
         if torch.is_grad_enabled():
             call.enter(self.window)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._forwards.pop().end()
+        self.calls.end(self)
+
+    def _recover(self) -> None:
+        """Let go of what forwards and backwards have left that ended with an error which nobody was told of."""
+        self.calls.drop_dead()
+        if not self.calls and torch._C._current_graph_task_id() == -1:
+            self.end_backward(is_failing=True)
 
     def _provide(self, block: WeightBlock) -> bool:
-        if self._forwards:
+        call = self.calls.innermost_of(self)
+        if call is not None:
             self.order.note(("use", block.key), [(block.key, block.tier)])
-            self._forwards[-1].hold(block)
+            call.hold(block)
             return True
         if torch._C._current_graph_task_id() == -1:
             return False
         if not self._for_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         block.hold()
         self._for_backward.append(block)
         return True
 
-    def _end_backward(self) -> None:
+    def end_backward(self, *, is_failing: bool = False) -> None:
+        """Let go of what the backward brought in for code that uses weights outside of their modules."""
         blocks, self._for_backward = self._for_backward, []
-        for block in blocks:
-            block.let_go()
+        let_go(blocks, is_failing=is_failing)
 
     def finish_updates(self) -> None:
         """Make the updates that the optimizer left to the next use of each unit."""
@@ -150,23 +130,22 @@ def tier(
         TieringError: a dtype without master weights, nothing to tier, or tiered already. CapacityError: no room.
     """
     units = partition(model, leave)
-    ledger = ledger_of(store)
-    ledger.working_bytes = max(ledger.working_bytes, _working_bytes(units))
+    parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
+    homes = home_order(store, weights), home_order(store, gradients)
+    check_room(store, name, units, parts, *homes)
+    _forbid_foreign_optimizers()
     tiered = TieredModule(store, name)
     blocks: dict[int, WeightBlock] = {}
-    orders = home_order(store, weights), home_order(store, gradients)
-    parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
-    _forbid_foreign_optimizers()
     for part in parts:
-        root = f"{name}/{part.layout.name}"
-        block = WeightBlock(store, weight_key(root), part.layout, part.parameters, part.dtype, orders[0])
+        key = weight_key(block_root(name, part))
+        block = WeightBlock(store, key, part.layout, part.parameters, part.dtype, homes[0])
         block.take_over()
         blocks[id(part)] = block
         tiered.blocks.append(block)
     for part in parts:
         if part.layout.trainable:
-            key = gradient_key(f"{name}/{part.layout.name}", 0)
-            blocks[id(part)].gradients = GradientBlock(store, key, part.layout, part.parameters, orders[1])
+            key = gradient_key(block_root(name, part), 0)
+            blocks[id(part)].gradients = GradientBlock(store, key, part.layout, part.parameters, homes[1])
     for unit in units:
         _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], tiered).install()
     tiered.watch(model)
@@ -193,18 +172,24 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
     """Hold the weights of a module, or of some parameters, in the compute tier: to read or, if asked, to change them.
 
     All of them at once: gather layer by layer what does not fit together. Parameters that are in no store are left
-    as they are.
+    as they are. What is computed with the weights inside can be differentiated, inside or after.
 
     Raises:
         CapacityError: together they do not fit. WeightInUseError: changed without ``writable``, or a view outlives it.
     """
     parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
     blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)
-    with ExitStack() as stack:
+    call = Call()
+    try:
         for block in blocks:
-            block.hold("rw" if writable else "r")
-            stack.callback(block.let_go)
+            block.hold("rw" if writable else "r", is_watched=writable)
+            call.held.append(block)
+        window = next((block.window for block in blocks if block.window is not None), None)
+        if window is not None and torch.is_grad_enabled():
+            call.enter(window)
         yield
+    finally:
+        call.end()
 
 
 class _UnitHooks:
@@ -213,16 +198,15 @@ class _UnitHooks:
     def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], tiered: TieredModule) -> None:
         self._unit, self._blocks, self._tiered = unit, tuple(blocks), tiered
         self._requests = [(block.key, block.tier) for block in blocks]
-        self._running: list[_Call] = []  # more than one where a module calls itself
 
     def install(self) -> None:
         """Watch the module's forward: first of all hooks before it, last of all after it."""
-        self._unit.module.register_forward_pre_hook(self._before, prepend=True)
-        self._unit.module.register_forward_hook(self._after, always_call=True)
+        _register(self._unit.module, self._before, self._after)
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
-        call = _Call()
-        self._running.append(call)  # also of a call that fails here: torch calls ``_after`` for it as well
+        call = self._tiered.calls.begin(self)
+        for block in self._blocks:
+            block.check_frozen()
         self._tiered.window.close_unused()
         for block in self._blocks:
             call.hold(block)
@@ -231,13 +215,14 @@ class _UnitHooks:
             call.enter(self._tiered.window)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._running.pop().end()
+        self._tiered.calls.end(self)
 
 
-def _working_bytes(units: Sequence[UnitPart]) -> int:
-    """Return the room that the largest unit's update and the next unit's weights take together."""
-    sizes = [sum(part.layout.num_elements for part in unit.parts) for unit in units]
-    return (_STATE_BYTES + 2 * 4) * max(sizes)
+def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Watch a module's forward: first of all hooks before it, last of all after it. Not for a compiler to trace."""
+    disable: Callable[[Any], Any] = torch.compiler.disable
+    module.register_forward_pre_hook(disable(before), prepend=True)
+    module.register_forward_hook(disable(after), always_call=True)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

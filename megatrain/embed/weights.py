@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,14 +13,16 @@ from torch import Tensor, nn
 from megatrain.embed.parameters import attach, make_absent, make_present
 from megatrain.embed.stores import compute_device, compute_tier, ledger_of
 from megatrain.models.layout import views
+from tiered.checksums import checksum
 
 if TYPE_CHECKING:
     from megatrain.embed.gradients import GradientBlock
+    from megatrain.embed.saved import BackwardWindow
     from megatrain.models.layout import UnitLayout
     from tiered.lease import Lease
     from tiered.store import TieredStore
 
-__all__ = ["WeightBlock", "WeightInUseError", "block_under", "references"]
+__all__ = ["WeightBlock", "WeightInUseError", "block_under", "let_go", "references"]
 
 
 _HELD: dict[int, WeightBlock] = {}
@@ -44,6 +47,9 @@ class WeightBlock:
         before_use: called before anybody reads or changes the weights: an update that is due is made then.
         provide: called when code wants numbers that nobody holds; returns whether it held them.
         after_change: called with the names of parameters that somebody other than the optimizer changed.
+        recover: called when they are held and should not be: whoever died without letting go does so then.
+        window: leases of the backward, among them perhaps one of this block. version: changes of the numbers so far,
+            those that are due included.
     """
 
     def __init__(
@@ -61,12 +67,17 @@ class WeightBlock:
         self.before_use: Callable[[], None] | None = None
         self.provide: Callable[[WeightBlock], bool] | None = None
         self.after_change: Callable[[frozenset[str]], None] | None = None
+        self.recover: Callable[[], None] | None = None
+        self.window: BackwardWindow | None = None
+        self.version = 0
         self.tier, self._device = compute_tier(store), compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._lease: Lease | None = None
         self._num_holders = 0
         self._num_references = 0
         self._versions: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
+        self._checksums: dict[str, str] = {}  # of numbers that somebody may change without autograd's notice
         self.home = ledger_of(store).register(store, key, layout.num_elements, dtype, homes, durable=True)
         self.missing = set(parameters)
 
@@ -77,22 +88,28 @@ class WeightBlock:
     def take_over(self) -> None:
         """Move the parameters' numbers into the block; each parameter's own memory is free as soon as it was copied.
 
-        Parameters on the meta device have none: the block stays empty until somebody fills it.
+        Parameters on the meta device have none: they are missing until somebody fills them.
         """
-        if all(parameter.device.type != "meta" for parameter in self.parameters.values()):
-            with torch.no_grad(), self.store.acquire(self.key, "ram", "w") as lease:
-                lease.tensor.zero_()
-                for name, place in views(lease.tensor, self.layout).items():
-                    place.copy_(self.parameters[name])
-                    self._detach(name)
-            self.filled()
-        else:
+        self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
+        if len(self.missing) == len(self.parameters):
             for name in self.parameters:
                 self._detach(name)
+            return
+        with torch.no_grad(), self.store.acquire(self.key, "ram", "w") as lease:
+            lease.tensor.zero_()
+            for name, place in views(lease.tensor, self.layout).items():
+                if name not in self.missing:
+                    place.copy_(self.parameters[name])
+                self._detach(name)
+        _return_memory()
+        self._go_home()
 
     def filled(self) -> None:
         """Note that the block has the numbers of all its parameters, and let it go home from RAM."""
         self.missing.clear()
+        self._go_home()
+
+    def _go_home(self) -> None:
         if self.home != "ram":
             self.store.evict(self.key, "ram")
 
@@ -106,8 +123,11 @@ class WeightBlock:
         """Return whether the parameters have their numbers now."""
         return self._lease is not None
 
-    def hold(self, mode: Literal["r", "rw"] = "r") -> None:
+    def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
         """Give the parameters their numbers, until as many ``let_go`` have followed.
+
+        Args:
+            is_watched: changes that autograd does not see, through ``data`` or numpy, count too.
 
         Raises:
             CapacityError: the compute tier is too small for the unit. WeightInUseError: nothing was loaded yet, or
@@ -119,16 +139,22 @@ class WeightBlock:
             self._lease = self._acquire(mode)
             self._num_references = references(self._lease.tensor)
             _HELD[_address(self._lease.tensor)] = self
+            self._checksums.clear()
             for name, numbers in views(self._lease.tensor, self.layout).items():
                 parameter = self.parameters[name]
+                if is_watched and name not in self.missing:
+                    self._checksums[name] = _checksum(numbers)
                 make_present(parameter, numbers)
-                self._versions[name] = parameter._version
+                self._versions[name], self._addresses[name] = parameter._version, parameter.data_ptr()
         elif mode == "rw" and self._lease is not None and self._lease.mode == "r":
             raise WeightInUseError(f"{self.layout.name} is read by its forward now; change its weights before or after")
         self._num_holders += 1
 
-    def let_go(self) -> None:
+    def let_go(self, *, is_failing: bool = False) -> None:
         """Reverse one ``hold``; after the last one the parameters are absent again.
+
+        Args:
+            is_failing: because of an error, which is the one to tell: this says nothing more.
 
         Raises:
             WeightInUseError: weights were changed under a hold for reading, or a view of a copy outlives the hold.
@@ -138,10 +164,8 @@ class WeightBlock:
             return
         lease, self._lease = self._lease, None
         assert lease is not None, self.key
-        del _HELD[_address(lease.tensor)]
-        changed = frozenset(
-            name for name, parameter in self.parameters.items() if parameter._version != self._versions[name]
-        )
+        _HELD.pop(_address(lease.tensor), None)
+        changed = self._changes(lease)
         for parameter in self.parameters.values():
             make_absent(parameter, self._device)
         is_shared = references(lease.tensor) > self._num_references and self.tier != self.home
@@ -150,20 +174,72 @@ class WeightBlock:
             lease.abandon()
         else:
             lease.release()
-        if sys.exc_info()[0] is not None:
-            return  # frames of what went wrong may hold views: that error is the one to tell
-        if changed and mode == "r":
+        if changed and mode == "r" and self.tier != self.home:
+            self.store.evict(self.key, self.tier)  # a copy with numbers that its home has not
+        elif changed:
+            self.changed(changed)
+        if changed and mode == "r" and not is_failing:
             raise WeightInUseError(
-                f"{sorted(changed)[0]} was changed in place while held for reading: the change would be lost. "
+                f"{sorted(changed)[0]} was changed while held for reading: the change would be lost. "
                 "Use `with megatrain.gathered(module, writable=True):`"
             )
-        if changed:
-            self.changed(changed)
-        if is_shared:
+        if is_shared and not is_failing:
             raise WeightInUseError(
                 f"something keeps a view of the weights of {self.layout.name} after its forward; the room is used for "
                 "other weights next. Take a clone, or leave the module out: megatrain.tier(..., leave=[...])"
             )
+
+    def _changes(self, lease: Lease) -> frozenset[str]:
+        """Return the names of what was changed while it was held, however that was done."""
+        changed = set()
+        with torch.no_grad():
+            for name, place in views(lease.tensor, self.layout).items():
+                parameter = self.parameters[name]
+                if place.numel() and parameter.data_ptr() != self._addresses[name]:  # its data was replaced
+                    changed.add(name)
+                    if lease.mode != "r":
+                        place.copy_(parameter)
+                elif parameter._version != self._versions[name] or (
+                    name in self._checksums and (name in self.missing or _checksum(place) != self._checksums[name])
+                ):
+                    changed.add(name)
+        return frozenset(changed)
+
+    def check_frozen(self) -> None:
+        """Refuse parameters that were frozen when they were tiered and are to be trained now: nobody would.
+
+        Raises:
+            WeightInUseError: there is one.
+        """
+        if self.gradients is None:
+            for name, parameter in self.parameters.items():
+                if parameter.requires_grad:
+                    raise WeightInUseError(
+                        f"{name} was frozen when it was tiered, so the store has no room for its gradient: set "
+                        "requires_grad before megatrain.tier, and freeze afterwards what is not to be trained yet"
+                    )
+
+    def note_data_taken(self, parameter: nn.Parameter) -> None:
+        """Note that somebody takes ``data`` of a held parameter, and may write there."""
+        name = self.name_of(parameter)
+        if self._lease is not None and name not in self._checksums:
+            self._checksums[name] = _checksum(views(self._lease.tensor, self.layout)[name])
+
+    def prepare_update(self) -> None:
+        """Let go of what is left of a backward, before an optimizer changes the numbers.
+
+        Raises:
+            WeightInUseError: somebody holds them now, or a graph still looks at them.
+        """
+        if self._lease is not None and self.recover is not None:
+            self.recover()
+        if self._lease is not None:
+            raise WeightInUseError(
+                f"the weights of {self.layout.name} are held now, and cannot be updated: step outside of "
+                "megatrain.gathered and of the module's forward"
+            )
+        if self.window is not None:
+            self.window.close(self)
 
     def is_unchanged(self, parameter: nn.Parameter) -> None:
         """Note that what was written to a held parameter is what it had."""
@@ -171,6 +247,7 @@ class WeightBlock:
 
     def changed(self, names: frozenset[str]) -> None:
         """Note that somebody other than the optimizer changed these parameters."""
+        self.version += 1
         self.missing -= set(names)
         ledger_of(self.store).num_changes += 1
         if self.after_change is not None:
@@ -208,5 +285,24 @@ def _address(tensor: Tensor) -> int:
 
 def references(tensor: Tensor) -> int:
     """Return how many tensors share the memory of this one."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+def _return_memory() -> None:
+    """Let the C library give the system back what parameters have left free: it keeps blocks of some MB otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
+def _checksum(numbers: Tensor) -> str:
+    flat = numbers.detach().reshape(-1)
+    return checksum(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else ""
+
+
+def let_go(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
+    """Let go of blocks, of all of them whatever one of them says."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.let_go, is_failing=is_failing)

@@ -78,7 +78,10 @@ class ElementwiseOptimizer(ABC):
             assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
             scalars = self._scalars_now(segment, update)
             for start, stop in cut(segment.start, segment.stop):
-                yield partial(kernel, *(flat if flat is None else flat[start:stop] for flat in flats), *scalars)
+                if stop - start < gradient.size:
+                    yield partial(kernel, *(flat if flat is None else flat[start:stop] for flat in flats), *scalars)
+                else:
+                    yield partial(kernel, *flats, *scalars)
 
     def _scalars_now(self, segment: Segment, update: Update) -> tuple[Any, ...]:
         """Return ``scalars``, those of the last call where nothing has changed: most parameters share them."""

@@ -255,3 +255,16 @@ def run_backward(module: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
     out: Tensor = module(x)
     (out.float().square().mean() * scale).backward()
     return out.detach()
+
+
+def make() -> nn.Module:
+    """Return a module with a layer in it."""
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)
+    )
+
+
+def batches(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return inputs for it."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, 8, generator=generator).to(dtype) for _ in range(count)]

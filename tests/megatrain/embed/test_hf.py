@@ -165,8 +165,9 @@ def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
         chosen, options = trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
         assert chosen.__name__ == wanted
         assert options["max_grad_norm"] == 0.5
-    with pytest.raises(ValueError, match='optim="rmsprop" has no tiered optimizer'):
-        trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="rmsprop"))
+    for name in ("rmsprop", "adamw_torch_8bit"):
+        with pytest.raises(ValueError, match=f'optim="{name}" has no tiered optimizer'):
+            trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
 
 
 def test_refuses_a_model_without_a_store(folder: Path, tmp_path: Path) -> None:

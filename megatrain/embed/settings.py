@@ -1,0 +1,87 @@
+"""What an optimizer looks at before it makes state: settings of a group, sizes of blocks, room to work in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatrain.embed.stores import room_for_homes
+from tiered.errors import CapacityError
+
+if TYPE_CHECKING:
+    from megatrain.embed.groups import StateGroup
+    from tiered.store import TieredStore
+
+__all__ = ["BYTES_AT_ONCE", "UNSUPPORTED", "check_room", "check_settings", "packed", "plain"]
+
+#: Settings of torch's optimizers that change what an update does, and that there is no kernel for.
+UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
+#: Per parameter: state and gradient of the group that is updated, and of the one that is fetched meanwhile.
+BYTES_AT_ONCE = 2 * (12 + 4)
+_GROUP_ELEMENTS = 1 << 19
+"""Ordinary parameters are put together up to this many, 2 MiB of each kind of state in fp32; a larger one is by itself.
+It does not depend on the size of the tiers, so that a state can be loaded where they are others."""
+
+
+def check_room(store: TieredStore, groups: Sequence[StateGroup]) -> None:
+    """Refuse now what the first step would.
+
+    Raises:
+        CapacityError: RAM cannot hold what an update of some group needs at once, beside the homes there.
+    """
+    ram, room = store.tier("ram"), room_for_homes(store, "ram")
+    known = {spec.key: spec for spec in store.blocks()}
+    for group in groups:
+        specs = [known[key] for key in group.keys_at_once()]
+        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
+        if need > room:
+            raise CapacityError(
+                "ram",
+                need,
+                max(0, room),
+                detail=f"to update {group.layout.name} with its state and gradient. Give ram more room",
+            )
+
+
+def check_settings(param_group: Mapping[str, Any]) -> None:
+    """Refuse settings of a group that make no sense, and parameters that have no master weights.
+
+    Raises:
+        ValueError: with what, and what to do.
+    """
+    for name in UNSUPPORTED:
+        if param_group.get(name):
+            raise ValueError(f"{name}={param_group[name]}: the tiered optimizers have no such variant")
+    for name in ("lr", "weight_decay", "eps", "momentum"):
+        if name in param_group and not float(param_group[name]) >= 0:
+            raise ValueError(f"{name}={param_group[name]}: it cannot be below 0")
+    for beta in param_group.get("betas", ()):
+        if not 0 <= float(beta) < 1:
+            raise ValueError(f"betas={tuple(param_group['betas'])}: each lies from 0 up to below 1")
+    for parameter in param_group["params"]:
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"a parameter is {parameter.dtype}; master weights exist for float32 and bfloat16")
+        if parameter.requires_grad and parameter.device.type == "meta":
+            raise ValueError("a parameter is on the meta device: load its weights first, or tier the module")
+
+
+def packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Put ordinary parameters together that are alike in dtype and device, up to a size."""
+    together: list[nn.Parameter] = []
+    for parameter in parameters:
+        if together:
+            alike = (parameter.dtype, parameter.device) == (together[0].dtype, together[0].device)
+            if not alike or sum(p.numel() for p in together) + parameter.numel() > _GROUP_ELEMENTS:
+                yield together
+                together = []
+        together.append(parameter)
+    if together:
+        yield together
+
+
+def plain(value: Any) -> Any:
+    """Return a setting as numbers that can be compared."""
+    return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)

@@ -1,0 +1,386 @@
+"""TierStrategy in Lightning's trainer: the same numbers as its own strategy, and nothing left out silently."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megatrain import TieredAdamW, TieredLion, open_store
+from megatrain.embed.parameters import block_of
+from megatrain.embed.partition import TieringError
+from tiered import TieredStore
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
+
+from megatrain import lightning as tier_lightning  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the trainer: few workers, no logger, folders that exist
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(lightning.LightningModule):
+    """Layers, a frozen one among them, and a parameter of the module's own."""
+
+    def __init__(self, make: Make | None = None, width: int = 32) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["make"])
+        self.make = make or (lambda parameters: TieredAdamW(parameters, lr=1e-2))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+        self.layers[1].requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("shift", torch.full((width,), 0.5))
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.to(self.shift.dtype)) * self.scale + self.shift
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        loss = self(x).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, x: Tensor, batch_idx: int) -> None:
+        self.log("validation_loss", self(x).square().mean())
+
+    def predict_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self(x)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+                "interval": "step",
+            },
+        }
+
+
+class ManualNet(Net):
+    """Calls the optimizer itself, and clips every other time."""
+
+    def __init__(self, make: Make | None = None) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def training_step(self, x: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in x.split(2):
+            loss = self(part).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if batch_idx % 2:
+                self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.losses.append(loss.item())
+        self.lr_schedulers().step()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def data() -> DataLoader:
+    rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+    return DataLoader(list(rows), batch_size=4)
+
+
+def net(make: Make | None = None, kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return kind(make)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    with small_store(tmp_path) as opened:
+        yield opened
+
+
+def small_store(folder: Path, **options: Any) -> TieredStore:
+    return open_store(ram="64KiB", nvme=folder / "tiers", nvme_size="8MiB", **options)
+
+
+def trainer(folder: Path, store: TieredStore | None, **options: Any) -> Any:
+    """Return a trainer of two epochs of six batches, quiet; without a store one of Lightning's own strategy."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": False, **quiet, **options}
+    if store is not None:
+        options["strategy"] = tier_lightning.TierStrategy(store)
+    return lightning.Trainer(default_root_dir=folder, **options)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: numbers.clone() for name, numbers in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.02},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.02},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=["plain", "clipped", "accumulated", "mixed"],
+)
+def test_the_same_numbers_as_the_own_strategy(store: TieredStore, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected, found = net(adamw), net()
+    trainer(tmp_path, None, **options).fit(expected, data(), data())
+    trainer(tmp_path, store, **options).fit(found, data(), data())
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.losses[-1] < found.losses[0]
+    for name, numbers in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], numbers, rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_true_keeps_an_fp32_master(store: TieredStore, tmp_path: Path) -> None:
+    bf16, fp32 = net(lambda parameters: TieredAdamW(parameters, lr=1e-5)), net(adamw)
+    before = weights(bf16)
+    trainer(tmp_path, store, precision="bf16-true").fit(bf16, data())
+    assert block_of(bf16.layers[0][0].weight) is not None
+    assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16}
+    trainer(tmp_path, None, max_epochs=1).fit(fp32, data())
+    assert bf16.losses[0] == pytest.approx(fp32.losses[0], rel=0.02)
+    low = [key for key in (spec.key for spec in store.blocks()) if key.endswith("low")]
+    assert low
+    assert before["layers.0.0.weight"].dtype == torch.float32
+
+
+def test_clipping_is_by_the_exact_norm_and_for_the_trainer_alone(store: TieredStore, tmp_path: Path) -> None:
+    model = net()
+    fitted = trainer(tmp_path, store, gradient_clip_val=0.02)
+    fitted.fit(model, data())
+    (optimizer,) = fitted.optimizers
+    assert optimizer.grad_norm is not None and optimizer.grad_norm > 0.02
+    assert optimizer.max_grad_norm == 0, "set for the trainer's steps only"
+
+
+def test_manual_optimization(store: TieredStore, tmp_path: Path) -> None:
+    expected, found = net(adamw, ManualNet), net(None, ManualNet)
+    trainer(tmp_path, None).fit(expected, data())
+    trainer(tmp_path, store).fit(found, data())
+    assert len(found.losses) == 24
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_checkpoint_is_light_and_resumes_bit_for_bit(tmp_path: Path, precision: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return TieredAdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+    whole, half, rest = net(make), net(make), net(make)
+    options = {"precision": precision, "enable_checkpointing": True, "accumulate_grad_batches": 2}
+    with small_store(tmp_path / "whole") as store:
+        trainer(tmp_path / "whole", store, **options).fit(whole, data(), data())
+        expected = weights(whole)
+    with small_store(tmp_path / "half") as store:
+        callback = ModelCheckpoint(tmp_path / "half", save_last=True)
+        trainer(tmp_path / "half", store, max_epochs=1, callbacks=[callback], **options).fit(half, data(), data())
+        file = tmp_path / "half" / "last.ckpt"
+        saved = torch.load(file, weights_only=True)
+    assert set(saved["optimizer_states"][0]) == {"state", "param_groups", "tiered"}
+    assert saved["optimizer_states"][0]["state"] == {}
+    assert file.stat().st_size < sum(t.numel() * t.element_size() for t in expected.values()) + 20_000
+    with small_store(tmp_path / "half") as store:
+        trainer(tmp_path / "half", store, **options).fit(rest, data(), data(), ckpt_path=file, weights_only=True)
+        assert_same(weights(rest), expected)
+    assert half.losses + rest.losses == whole.losses
+
+
+def test_weights_of_a_checkpoint_open_without_a_store(store: TieredStore, tmp_path: Path) -> None:
+    model = net()
+    fitted = trainer(tmp_path, store)
+    fitted.fit(model, data())
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    assert_same(weights(Net.load_from_checkpoint(tmp_path / "last.ckpt")), weights(model))
+
+
+def test_weights_that_a_hook_changes_win_over_the_generation(store: TieredStore, tmp_path: Path) -> None:
+    class Changed(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["layers.2.0.bias"] = torch.full((32,), 7.0)
+
+        def on_train_start(self) -> None:
+            self.at_start = weights(self)
+
+    fitted = trainer(tmp_path, store)
+    model = net()
+    fitted.fit(model, data())
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    saved = weights(model)
+    changed = net(None, Changed)
+    with small_store(tmp_path / "other") as other:
+        trainer(tmp_path, other, max_epochs=3).fit(changed, data(), ckpt_path=tmp_path / "last.ckpt")
+    assert_same(changed.at_start, {**saved, "layers.2.0.bias": torch.full((32,), 7.0)})
+
+
+def test_a_model_on_the_meta_device_is_filled_by_the_checkpoint(store: TieredStore, tmp_path: Path) -> None:
+    model = net()
+    fitted = trainer(tmp_path, store)
+    fitted.fit(model, data())
+    fitted.save_checkpoint(tmp_path / "last.ckpt")
+    expected = trainer(tmp_path, None).predict(model, data())
+
+    class Meta(Net):
+        def configure_model(self) -> None:
+            if not self.layers[0][0].weight.is_meta:
+                self.layers.to("meta")
+
+    with small_store(tmp_path / "other") as other:
+        found = trainer(tmp_path, other).predict(net(None, Meta), data(), ckpt_path=tmp_path / "last.ckpt")
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_a_checkpoint_of_the_own_strategy_is_taken_over(store: TieredStore, tmp_path: Path) -> None:
+    expected = net(adamw)
+    plain = trainer(tmp_path, None, max_epochs=1)
+    plain.fit(expected, data())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    trainer(tmp_path, None, max_epochs=3).fit(expected, data(), ckpt_path=tmp_path / "plain.ckpt")
+    model = net()
+    trainer(tmp_path, store, max_epochs=3).fit(model, data(), ckpt_path=tmp_path / "plain.ckpt")
+    assert model.losses == pytest.approx(expected.losses[6:], rel=1e-5)
+
+
+def test_generations_stay_as_long_as_files_name_them(tmp_path: Path) -> None:
+    with small_store(tmp_path, keep_generations=1) as store:
+        callback = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        fitted = trainer(tmp_path, store, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+        fitted.fit(net(), data())
+    files = [tmp_path / f"step={step}.ckpt" for step in (3, 6, 9, 12, 15, 18)]
+    assert all(file.exists() for file in files)
+    files[1].unlink()
+    for file in (files[0], files[3]):
+        model = net()
+        with small_store(tmp_path, keep_generations=1) as store:
+            trainer(tmp_path, store, max_epochs=4).fit(model, data(), ckpt_path=file)
+        assert model.losses
+    with small_store(tmp_path, keep_generations=1) as store:
+        fitted = trainer(tmp_path, store, max_epochs=5)
+        fitted.fit(net(), data(), ckpt_path=files[5])
+        fitted.save_checkpoint(tmp_path / "new.ckpt")
+    generations = {int(folder.name) for folder in (tmp_path / "tiers" / "snap").iterdir() if folder.name.isdigit()}
+    assert generations == {1, 3, 4, 5, 6, 7}, "nobody names the second any more"
+
+
+def test_a_file_that_was_deleted_lets_its_generation_go(tmp_path: Path) -> None:
+    with small_store(tmp_path, keep_generations=1) as store:
+        callback = ModelCheckpoint(tmp_path, monitor=None, every_n_train_steps=1, save_top_k=1)
+        fitted = trainer(tmp_path, store, callbacks=[callback], enable_checkpointing=True)
+        fitted.fit(net(), data())
+        assert len(list(tmp_path.glob("*.ckpt"))) == 1
+        assert len(fitted.strategy._kept.numbers()) == 1
+
+
+def test_fit_again_validate_predict_and_save_afterwards(store: TieredStore, tmp_path: Path) -> None:
+    model, plain = net(), net(adamw)
+    for _ in range(2):
+        fitted = trainer(tmp_path, store)
+        fitted.fit(model, data())
+        trainer(tmp_path, None).fit(plain, data())
+        assert block_of(model.layers[0][0].weight) is not None, "in the store after teardown, too"
+    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
+    (result,) = fitted.validate(model, data(), verbose=False)
+    assert result["validation_loss"] < model.losses[0]
+    predictions = fitted.predict(model, data())
+    assert torch.equal(predictions[0], model(next(iter(data()))))
+    fitted.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
+
+
+def test_what_is_in_a_store_already_stays_there(store: TieredStore, tmp_path: Path) -> None:
+    from megatrain import tier
+
+    model = net()
+    tier(model.layers, store, name="mine")
+    trainer(tmp_path, store).fit(model, data())
+    assert {spec.key.split("/")[0] for spec in store.blocks()} == {"mine", "optimizer"}
+
+
+def test_optimizer_state_alone(store: TieredStore, tmp_path: Path) -> None:
+    model, plain = net(lambda parameters: TieredLion(parameters, lr=1e-3, store=store)), net(adamw)
+    options: dict[str, Any] = {"strategy": tier_lightning.TierStrategy(store, tier_model=False)}
+    trainer(tmp_path, None, gradient_clip_val=0.1, **options).fit(model, data())
+    trainer(tmp_path, None, max_epochs=1).fit(plain, data())
+    assert not any(block_of(parameter) for parameter in model.parameters())
+    assert model.losses[0] == plain.losses[0]
+    assert model.losses[-1] < model.losses[0]
+
+
+def test_the_registered_name_opens_a_store_of_its_own(tmp_path: Path) -> None:
+    assert "megatrain" in StrategyRegistry.available_strategies()
+    model = net()
+    fitted = trainer(tmp_path, None, strategy="megatrain", enable_checkpointing=True)
+    fitted.fit(model, data())
+    assert isinstance(fitted.strategy, tier_lightning.TierStrategy)
+    assert (tmp_path / "tiers").is_dir()
+    assert model.losses[-1] < model.losses[0]
+    fitted.strategy.store.close()
+
+
+def refused(folder: Path, store: TieredStore, message: str, model: Net | None = None, **options: Any) -> None:
+    with pytest.raises(TieringError, match=message):
+        trainer(folder, store, **options).fit(model or net(), data())
+
+
+def test_what_cannot_work_is_refused_before_the_first_step(store: TieredStore, tmp_path: Path) -> None:
+    model = net()
+    refused(tmp_path, store, '16-true"', model, precision="16-true")
+    refused(tmp_path, store, "clip by norm", model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    model.make = adamw
+    refused(tmp_path, store, "configure_optimizers returned AdamW", model)
+    refused(tmp_path, store, "has a module of that name")
+    assert model.losses == []
+    with open_store(ram="1MiB") as only_ram:
+        refused(tmp_path, only_ram, "no folder for state", enable_checkpointing=True)
+
+
+def test_two_norms_are_refused_and_a_cached_optimizer_too(tmp_path: Path) -> None:
+    twice = net(lambda parameters: TieredAdamW(parameters, max_grad_norm=1.0))
+    with small_store(tmp_path / "one") as store:
+        refused(tmp_path, store, "give one of them", twice, gradient_clip_val=0.1)
+    kept: list[torch.optim.Optimizer] = []
+
+    def cached(parameters: Any) -> torch.optim.Optimizer:
+        kept.extend([] if kept else [TieredAdamW(parameters)])
+        return kept[0]
+
+    model = net(cached)
+    with small_store(tmp_path / "two") as store:
+        trainer(tmp_path, store).fit(model, data())
+        refused(tmp_path, store, "make a new one", model)
+
+
+def test_without_lightning_the_extra_is_named() -> None:
+    code = """
+import sys
+sys.modules["lightning"] = None
+import megatrain
+try:
+    megatrain.lightning
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'megatrain-tier[lightning]'" in done.stdout

@@ -1,0 +1,105 @@
+"""Opening a store in one call, and what is refused there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.embed.stores import home_order, ledger_of
+from megatrain.plan.machine import total_ram_bytes
+from tiered.errors import CapacityError, LockedError
+from tiered.units import MiB
+
+
+def test_sizes(tmp_path: Path) -> None:
+    total = total_ram_bytes()
+    for size, expected in ((5 * MiB, 5 * MiB), ("3MiB", 3 * MiB), ("1%", total // 100), (" 2.5 MiB", int(2.5 * MiB))):
+        with megatrain.open_store(ram=size) as store:
+            assert store.stats().tiers["ram"].capacity_bytes == pytest.approx(expected, abs=1)
+            assert store.path is None
+    with megatrain.open_store(nvme=tmp_path / "a") as store:
+        tiers = store.stats().tiers
+        assert MiB <= tiers["ram"].capacity_bytes < total and tiers["nvme"].capacity_bytes >= MiB
+        assert store.path == str(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ram": "many"}, "ram"),
+        ({"ram": "x%"}, "90%"),
+        ({"ram": -5}, "ram"),
+        ({"ram": "8MiB", "nvme": "DIR", "nvme_size": "12 bananas"}, "nvme_size"),
+        ({"ram": "8MiB", "nvme": "DIR", "on_full": "explode"}, "explode"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if "nvme" in options:
+        options["nvme"] = tmp_path / "drive"
+    with pytest.raises(ValueError, match=message):
+        megatrain.open_store(**options)
+
+
+def test_several_folders_paths_and_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with megatrain.open_store(ram="8MiB", nvme=["~/a", tmp_path / "b"], nvme_size="32MiB", path="~/c") as store:
+        assert (tmp_path / "a").is_dir() and (tmp_path / "b").is_dir() and store.path == str(tmp_path / "c")
+        assert home_order(store, "auto") == ("ram", "nvme") and home_order(store, "nvme") == ("nvme",)
+        assert home_order(store, ("nvme", "ram")) == ("nvme", "ram")
+        with pytest.raises(ValueError, match="ram, nvme"):
+            home_order(store, "gpu")
+
+
+def test_one_process_has_a_folder(tmp_path: Path) -> None:
+    with megatrain.open_store(ram="8MiB", nvme=tmp_path, nvme_size="8MiB"), pytest.raises(LockedError):
+        megatrain.open_store(ram="8MiB", nvme=tmp_path, nvme_size="8MiB")
+    with megatrain.open_store(ram="8MiB", nvme=tmp_path, nvme_size="8MiB") as store:
+        assert not store.is_closed
+    assert store.is_closed
+
+
+def test_copies_do_not_take_the_room_of_homes(tmp_path: Path) -> None:
+    """Where blocks live depends on what was asked for, not on what lies in RAM just then."""
+    places = []
+    for touches in (False, True):
+        with megatrain.open_store(ram=8 * MiB, nvme=tmp_path / str(touches), nvme_size="64MiB") as store:
+            ledger = ledger_of(store)
+            for number in range(4):
+                ledger.register(store, f"a{number}", MiB // 4, torch.float32, ["nvme"], durable=True)
+                if touches:
+                    with store.acquire(f"a{number}", "ram", "w") as lease:
+                        lease.tensor.zero_()
+            for number in range(6):
+                ledger.register(store, f"b{number}", MiB // 4, torch.float32, ["ram", "nvme"], durable=False)
+            places.append([spec.home for spec in store.blocks()])
+    assert places[0] == places[1] == ["nvme"] * 4 + ["ram"] * 6
+
+
+def test_what_fails_leaves_no_blocks(tmp_path: Path) -> None:
+    with megatrain.open_store(ram=2 * MiB, nvme=tmp_path, nvme_size="16MiB") as store:
+        ledger = ledger_of(store)
+        free = store.stats().tiers["nvme"].used_bytes
+
+        def register() -> None:
+            with ledger.all_or_nothing(store):
+                ledger.register(store, "a", MiB // 4, torch.float32, ["nvme"], durable=True)
+                ledger.register(store, "b", 100 * MiB, torch.float32, ["ram", "nvme"], durable=True)
+
+        with pytest.raises(CapacityError) as caught:
+            register()
+        assert not list(store.blocks()) and store.stats().tiers["nvme"].used_bytes == free
+        assert caught.value.tier == "nvme" and "'b'" in str(caught.value) and "nvme=" in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(Exception, match="file") as caught:
+        megatrain.open_store(ram="8MiB", nvme=file / "inside", nvme_size="8MiB")
+    assert isinstance(caught.value, OSError | ValueError) or "tiered" in type(caught.value).__module__
+    assert os.path.isfile(file)

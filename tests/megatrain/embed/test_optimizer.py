@@ -1,0 +1,285 @@
+"""The optimizers in a loop of one's own: the same bits wherever things lie, schedulers, groups, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import megatrain
+from reference.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
+
+KINDS = {
+    "adamw": lambda params, **options: megatrain.TieredAdamW(params, lr=1e-2, weight_decay=0.1, **options),
+    "lion": lambda params, **options: megatrain.TieredLion(params, lr=1e-3, weight_decay=0.1, **options),
+    "sgd": lambda params, **options: megatrain.TieredSGD(params, lr=1e-2, momentum=0.9, nesterov=True, **options),
+    "adafactor": lambda params, **options: megatrain.TieredAdafactor(params, lr=1e-2, **options),
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain, gradients leave": {"offload_gradients": True},
+    "plain, on a drive": {"offload_gradients": True, "state": "nvme"},
+    "tiered": {"tier": {}},
+    "tiered, weights on a drive": {"tier": {"weights": "nvme"}},
+    "tiered, gradients on a drive": {"tier": {"gradients": "nvme"}},
+    "tiered, all on a drive": {"tier": {"weights": "nvme", "gradients": "nvme"}, "state": "nvme"},
+}
+
+
+def train(
+    kind: str, place: dict[str, Any], folder: Path, dtype: torch.dtype, micro: int, max_grad_norm: float
+) -> tuple[dict[str, Tensor], list[float | None]]:
+    """Return weights and norms after 5 steps."""
+    module, _ = pair_of(lambda: make().to(dtype))
+    options = {name: value for name, value in place.items() if name != "tier"}
+    norms = []
+    with small_store(folder) as store:
+        if "tier" in place:
+            megatrain.tier(module, store, **place["tier"])
+        optimizer = KINDS[kind](module.parameters(), store=store, max_grad_norm=max_grad_norm, **options)
+        xs = iter(batches(5 * micro, dtype))
+        for _ in range(5):
+            for _ in range(micro):
+                run_backward(module, next(xs), 100 / micro)
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+            module.zero_grad()
+        weights = {name: numbers.clone() for name, numbers in module.state_dict().items()}
+        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in store.stats().tiers.values())
+    return weights, norms
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("dtype", "micro", "max_grad_norm"), [(torch.float32, 1, 0.0), (torch.float32, 3, 0.5), (torch.bfloat16, 1, 0.5)]
+)
+def test_the_bits_do_not_depend_on_where_things_lie(
+    kind: str, dtype: torch.dtype, micro: int, max_grad_norm: float, tmp_path: Path
+) -> None:
+    places = (
+        PLACES if kind == "adamw" else {name: PLACES[name] for name in ("plain", "tiered", "tiered, all on a drive")}
+    )
+    found = {
+        name: train(kind, place, tmp_path / str(number), dtype, micro, max_grad_norm)
+        for number, (name, place) in enumerate(places.items())
+    }
+    weights, norms = found["plain"]
+    for name, (other, other_norms) in found.items():
+        assert other_norms == norms, name
+        assert all(torch.equal(numbers, other[key]) for key, numbers in weights.items()), name
+    assert (norms[0] is None) == (max_grad_norm == 0)
+
+
+def test_bf16_with_several_micro_batches(tmp_path: Path) -> None:
+    """Plain bf16 sums up in bf16; where gradients leave they are summed in fp32, so within 2**-7 of each other."""
+    names = ["plain", "plain, gradients leave", "tiered", "tiered, all on a drive"]
+    found = [train("sgd", PLACES[name], tmp_path / name, torch.bfloat16, 3, 0.5) for name in names]
+    for weights, norms in found[2:]:
+        assert norms == found[1][1]
+        assert all(torch.equal(numbers, found[1][0][key]) for key, numbers in weights.items())
+    for key, numbers in found[0][0].items():
+        torch.testing.assert_close(numbers, found[1][0][key], rtol=2**-7, atol=2**-7)
+
+
+def torch_twin(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=False)
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, foreach=False)
+    return transformers.Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False, warmup_init=False)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
+def test_beside_torch(kind: str, tmp_path: Path) -> None:
+    """Within a relative 1e-5 of torch's weights after 20 steps in fp32."""
+    plain, module = pair_of(make)
+    other = torch_twin(kind, plain.parameters())
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store, weights="nvme")
+        optimizer = KINDS[kind](module.parameters(), max_grad_norm=0.05)
+        for x in batches(20):
+            run_backward(plain, x)
+            run_backward(module, x)
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            other.step()
+            optimizer.step()
+            plain.zero_grad()
+            assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+        for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+    "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
+        milestones=[2],
+    ),
+    "transformers": lambda o: transformers.get_linear_schedule_with_warmup(o, 2, 6),
+}
+
+
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_schedulers(name: str, is_tiered: bool, tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    with small_store(tmp_path) as store:
+        if is_tiered:
+            megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2, store=store)
+        schedules = [SCHEDULERS[name](one) for one in (other, optimizer)]
+        for x in batches(5):
+            for one, chosen, schedule in zip((plain, module), (other, optimizer), schedules, strict=True):
+                chosen.zero_grad()
+                loss = run_backward(one, x).square().mean()
+                chosen.step()
+                schedule.step(*([1.0] if name == "plateau" else []))
+                assert loss.isfinite()
+            for group, twin in zip(optimizer.param_groups, other.param_groups, strict=True):
+                assert group["lr"] == twin["lr"] and tuple(group["betas"]) == tuple(twin["betas"])
+        schedules[1].load_state_dict(schedules[0].state_dict())
+        for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for name, p in named if name.endswith("weight")], "betas": (0.8, 0.95), "weight_decay": 0.3},
+        {"params": [p for name, p in named if name.endswith("bias")], "lr": 3e-2, "weight_decay": 0.0, "eps": 1e-6},
+    ]
+
+
+@pytest.mark.parametrize("place", ["plain", "plain, on a drive", "tiered, all on a drive"])
+def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    other = torch.optim.AdamW(groups_of(plain), lr=1e-2, foreach=False)
+    with small_store(tmp_path) as store:
+        options = dict(PLACES[place])
+        if "tier" in options:
+            megatrain.tier(module, store, **options.pop("tier"))
+        optimizer = megatrain.TieredAdamW(groups_of(module), lr=1e-2, store=store, **options)
+        for step, x in enumerate(batches(6)):
+            for one, chosen in ((plain, other), (module, optimizer)):
+                chosen.zero_grad()
+                run_backward(one, x)
+                chosen.step()
+                if step == 2:
+                    chosen.param_groups[0]["lr"] /= 2
+        for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_parameters_that_come_later_are_frozen_or_get_no_gradient(is_tiered: bool, tmp_path: Path) -> None:
+    """Each counts its own steps, as in torch."""
+    plain, module = pair_of(lambda: nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]))
+    with small_store(tmp_path) as store:
+        if is_tiered:
+            megatrain.tier(module, store, leave=["2.*"])
+        for one in (plain, module):
+            one[2].requires_grad_(False)
+        chosen = [
+            torch.optim.AdamW(plain[:3].parameters(), lr=1e-2, foreach=False),
+            megatrain.TieredAdamW(module[:3].parameters(), lr=1e-2, store=store),
+        ]
+        for step, x in enumerate(batches(6)):
+            for one, optimizer in zip((plain, module), chosen, strict=True):
+                optimizer.zero_grad()
+                used = (0, 1, 2, 3) if step % 2 else (0, 2, 3)
+                (sum(one[number](x) for number in used) * 1.0).square().mean().backward()  # type: ignore[union-attr]
+                optimizer.step()
+                if step == 2:
+                    optimizer.add_param_group({"params": list(one[3].parameters()), "lr": 1e-3})
+                    one[2].requires_grad_(True)
+        for (name, expected), found in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+        steps = [float(chosen[0].state[p]["step"]) for p in plain.parameters()]
+        assert steps == [float(chosen[1].state[p]["step"]) for p in module.parameters()] == [6, 6, 3, 3, 3, 3, 3, 3]
+
+
+def test_two_modules_with_the_same_names_in_one_optimizer(tmp_path: Path) -> None:
+    _, one = pair_of(make)
+    plain, other = pair_of(make, seed=1)
+    with small_store(tmp_path) as store:
+        megatrain.tier(one, store, name="one")
+        megatrain.tier(other, store, name="other")
+        optimizer = megatrain.TieredAdamW([*one.parameters(), *other.parameters()], weight_decay=1.0)
+        run_backward(one, batches(1)[0])
+        optimizer.step()
+        assert_same_weights(plain, other)
+        assert all(parameter not in optimizer.state for parameter in other.parameters())
+        assert all(parameter in optimizer.state for parameter in one.parameters())
+
+
+def test_a_closure(tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    (x,) = batches(1)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters(), max_grad_norm=1.0)
+        twin = megatrain.TieredAdamW(plain.parameters(), store=store, max_grad_norm=1.0)
+
+        def closure(one: nn.Module, chosen: torch.optim.Optimizer) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                chosen.zero_grad()
+                return run_backward(one, x).square().mean()
+
+            return run
+
+        for _ in range(3):
+            losses = [chosen.step(closure(one, chosen)) for one, chosen in ((plain, twin), (module, optimizer))]
+            assert torch.equal(*losses)
+        assert_same_weights(plain, module)
+
+
+def test_whoever_reads_after_a_step_sees_it(tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    (x,) = batches(1)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store, weights="nvme")
+        optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-1)
+        twin = megatrain.TieredAdamW(plain.parameters(), lr=1e-1, store=store)
+        for reads in (
+            lambda one: one.state_dict()["0.weight"].clone(),
+            lambda one: one(x).detach(),
+            lambda one: read(one[0].weight),
+            lambda one: (twin if one is plain else optimizer).state[one[0].weight]["exp_avg"].clone(),
+        ):
+            for one, chosen in ((plain, twin), (module, optimizer)):
+                run_backward(one, x)
+                chosen.step()
+                chosen.zero_grad()
+            assert torch.equal(reads(plain), reads(module))
+
+
+def read(parameter: Tensor) -> Tensor:
+    with megatrain.gathered(parameter):
+        return parameter.detach().clone()
+
+
+def test_tied_weights_are_updated_once(tmp_path: Path) -> None:
+    plain, module = pair_of(Tied)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        assert module.head.weight is module.embed.weight
+        optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2)
+        twin = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for x in batches(3):
+            for one, chosen in ((plain, twin), (module, optimizer)):
+                chosen.zero_grad()
+                run_backward(one, x)
+                chosen.step()
+        state = module.state_dict()
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        torch.testing.assert_close(state["head.weight"], plain.head.weight.detach(), rtol=1e-5, atol=1e-6)

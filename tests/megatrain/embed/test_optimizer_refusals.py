@@ -1,0 +1,236 @@
+"""What the optimizers refuse, and gradients that are cleared, replaced or not finite."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.engine.step import NonFiniteGradientError
+from reference.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
+from tiered.errors import CapacityError
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_gradients_that_are_not_finite(nonfinite: Any, is_tiered: bool, tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        if is_tiered:
+            megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters(), store=store, max_grad_norm=1.0, nonfinite=nonfinite)
+        run_backward(module, batches(1)[0], float("inf"))
+        if nonfinite == "stop":
+            with pytest.raises(NonFiniteGradientError, match="nothing was updated"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert_same_weights(plain, module)
+        run_backward(module, batches(1)[0])
+        optimizer.step()
+        assert float(optimizer.state[next(module.parameters())]["step"]) == 1
+
+
+def test_a_norm_that_was_measured_counts_until_the_gradients_change(tmp_path: Path) -> None:
+    for is_tiered in (False, True):
+        _, module = pair_of(make)
+        with small_store(tmp_path / str(is_tiered)) as store:
+            if is_tiered:
+                megatrain.tier(module, store)
+            optimizer = megatrain.TieredAdamW(module.parameters(), store=store, max_grad_norm=1.0)
+            one, other = batches(2)
+            run_backward(module, one, 1000.0)
+            large = optimizer.measure_grad_norm()
+            module.zero_grad()
+            run_backward(module, other)
+            optimizer.step()
+            assert optimizer.grad_norm is not None and optimizer.grad_norm < large / 10
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_zero_grad_of_either_object_clears_the_sums(is_tiered: bool, tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    one, other = batches(2)
+    with small_store(tmp_path) as store:
+        if is_tiered:
+            megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters(), store=store, max_grad_norm=9.0, offload_gradients=True)
+        twin = megatrain.TieredAdamW(plain.parameters(), store=store, max_grad_norm=9.0, name="twin")
+        for clear in (
+            module.zero_grad,
+            optimizer.zero_grad,
+            lambda: [setattr(p, "grad", None) for p in module.parameters()],
+        ):
+            run_backward(module, one)
+            assert all(parameter.grad is not None for parameter in module.parameters())
+            clear()
+            assert all(parameter.grad is None for parameter in module.parameters())
+            before = [p.detach().clone() for p in plain.parameters()]
+            optimizer.step()  # there is nothing to use
+            assert all(torch.equal(a, b) for a, b in zip(before, module.state_dict().values(), strict=True))
+            for this, chosen in ((plain, twin), (module, optimizer)):
+                run_backward(this, other)
+                chosen.step()
+                chosen.zero_grad()
+            assert twin.grad_norm == optimizer.grad_norm
+        assert_same_weights(plain, module)
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+def test_what_others_would_do_to_gradients_in_the_store_is_refused(is_tiered: bool, tmp_path: Path) -> None:
+    _, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        if is_tiered:
+            megatrain.tier(module, store)
+        megatrain.TieredAdamW(module.parameters(), store=store, offload_gradients=True)
+        run_backward(module, batches(1)[0])
+        for spoil in (
+            lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+            lambda: torch.nn.utils.clip_grad_value_(module.parameters(), 1.0),
+            lambda: torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]),
+            lambda: [p.grad.norm() for p in module.parameters()],  # type: ignore[union-attr]
+            lambda: module.zero_grad(set_to_none=False),
+        ):
+            with pytest.raises(RuntimeError, match=r"left for the tiered store.*max_grad_norm"):
+                spoil()
+        for foreign in (torch.optim.AdamW(module.parameters()), torch.optim.SGD(module.parameters(), lr=1.0)):
+            with pytest.raises((ValueError, RuntimeError), match="TieredAdamW"):
+                foreign.step()
+
+
+def test_a_gradient_that_was_set_by_hand_is_not_forgotten(tmp_path: Path) -> None:
+    _, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        optimizer = megatrain.TieredAdamW(module.parameters(), store=store, offload_gradients=True)
+        module[0].weight.grad = torch.ones_like(module[0].weight)
+        with pytest.raises(RuntimeError, match="set by hand"):
+            optimizer.step()
+        _, tiered = pair_of(make)
+        megatrain.tier(tiered, store)
+        with pytest.raises(RuntimeError, match="setting a gradient"):
+            tiered[0].weight.grad = torch.ones(16, 8)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    _, module = pair_of(make)
+    _, other = pair_of(make)
+    with small_store(tmp_path) as store:
+        adamw = megatrain.TieredAdamW
+        for options, message in (
+            ({"lr": -1.0}, "lr"),
+            ({"betas": (0.9, 1.0)}, "betas"),
+            ({"eps": float("nan")}, "eps"),
+            ({"max_grad_norm": -1.0}, "max_grad_norm"),
+            ({"state": "tape"}, "tape"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                adamw(module.parameters(), store=store, **options)
+        with pytest.raises(ValueError, match="amsgrad"):
+            adamw([{"params": module.parameters(), "amsgrad": True}], store=store)
+        with pytest.raises(ValueError, match="open_store"):
+            adamw(module.parameters())
+        with pytest.raises(ValueError, match="float16"):
+            adamw(copy.deepcopy(module).half().parameters(), store=store)
+        optimizer = adamw(module.parameters(), store=store)
+        with pytest.raises(ValueError, match="order is: megatrain"):
+            megatrain.tier(module, store)
+        with pytest.raises(ValueError, match="name"):
+            adamw(other.parameters(), store=store)  # the first one has these names of blocks
+        megatrain.tier(other, store)
+        adamw(other.parameters())
+        with pytest.raises(ValueError, match="has an optimizer already"):
+            adamw(other.parameters())
+        with pytest.raises(TypeError, match="state_dict"):
+            copy.deepcopy(optimizer)
+        with pytest.raises(TypeError, match="in the store"):
+            optimizer.state[module[0].weight] = {}
+        run_backward(module, batches(1)[0])
+        optimizer.step()
+        module.bfloat16()
+        run_backward(module, batches(1, torch.bfloat16)[0])
+        with pytest.raises(RuntimeError, match="move and convert the module before"):
+            optimizer.step()
+
+
+def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
+    _, module = pair_of(make)
+    named = dict(module.named_parameters())
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        groups = [{"params": [named.pop("1.1.weight")], "momentum": 0.0}, {"params": list(named.values())}]
+        optimizer = megatrain.TieredSGD(groups, lr=1e-2, momentum=0.9)  # of one layer, with and without momentum
+        run_backward(module, batches(1)[0])
+        optimizer.step()
+        _, other = pair_of(make)
+        without = megatrain.TieredSGD(other.parameters(), store=store)
+        without.param_groups[0]["momentum"] = 0.9
+        run_backward(other, batches(1)[0])
+        with pytest.raises(ValueError, match="Give them to the constructor"):
+            without.step()
+
+
+def test_no_room_is_told_by_the_constructor_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    with megatrain.open_store(ram="1200KiB", path=tmp_path) as store:
+        megatrain.tier(module, store, name="a", gradients="ram")
+        known = [spec.key for spec in store.blocks()]
+        with pytest.raises(CapacityError, match=r"ram.*Give a tier more room.*nvme=") as caught:
+            megatrain.TieredAdamW(module.parameters())
+        assert caught.value.tier == "ram"
+        assert [spec.key for spec in store.blocks()] == known
+        megatrain.TieredSGD(module.parameters(), lr=1e-2)  # which keeps no state
+    other = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    with megatrain.open_store(ram="1000KiB", path=tmp_path) as store:
+        with pytest.raises(CapacityError, match="Give a tier more room"):
+            megatrain.tier(other, store)
+        assert not list(store.blocks())
+        other(torch.zeros(1, 256)).sum().backward()  # as it was
+
+
+def test_state_that_cannot_come_to_ram_beside_the_homes_is_refused(tmp_path: Path) -> None:
+    first, second = nn.Linear(16, 16), nn.Linear(512, 512)
+    with megatrain.open_store(ram="3MiB", nvme=tmp_path, nvme_size="64MiB") as store:
+        megatrain.TieredAdamW(first.parameters(), store=store, state="ram")
+        with pytest.raises(CapacityError) as caught:
+            megatrain.TieredAdamW(second.parameters(), store=store, name="second", offload_gradients=True)
+        assert caught.value.tier == "ram" and "Give ram more room" in str(caught.value)
+
+
+def test_an_update_needs_the_weights_for_itself(tmp_path: Path) -> None:
+    _, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters())
+        run_backward(module, batches(1)[0])
+        with megatrain.gathered(module):
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="step outside of"):
+                optimizer.finish_updates()
+        before = module.state_dict()["0.weight"]
+        assert not torch.equal(before, pair_of(make)[0][0].weight)
+
+
+def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters())
+        run_backward(module, batches(1)[0])
+        optimizer.step()
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("megatrain.optim.adamw.AdamW.update", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.finish_updates()
+        with pytest.raises(RuntimeError, match="ended halfway"):
+            optimizer.state_dict()
+        run_backward(module, batches(1)[0])
+        optimizer.step()
