@@ -160,14 +160,14 @@ class Comparison:
         real: Reality,
     ) -> None:
         """Print what moved, and how full the tiers were: as planned; where copies are fetched ahead, fuller."""
-        row, is_streaming = self._report.row, any(moved.values())
+        row, has_copies = self._report.row, len(peaks) > 1  # copies of what lives elsewhere, moved or only kept
         for link, nbytes in moved.items():
             found = real.moved_bytes[link]
             row(f"{name}.{link}.moved", found, "bytes", target=nbytes, ok=found == nbytes)
         for tier, nbytes in peaks.items():
             found = real.peak_bytes[tier]
             row(f"{name}.{tier}.planned_peak", nbytes, "bytes")
-            if tier == "ram" and is_streaming:
+            if tier == "ram" and has_copies:
                 most = capacities[tier]
                 row(f"{name}.{tier}.high_water", found, "bytes", target=most, ok=nbytes <= found <= most)
             else:

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from megatrain.embed.gradients import GradientBlock
 from megatrain.embed.parameters import gradient_of
 from megatrain.embed.stores import ledger_of, num_ranks
+from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
 from megatrain.models.layout import UnitLayout
 from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tiered.schedule import Mode
     from tiered.store import TieredStore
 
-__all__ = ["Settings", "StateGroup", "TieredGroup", "UntieredGroup", "Work"]
+__all__ = ["Settings", "StateGroup", "TieredGroup", "UntieredGroup", "Work", "take_gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,11 @@ class TieredGroup(StateGroup):
     def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
         assert self.weights.gradients is not None, self.layout.name
         return self.weights.gradients.squared_norms(threads)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some parameter has a gradient now."""
+        return self.weights.gradients is not None and bool(self.weights.gradients.filled)
 
     def update(self, work: Work) -> None:
         assert self.weights.gradients is not None, self.layout.name
@@ -346,6 +352,22 @@ def _follow(blocks: Mapping[str, Tensor], parameter: Tensor) -> None:
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != numbers, 0)
     blocks["weight"].copy_(numbers)
+
+
+def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mapping[str, Tensor | None]]]:
+    """Take the gradients of a step away from all groups, or from none.
+
+    Raises:
+        WeightInUseError: weights that are to be updated are held, by ``gathered`` or a forward that still runs: whoever
+            holds them would go on with those of before the step.
+    """
+    for group in groups:
+        if isinstance(group, TieredGroup) and group.weights.is_held and group.has_gradients:
+            raise WeightInUseError(
+                f"optimizer.step() while {group.layout.name} is held: leave `with megatrain.gathered(...)` before, and "
+                "step after the forward has ended"
+            )
+    return [(group, group.take_gradients()) for group in groups]
 
 
 def _flat_gradient(gradient: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -22,10 +23,21 @@ __all__ = ["UpdatesInRam"]
 
 @dataclass(slots=True)
 class _Place:
-    """Where the numbers of one parameter are: valid as long as the addresses are the same."""
+    """Where the numbers of one parameter and of its state are: valid as long as all addresses are the same.
+
+    The parameter's memory is kept by its array, so that its address is not given to another; that of the state is not.
+    """
 
     address: int
     arrays: dict[str, Array | None]
+
+
+class _Memory:
+    """What numpy is told of memory that belongs to somebody else."""
+
+    def __init__(self, array: Array) -> None:
+        address = (array.__array_interface__["data"][0], False)
+        self.__array_interface__ = {"data": address, "shape": array.shape, "typestr": array.dtype.str, "version": 3}
 
 
 class UpdatesInRam:
@@ -52,13 +64,7 @@ class UpdatesInRam:
             increment_version([group.parameters[name] for group, work in mine.items() for name in work.settings])
         return {group: work for group, work in works.items() if group not in mine}
 
-    def forget(self) -> None:
-        """Drop what is known of the groups so far."""
-        self._places.clear()
-
-    def _calls(
-        self, group: UntieredGroup, work: Work, tensors: Mapping[str, Tensor]
-    ) -> Iterator[Callable[[], None]]:
+    def _calls(self, group: UntieredGroup, work: Work, tensors: Mapping[str, Tensor]) -> Iterator[Callable[[], None]]:
         places = self._places_of(group, tensors)
         now: Update | None = None
         for name, settings in work.settings.items():
@@ -88,7 +94,7 @@ def _find(group: UntieredGroup, name: str, tensors: Mapping[str, Tensor]) -> _Pl
     arrays: dict[str, Array | None] = {"low": None}
     for kind, key in group.keys.items():
         part = group.part(kind, tensors[key], entry)
-        arrays[kind] = flat_block(kind, part, group.kinds[kind].dtype, length)
+        arrays[kind] = np.asarray(_Memory(flat_block(kind, part, group.kinds[kind].dtype, length)))
     arrays["weight"] = flat_block("weight", parameter.detach().view(-1), parameter.dtype, length)
     return _Place(parameter.data_ptr(), arrays)
 

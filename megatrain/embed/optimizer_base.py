@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from megatrain.embed.groups import Settings, StateGroup, TieredGroup, UntieredGroup, Work
+from megatrain.embed.groups import Settings, StateGroup, TieredGroup, UntieredGroup, Work, take_gradients
 from megatrain.embed.in_ram import UpdatesInRam
 from megatrain.embed.parameters import block_of
 from megatrain.embed.partition import mark_optimized
@@ -234,7 +234,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"the gradient is not finite (norm {self.grad_norm}); nothing was updated. Lower the learning rate, "
                 'look at the data of this step, or construct the optimizer with nonfinite="skip"'
             )
-        taken = [(group, group.take_gradients()) for group in self.groups]
+        taken = take_gradients(self.groups)
         all_settings = self._settings(taken)
         ledger_of(self.store).num_changes += 1
         works: dict[StateGroup, Work] = {}

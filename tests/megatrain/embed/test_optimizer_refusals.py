@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.step import NonFiniteGradientError
 from reference.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered.errors import CapacityError
@@ -201,20 +202,6 @@ def test_state_that_cannot_come_to_ram_beside_the_homes_is_refused(tmp_path: Pat
         assert caught.value.tier == "ram" and "Give ram more room" in str(caught.value)
 
 
-def test_an_update_needs_the_weights_for_itself(tmp_path: Path) -> None:
-    _, module = pair_of(make)
-    with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
-        optimizer = megatrain.TieredAdamW(module.parameters())
-        run_backward(module, batches(1)[0])
-        with megatrain.gathered(module):
-            optimizer.step()
-            with pytest.raises(RuntimeError, match="step outside of"):
-                optimizer.finish_updates()
-        before = module.state_dict()["0.weight"]
-        assert not torch.equal(before, pair_of(make)[0][0].weight)
-
-
 def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
@@ -234,3 +221,19 @@ def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest
             optimizer.state_dict()
         run_backward(module, batches(1)[0])
         optimizer.step()
+
+
+def test_a_step_while_weights_are_held_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+    plain, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        optimizer = megatrain.TieredAdamW(module.parameters(), lr=0.1)
+        run_backward(module, batches(1)[0])
+        with megatrain.gathered(module), pytest.raises(WeightInUseError, match=r"step\(\) while .* is held"):
+            optimizer.step()
+        assert_same_weights(plain, module)
+        run_backward(plain, batches(1)[0])
+        torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+        optimizer.step()
+        for wanted, parameter in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(parameter, wanted)

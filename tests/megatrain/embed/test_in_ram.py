@@ -1,0 +1,97 @@
+"""Updates of ordinary parameters whose state is in RAM: the bits of those that fetch it, and no stale addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain import TieredAdafactor, TieredAdamW, TieredLion, TieredSGD, open_store
+
+KINDS = {
+    "adamw": lambda parameters, **options: TieredAdamW(parameters, lr=1e-2, weight_decay=0.1, **options),
+    "lion": lambda parameters, **options: TieredLion(parameters, lr=1e-3, weight_decay=0.1, **options),
+    "sgd": lambda parameters, **options: TieredSGD(parameters, lr=1e-2, momentum=0.9, **options),
+    "adafactor": lambda parameters, **options: TieredAdafactor(parameters, lr=1e-2, **options),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return parameters of several shapes, one transposed in memory, one larger than a range of the kernels."""
+    torch.manual_seed(0)
+    shapes = [(7,), (33, 5), (3, 4, 5), (1100, 1000)]
+    made = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    return [*made, nn.Parameter(torch.randn(6, 9).to(dtype).t())]
+
+
+def give_gradients(own: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, parameter in enumerate(own):
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = None if number == 1 and step == 1 else gradient
+
+
+def same_bits(found: list[nn.Parameter], expected: list[nn.Parameter]) -> bool:
+    return all(torch.equal(one.detach(), two.detach()) for one, two in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_updates_that_fetch(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    near, far = parameters(dtype), parameters(dtype)
+    options: dict[str, Any] = {"max_grad_norm": 1.0}
+    with open_store(ram="64MiB", nvme=tmp_path, nvme_size="128MiB") as store:
+        in_ram = KINDS[kind](near, store=store, name="near", **options)
+        fetched = KINDS[kind](far, store=store, name="far", state=["nvme"], **options)
+        for step in range(4):
+            for own in (near, far):
+                give_gradients(own, step)
+            in_ram.step()
+            fetched.step()
+            assert in_ram.grad_norm == fetched.grad_norm
+            assert same_bits(near, far), step
+        assert not same_bits(near, parameters(dtype))
+
+
+def test_numbers_that_move_are_found_again(tmp_path: Path) -> None:
+    plain, moved = parameters(), parameters()
+    with open_store(ram="64MiB", path=tmp_path) as store:
+        first = TieredAdamW(plain, store=store, name="plain")
+        second = TieredAdamW(moved, store=store, name="moved")
+        for step in range(4):
+            give_gradients(plain, step)
+            give_gradients(moved, step)
+            first.step()
+            second.step()
+            with torch.no_grad():
+                for parameter in moved:
+                    parameter.data = parameter.detach().clone()
+            if step == 1:
+                second.load_state_dict(second.state_dict())
+        assert same_bits(moved, plain)
+
+
+def test_a_converted_parameter_is_refused(tmp_path: Path) -> None:
+    own = parameters()
+    with open_store(ram="64MiB", path=tmp_path) as store:
+        optimizer = TieredAdamW(own, store=store)
+        give_gradients(own, 0)
+        optimizer.step()
+        own[0].data = own[0].data.bfloat16()
+        own[0].grad = torch.ones(7, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="move and convert the module before"):
+            optimizer.step()
+
+
+def test_a_graph_from_before_the_step_is_out_of_date() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    with open_store(ram="16MiB") as store:
+        optimizer = TieredAdamW([parameter], store=store)
+        loss = (parameter * parameter).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
