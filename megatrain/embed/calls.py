@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -27,7 +28,7 @@ class Call:
 
     Attributes:
         owner: whose forward. frame: of torch's code that calls the hooks. outer_error: one that was being handled when
-            it began: only another one is its own.
+            it began: only another one is its own. thread_id: of the thread that runs it.
     """
 
     owner: object = None
@@ -35,6 +36,7 @@ class Call:
     held: list[WeightBlock] = field(default_factory=list)
     hooks: WeightHooks | None = None
     outer_error: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    thread_id: int = field(default_factory=threading.get_ident)
 
     def hold(self, block: WeightBlock) -> None:
         """Hold a block until the end."""
@@ -79,11 +81,19 @@ class Calls:
         return next((call for call in reversed(self._running) if call.owner is owner), None)
 
     def drop_dead(self) -> None:
-        """End forwards that an interrupt has ended: for those torch calls no hooks."""
+        """End forwards that an interrupt has ended: for those torch calls no hooks.
+
+        Only those of the calling thread: an interrupt comes to the main thread alone. (The frames of other threads are not
+        looked at: a garbage collection inside ``sys._current_frames`` deadlocks before Python 3.12, when it frees tensors.)
+        """
         if self._running:
             alive = set(_frames())
-            while self._running and self._running[-1].frame not in alive:
+            while self._running and _has_ended(self._running[-1], alive):
                 self._running.pop().end(is_failing=True)
+
+
+def _has_ended(call: Call, alive: set[FrameType | None]) -> bool:
+    return call.thread_id == threading.get_ident() and call.frame not in alive
 
 
 def _caller() -> FrameType | None:
@@ -93,10 +103,9 @@ def _caller() -> FrameType | None:
     return frame
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yield what runs now, in all threads."""
-    for frame in sys._current_frames().values():
-        inner: FrameType | None = frame
-        while inner is not None:
-            yield inner
-            inner = inner.f_back
+def _frames() -> Iterator[FrameType | None]:
+    """Yield what runs now in the calling thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tiered.schedule import Mode
     from tiered.store import TieredStore
 
-__all__ = ["Settings", "StateGroup", "TieredGroup", "UntieredGroup", "Work", "take_gradients"]
+__all__ = ["Settings", "StateGroup", "TieredGroup", "UntieredGroup", "Work", "take_gradients", "update_in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +369,14 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
                 "step after the forward has ended"
             )
     return [(group, group.take_gradients()) for group in groups]
+
+
+def update_in_order(works: Mapping[StateGroup, Work]) -> None:
+    """Make updates one after the other, fetching the state of the next one meanwhile."""
+    for group, following in zip_longest(works, list(works)[1:]):
+        if following is not None:
+            following.prefetch()
+        group.update(works[group])
 
 
 def _flat_gradient(gradient: Tensor) -> Tensor:

@@ -6,18 +6,26 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from megatrain.embed.groups import Settings, StateGroup, TieredGroup, UntieredGroup, Work, take_gradients
+from megatrain.embed.behind import InterruptedUpdateError, UpdatesBehind
+from megatrain.embed.groups import (
+    Settings,
+    StateGroup,
+    TieredGroup,
+    UntieredGroup,
+    Work,
+    take_gradients,
+    update_in_order,
+)
 from megatrain.embed.in_ram import UpdatesInRam
 from megatrain.embed.parameters import block_of
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.resume import StoredState, load_state, save_state
-from megatrain.embed.settings import BYTES_AT_ONCE, UNSUPPORTED, check_room, check_settings, packed, plain
+from megatrain.embed.settings import BYTES_AT_ONCE, UNSUPPORTED, NotCopied, check_room, check_settings, packed, plain
 from megatrain.embed.stores import home_order, ledger_of
 from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.step import NonFiniteGradientError
@@ -37,11 +45,7 @@ __all__ = ["InterruptedUpdateError", "TieredOptimizer"]
 _MAX_ARITHMETICS = 64
 
 
-class InterruptedUpdateError(RuntimeError):
-    """Some weights have made a step that others have not."""
-
-
-class TieredOptimizer(torch.optim.Optimizer):
+class TieredOptimizer(NotCopied, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
 
     Takes parameters of tiered modules and ordinary ones, also together. Arithmetic is that of ``megatrain-tier run``:
@@ -58,6 +62,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             the update out, "ignore" uses it as torch does.
         offload_gradients: gradients of ordinary parameters leave for the store as autograd makes them, and are
             summed there in fp32 over backward passes.
+        overlap: a model of ordinary parameters: ``step`` returns before their updates are made, and each of its modules
+            waits for its own; see ``UpdatesBehind``. Gradients are then consumed.
         state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
         name: of the blocks of ordinary parameters; a second optimizer in one store needs another.
 
@@ -76,6 +82,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         max_grad_norm: float = 0.0,
         nonfinite: Literal["stop", "skip", "ignore"] = "stop",
         offload_gradients: bool = False,
+        overlap: nn.Module | None = None,
         state: Sequence[str] | str = "auto",
         name: str = "optimizer",
     ) -> None:
@@ -85,6 +92,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self._measured: object = None
         self._is_torn = False
+        self._behind = None if overlap is None else UpdatesBehind(overlap, self._tear)
         self.threads = KernelThreads()
         self._in_ram = UpdatesInRam(self.threads)
         self.steps: dict[nn.Parameter, int] = {}
@@ -246,16 +254,17 @@ class TieredOptimizer(torch.optim.Optimizer):
                 group.weights.version += 1
             elif mine:
                 works[group] = Work(mine, scale, gradients)
+        if self._behind is not None:
+            self._behind.start(works)
+            return loss
         with self._telling_if_torn(is_torn_by_any=True):
-            rest = self._in_ram.update(works)
-            for group, following in zip_longest(rest, list(rest)[1:]):
-                if following is not None:
-                    following.prefetch()
-                group.update(rest[group])
+            update_in_order(self._in_ram.update(works))
         return loss
 
     def finish_updates(self) -> None:
         """Make the updates that are still due; afterwards the store holds weights and state after the last step."""
+        if self._behind is not None:
+            self._behind.finish()
         if self._is_torn:
             self._is_torn = False
             raise InterruptedUpdateError(
@@ -291,9 +300,12 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._is_torn = self._is_torn or is_torn_by_any
             raise
         except BaseException:
-            self._is_torn = True
-            self._due.clear()
+            self._tear()
             raise
+
+    def _tear(self) -> None:
+        self._is_torn = True
+        self._due.clear()
 
     def measure_grad_norm(self) -> float:
         """Return the global norm of the gradients as they are now; the step that follows clips by it.
@@ -307,18 +319,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         # Added up in the order of the optimizer's parameters, so that it does not matter which are tiered.
         ordered = (parameter for param_group in self.param_groups for parameter in param_group["params"])
         self.grad_norm = global_norm(squares[parameter] for parameter in ordered if parameter in squares)
-        self._measured = self._gradients_now()
+        self._measured = [group.gradients_now() for group in self.groups]  # equal until one comes, changes or goes
         return self.grad_norm
-
-    def _gradients_now(self) -> object:
-        """Return what is equal as long as no gradient came, changed or went."""
-        return [group.gradients_now() for group in self.groups]
 
     def _grad_scale(self) -> float | None:
         """Return the factor on all gradients; None where they are not finite and must not be used."""
         if self.max_grad_norm == 0:
             return 1.0
-        if self.grad_norm is None or self._measured != self._gradients_now():
+        if self.grad_norm is None or self._measured != [group.gradients_now() for group in self.groups]:
             self.measure_grad_norm()
         self._measured = None
         assert self.grad_norm is not None
@@ -390,11 +398,3 @@ class TieredOptimizer(torch.optim.Optimizer):
                 store has no such generation, or it is damaged.
         """
         load_state(self, state_dict)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: the state is in the store once."""
-        raise TypeError("an optimizer with its state in a store cannot be copied: make another, load its state_dict()")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: ``state_dict`` is what can be saved."""
-        raise TypeError("an optimizer with its state in a store cannot be pickled: save its state_dict()")

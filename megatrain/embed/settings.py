@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatrain.embed.groups import StateGroup
     from tiered.store import TieredStore
 
-__all__ = ["BYTES_AT_ONCE", "UNSUPPORTED", "check_room", "check_settings", "packed", "plain"]
+__all__ = ["BYTES_AT_ONCE", "UNSUPPORTED", "NotCopied", "check_room", "check_settings", "packed", "plain"]
 
 #: Settings of torch's optimizers that change what an update does, and that there is no kernel for.
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
@@ -24,6 +24,18 @@ BYTES_AT_ONCE = 2 * (12 + 4)
 _GROUP_ELEMENTS = 1 << 19
 """Ordinary parameters are put together up to this many, 2 MiB of each kind of state in fp32; a larger one is by itself.
 It does not depend on the size of the tiers, so that a state can be loaded where they are others."""
+
+
+class NotCopied:
+    """An object of which the store holds a part: there is one of it."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse: the state is in the store once."""
+        raise TypeError("an optimizer with its state in a store cannot be copied: make another, load its state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: ``state_dict`` is what can be saved."""
+        raise TypeError("an optimizer with its state in a store cannot be pickled: save its state_dict()")
 
 
 def check_room(store: TieredStore, groups: Sequence[StateGroup]) -> None:
