@@ -83,8 +83,9 @@ class Calls:
     def drop_dead(self) -> None:
         """End forwards that an interrupt has ended: for those torch calls no hooks.
 
-        Only those of the calling thread: an interrupt comes to the main thread alone. (The frames of other threads are not
-        looked at: a garbage collection inside ``sys._current_frames`` deadlocks before Python 3.12, when it frees tensors.)
+        Only those of the calling thread: an interrupt comes to the main thread alone. The frames of other threads are
+        not looked at: before Python 3.12, a garbage collection inside ``sys._current_frames`` deadlocks when it frees
+        tensors.
         """
         if self._running:
             alive = set(_frames())
