@@ -97,7 +97,9 @@ def test_what_padding_and_labels_change() -> None:
     assert several == StepFlops(3 * whole.model, 3 * whole.hardware)
 
 
-def test_made_up_values_give_no_count() -> None:
+def test_made_up_values_give_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What looks at values there; torch.compile, which other tests use, turns it off for the whole process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     trace = trace_of(tiny_config("gemma3n_text"))
     assert not trace.exact and all_of(trace) == StepFlops(0, 0)
 
