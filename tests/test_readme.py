@@ -37,8 +37,8 @@ def test_python_runs(source: str, tmp_path: Path) -> None:
     assert done.stderr == "", done.stderr
 
 
-def test_there_is_a_program_to_run() -> None:
-    assert len(code_blocks("python")) == 1
+def test_there_are_programs_to_run() -> None:
+    assert len(code_blocks("python")) == 2
 
 
 @pytest.mark.parametrize("text", code_blocks("toml"))
