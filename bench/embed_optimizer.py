@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.common import Report, step_shape
+from bench.models import llama_config
 from megatrain import TieredAdamW, open_store, tier
 
 #: (hidden, layers, vocabulary) of a Llama.
@@ -139,20 +140,10 @@ def tell_size(
 
 def build_model(size: str, device: str) -> nn.Module:
     """Return a Llama of a size with random fp32 weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    hidden, layers, vocabulary = SHAPES[size]
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 64 * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        vocab_size=vocabulary,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = llama_config(*SHAPES[size], use_cache=False)
     model: nn.Module = LlamaForCausalLM(config).to(device)
     return model
 

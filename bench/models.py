@@ -10,28 +10,33 @@ import torch
 from bench.common import QUICKSTART
 
 
-def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 8192) -> Path:
-    """Write a Llama folder with random fp32 weights and the quickstart's tokenizer; return the folder.
+def llama_config(hidden: int, layers: int, vocabulary: int, **more: Any) -> Any:
+    """Return the config of a Llama with heads of 64 and untied embeddings. ``hidden``: a multiple of 64."""
+    from transformers import LlamaConfig
 
-    Args:
-        hidden: width, a multiple of 64. layers: decoder layers. vocabulary: at least the tokenizer's 1,024.
-    """
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 8 // 3 // 64 * 64,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64,
         vocab_size=vocabulary,
-        max_position_embeddings=2048,
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
+        **more,
     )
+
+
+def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 8192) -> Path:
+    """Write a Llama folder with random fp32 weights and the quickstart's tokenizer; return the folder.
+
+    Args:
+        hidden: width, a multiple of 64. layers: decoder layers. vocabulary: at least the tokenizer's 1,024.
+    """
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = llama_config(hidden, layers, vocabulary, max_position_embeddings=2048, **special)
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART / "model").save_pretrained(folder)
     return folder

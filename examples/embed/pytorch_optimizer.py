@@ -42,7 +42,7 @@ def main() -> None:
 
     first_step = 0
     if options.resume:
-        checkpoint = torch.load(options.output / "checkpoint.pt")
+        checkpoint = torch.load(options.output / "checkpoint.pt", weights_only=True)
         first_step = checkpoint["step"]
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])

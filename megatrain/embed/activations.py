@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -233,13 +234,14 @@ class offload_activations:
 # -- what the graph holds -----------------------------------------------------------------------------------------
 
 
-class _Packed:
+class _Packed(ABC):
     """Stands in the graph for a saved tensor."""
 
     __slots__ = ()
 
+    @abstractmethod
     def unpack(self) -> Tensor:
-        raise NotImplementedError
+        """Return the tensor, as it was saved."""
 
 
 class _Delegated(_Packed):

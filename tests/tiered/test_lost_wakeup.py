@@ -62,4 +62,6 @@ def test_an_error_that_comes_at_once_is_raised(
 
 def test_a_commit_of_blocks_written_at_once_does_not_wait(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_waiting(store, monkeypatch)
-    store.commit().wait(60)
+    commit = store.commit()
+    commit.wait(60)
+    assert commit.is_done and commit.error is None
