@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from megatrain.embed.gradients import GradientBlock
-from megatrain.embed.parameters import gradient_of
 from megatrain.embed.stores import ledger_of, num_ranks
 from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
@@ -251,7 +250,7 @@ class UntieredGroup(StateGroup):
     def gradients_now(self) -> object:
         if self._gradients is not None:
             return self._gradients.num_changes
-        found = map(gradient_of, self.parameters.values())
+        found = (parameter.grad for parameter in self.parameters.values())
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
 
     def copy_masters(self) -> None:
@@ -271,7 +270,7 @@ class UntieredGroup(StateGroup):
             return dict.fromkeys(self._gradients.consume())
         found: dict[str, Tensor | None] = {}
         for name, parameter in self.parameters.items():
-            gradient = gradient_of(parameter)
+            gradient = parameter.grad
             if gradient is not None:
                 found[name] = gradient
         return found
@@ -300,6 +299,11 @@ class UntieredGroup(StateGroup):
         if self._gradients is not None:
             self.store.discard(self._gradients.key)
         self._leave()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the parameters were when their state was made."""
+        return next(iter(self._places.values()))[0]
 
     @property
     def is_in_ram(self) -> bool:

@@ -13,7 +13,6 @@ from torch import nn
 
 from megatrain.embed.behind import InterruptedUpdateError, UpdatesBehind
 from megatrain.embed.groups import (
-    Settings,
     StateGroup,
     TieredGroup,
     UntieredGroup,
@@ -21,11 +20,20 @@ from megatrain.embed.groups import (
     take_gradients,
     update_in_order,
 )
-from megatrain.embed.in_ram import UpdatesInRam
+from megatrain.embed.in_ram import UpdatesInRam, norms_in_ram
 from megatrain.embed.parameters import block_of
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.resume import StoredState, load_state, save_state
-from megatrain.embed.settings import BYTES_AT_ONCE, UNSUPPORTED, NotCopied, check_room, check_settings, packed, plain
+from megatrain.embed.settings import (
+    BYTES_AT_ONCE,
+    UNSUPPORTED,
+    NotCopied,
+    check_room,
+    check_settings,
+    packed,
+    plain,
+    settings_of,
+)
 from megatrain.embed.stores import home_order, ledger_of
 from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.step import NonFiniteGradientError
@@ -243,11 +251,12 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
                 'look at the data of this step, or construct the optimizer with nonfinite="skip"'
             )
         taken = take_gradients(self.groups)
-        all_settings = self._settings(taken)
+        all_settings, counts = settings_of(taken, self.param_groups, self._arithmetic, self.steps)
+        self.steps.update(counts)
         ledger_of(self.store).num_changes += 1
         works: dict[StateGroup, Work] = {}
         for group, found in taken:
-            mine = {name: all_settings[p] for name in found if (p := group.parameters[name]) in all_settings}
+            mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
             if mine and isinstance(group, TieredGroup):
                 self._due[group] = Work(mine, scale, gradients)
@@ -312,10 +321,11 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
 
         For trainers that clip before ``step``; it is measured anew if gradients change in between.
         """
-        squares: dict[nn.Parameter, float] = {}
+        squares = norms_in_ram([group for group in self.groups if isinstance(group, UntieredGroup)], self.threads)
         for group in self.groups:
-            found = group.squared_norms(self.threads)
-            squares.update((group.parameters[name], square) for name, square in found.items())
+            if squares.keys().isdisjoint(group.parameters.values()):
+                found = group.squared_norms(self.threads)
+                squares.update((group.parameters[name], square) for name, square in found.items())
         # Added up in the order of the optimizer's parameters, so that it does not matter which are tiered.
         ordered = (parameter for param_group in self.param_groups for parameter in param_group["params"])
         self.grad_norm = global_norm(squares[parameter] for parameter in ordered if parameter in squares)
@@ -333,30 +343,6 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         if math.isfinite(self.grad_norm):
             return clip_coefficient(self.grad_norm, self.max_grad_norm)
         return self.max_grad_norm / self.grad_norm if self.nonfinite == "ignore" else None
-
-    def _settings(self, taken: Sequence[tuple[StateGroup, Mapping[str, object]]]) -> dict[nn.Parameter, Settings]:
-        """Return how each parameter with a gradient is updated, and count its step.
-
-        Raises:
-            ValueError: a setting was changed to one that needs state which was never made.
-        """
-        kinds = {group.parameters[name]: set(group.kinds) for group, names in taken for name in names}
-        found: dict[nn.Parameter, Settings] = {}
-        for param_group in self.param_groups:
-            arithmetic, lr = self._arithmetic(param_group), float(param_group["lr"])
-            needed = {kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}
-            decay = float(param_group.get("weight_decay", 0.0))
-            for parameter in param_group["params"]:
-                if parameter not in kinds:
-                    continue
-                if not needed <= kinds[parameter]:
-                    raise ValueError(
-                        f"{type(self).__name__} keeps no {', '.join(sorted(needed - kinds[parameter]))} of a parameter "
-                        "of this group: its settings were others when its state was made. Give them to the constructor"
-                    )
-                found[parameter] = Settings(arithmetic, self.steps.get(parameter, 0) + 1, lr, decay)
-        self.steps.update((parameter, settings.step) for parameter, settings in found.items())
-        return found
 
     def _arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         key = tuple(plain(settings[name]) for name in self.setting_names())

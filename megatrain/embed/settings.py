@@ -1,29 +1,41 @@
-"""What an optimizer looks at before it makes state: settings of a group, sizes of blocks, room to work in."""
+"""What an optimizer looks at before it makes state or an update: settings of groups, sizes of blocks, room."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from megatrain.embed.groups import Settings
 from megatrain.embed.stores import room_for_homes
 from tiered.errors import CapacityError
 
 if TYPE_CHECKING:
     from megatrain.embed.groups import StateGroup
+    from megatrain.optim.base import Optimizer
     from tiered.store import TieredStore
 
-__all__ = ["BYTES_AT_ONCE", "UNSUPPORTED", "NotCopied", "check_room", "check_settings", "packed", "plain"]
+__all__ = [
+    "BYTES_AT_ONCE",
+    "UNSUPPORTED",
+    "NotCopied",
+    "check_room",
+    "check_settings",
+    "packed",
+    "plain",
+    "settings_of",
+]
 
 #: Settings of torch's optimizers that change what an update does, and that there is no kernel for.
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
 #: Per parameter: state and gradient of the group that is updated, and of the one that is fetched meanwhile.
 BYTES_AT_ONCE = 2 * (12 + 4)
-_GROUP_ELEMENTS = 1 << 19
-"""Ordinary parameters are put together up to this many, 2 MiB of each kind of state in fp32; a larger one is by itself.
-It does not depend on the size of the tiers, so that a state can be loaded where they are others."""
+_GROUP_ELEMENTS = (1 << 19, 1 << 24)
+"""Ordinary parameters are put together up to the size of the largest one, for which there must be room anyway; but up
+to 2 MiB of each kind of state in fp32 in any case, and not beyond 64 MiB. That does not depend on the size of the
+tiers, so that a state can be loaded where they are others."""
 
 
 class NotCopied:
@@ -80,13 +92,54 @@ def check_settings(param_group: Mapping[str, Any]) -> None:
             raise ValueError("a parameter is on the meta device: load its weights first, or tier the module")
 
 
+def settings_of(
+    taken: Iterable[tuple[StateGroup, Mapping[str, object]]],
+    param_groups: Iterable[Mapping[str, Any]],
+    arithmetic_of: Callable[[Mapping[str, Any]], Optimizer],
+    steps: Mapping[nn.Parameter, int],
+) -> tuple[dict[int, Settings], list[tuple[nn.Parameter, int]]]:
+    """Return how each parameter with a gradient is updated, by its id, and which step of its own that is.
+
+    Parameters of a group that are at the same step share one object.
+
+    Args:
+        taken: groups of state, with the names that have a gradient. steps: that were made before.
+
+    Raises:
+        ValueError: a setting was changed to one that needs state which was never made.
+    """
+    kinds = {id(group.parameters[name]): group.kinds.keys() for group, names in taken for name in names}
+    found: dict[int, Settings] = {}
+    counts: list[tuple[nn.Parameter, int]] = []
+    for param_group in param_groups:
+        arithmetic, lr = arithmetic_of(param_group), float(param_group["lr"])
+        needed = {kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}
+        decay, at_step = float(param_group.get("weight_decay", 0.0)), dict[int, Settings]()
+        for parameter in param_group["params"]:
+            if (kept := kinds.get(id(parameter))) is None:
+                continue
+            if not needed <= kept:
+                raise ValueError(
+                    f"no {', '.join(sorted(needed - kept))} is kept of a parameter of this group: its settings were "
+                    "others when its state was made. Give them to the constructor"
+                )
+            step = steps.get(parameter, 0) + 1
+            if step not in at_step:
+                at_step[step] = Settings(arithmetic, step, lr, decay)
+            counts.append((parameter, step))
+            found[id(parameter)] = at_step[step]
+    return found, counts
+
+
 def packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Put ordinary parameters together that are alike in dtype and device, up to a size."""
     together: list[nn.Parameter] = []
+    fewest, most = _GROUP_ELEMENTS
+    limit = max(fewest, min(most, max((parameter.numel() for parameter in parameters), default=0)))
     for parameter in parameters:
         if together:
             alike = (parameter.dtype, parameter.device) == (together[0].dtype, together[0].device)
-            if not alike or sum(p.numel() for p in together) + parameter.numel() > _GROUP_ELEMENTS:
+            if not alike or sum(p.numel() for p in together) + parameter.numel() > limit:
                 yield together
                 together = []
         together.append(parameter)

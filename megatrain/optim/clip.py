@@ -8,8 +8,9 @@ it is ready before the first update: the coefficient is a scalar of the update, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from megatrain.optim.base import GRADIENT_DTYPES
 from megatrain.optim.elementwise import flat_gradient
-from megatrain.optim.threads import KernelThreads, cut
+from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_out
 
-__all__ = ["clip_coefficient", "global_norm", "squared_norm", "sum_gradients", "warm_up"]
+__all__ = ["clip_coefficient", "global_norm", "squared_norm", "squared_norms", "sum_gradients", "warm_up"]
 
 _EPS = 1e-6
 """Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -65,6 +66,36 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
 
     (threads or _CALLER).run(calls())
     return _sum_in_order(partials.tolist())
+
+
+def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
+    """Return `squared_norm` of each gradient, bit for bit, in a few calls for all of them.
+
+    Args:
+        gradients: contiguous CPU tensors of any shape, fp32 or bf16.
+    """
+    from megatrain.optim import kernels
+
+    block = kernels.NORM_BLOCK_ELEMENTS
+    counts = [-(-gradient.numel() // block) for gradient in gradients]
+    ends = list(accumulate(counts))
+    partials = np.zeros(sum(counts), np.float64)
+    calls: list[Callable[[], None]] = []
+    for dtype in GRADIENT_DTYPES:
+        rows = [
+            (gradient.data_ptr() + start * dtype.itemsize, stop - start, end - count + start // block, 0)
+            for gradient, count, end in zip(gradients, counts, ends, strict=True)
+            if gradient.dtype == dtype
+            for start, stop in cut(0, gradient.numel(), elements=4 * block)
+        ]
+        like = flat_gradient(torch.empty(0, dtype=dtype))
+        table = np.array(rows, np.int64).reshape(len(rows), 4)
+        table[:, 3] = table[:, 2] - -table[:, 1] // block  # rounded up
+        for first, last in share_out([row[1] for row in rows], RANGE_ELEMENTS):
+            calls.append(partial(kernels.squared_norms_rows, table[first:last], like, partials))
+    threads.run(calls)
+    sums = partials.tolist()
+    return [_sum_in_order(sums[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:

@@ -18,6 +18,15 @@ __all__ = ["Array", "ElementwiseOptimizer", "flat_block", "flat_gradient", "flat
 
 Array = np.ndarray[Any, Any]
 
+#: Arrays of each dtype as the kernels see it.
+_EXAMPLES: dict[torch.dtype, Array] = {
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.int16: np.empty(0, np.int16),
+}
+_WHOLE: tuple[Array, Array | None] = (_EXAMPLES[torch.float32], None)
+_SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch.int16])
+
 
 class ElementwiseOptimizer(ABC):
     """An optimizer over flat CPU blocks whose kernel takes `(weight, low, *state, grad, *scalars)`.
@@ -82,6 +91,31 @@ class ElementwiseOptimizer(ABC):
                     yield partial(kernel, *(flat if flat is None else flat[start:stop] for flat in flats), *scalars)
                 else:
                     yield partial(kernel, *flats, *scalars)
+
+    @property
+    def rows_kinds(self) -> tuple[str | None, ...]:
+        """What the columns of a table of rows hold the addresses of; gradient and size follow. None: nothing."""
+        missing = self.num_state_arguments - len(self.state)
+        return ("weight", "low", *(kind.name for kind in self.state), *(None for _ in range(missing)))
+
+    def rows_call(
+        self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
+    ) -> Callable[[Any], None]:
+        """Return what updates the parameters of some rows that share their settings; on any thread.
+
+        Args:
+            split_master: see `state_kinds`. gradient: dtype of the gradients.
+            segment: how all of them are updated; its range does not matter.
+        """
+        from megatrain.optim import kernels
+
+        weight, low = _SPLIT if split_master else _WHOLE
+        likes = [weight, low, *(_EXAMPLES[kind.dtype] for kind in self.state)]
+        likes += [None] * (self.num_state_arguments - len(self.state))
+        likes.append(_EXAMPLES[gradient])
+        kernel: Callable[..., None] = getattr(kernels, f"{self.kernel_name}_rows")
+        scalars = self._scalars_now(segment, update)
+        return lambda rows: kernel(rows, *likes, scalars)
 
     def _scalars_now(self, segment: Segment, update: Update) -> tuple[Any, ...]:
         """Return ``scalars``, those of the last call where nothing has changed: most parameters share them."""

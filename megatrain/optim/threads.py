@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
-__all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads"]
+__all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads", "elements_per_call", "share_out"]
 
 RANGE_ELEMENTS = 1 << 20
 """Elements one thread takes at a time: long enough to hide the call, short enough to share out evenly."""
+
+
+_FEWEST_ELEMENTS = 1 << 16
+_CALLS_PER_THREAD = 4
 
 
 def default_num_threads() -> int:
@@ -23,6 +27,31 @@ def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple
     """Cut `[start, stop)` into consecutive ranges of `elements`, the last one shorter."""
     for begin in range(start, stop, elements):
         yield begin, min(begin + elements, stop)
+
+
+def elements_per_call(num_elements: int, num_threads: int) -> int:
+    """Return how many elements a call takes where many small arrays are shared out; at least 1."""
+    if num_threads == 1:
+        return max(1, num_elements)
+    return min(RANGE_ELEMENTS, max(_FEWEST_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
+
+
+def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
+    """Cut consecutive items into calls of about `at_once` elements: first item, one past the last.
+
+    Args:
+        sizes: elements of each item, at most `at_once`.
+    """
+    calls: list[tuple[int, int]] = []
+    first = elements = 0
+    for number, size in enumerate(sizes):
+        if elements and elements + size > at_once:
+            calls.append((first, number))
+            first, elements = number, 0
+        elements += size
+    if first < len(sizes):
+        calls.append((first, len(sizes)))
+    return calls
 
 
 class KernelThreads:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.optim.clip import clip_coefficient, global_norm, squared_norm, sum_gradients
+from megatrain.optim.clip import clip_coefficient, global_norm, squared_norm, squared_norms, sum_gradients
 from megatrain.optim.threads import KernelThreads
 from reference import adamw as reference
 
@@ -35,6 +35,16 @@ def test_many_blocks_are_added_in_order_by_several_threads() -> None:
         == reference.squared_norm(gradient.numpy())
     )
     many.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 300_000), max_size=6), st.integers(1, 8))
+def test_norms_of_many_have_the_bits_of_each(sizes: list[int], num_threads: int) -> None:
+    threads = KernelThreads(num_threads)
+    gradients = [random_gradient(seed, size) for seed, size in enumerate(sizes)]
+    mixed = [gradient.bfloat16() if seed % 2 else gradient for seed, gradient in enumerate(gradients)]
+    assert squared_norms(mixed, threads) == [squared_norm(gradient) for gradient in mixed]
+    threads.close()
 
 
 def test_the_norm_equals_the_exact_one_to_fp64_accuracy() -> None:

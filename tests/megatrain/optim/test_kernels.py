@@ -6,20 +6,33 @@ import platform
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from megatrain.optim import clip, kernels
+from megatrain.optim import adafactor_kernels, clip, kernels
 from megatrain.optim.adafactor import Adafactor, AdafactorConfig
 from megatrain.optim.adamw import AdamW, AdamWConfig
+from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
+from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.lion import Lion, LionConfig
 from megatrain.optim.sgd import SGD, SGDConfig
+from megatrain.optim.threads import KernelThreads
 
 # vfmadd213ps, vfnmsub231ss ... on x86; fmla, fmls, fmadd, fnmsub ... on ARM
 FUSED = re.compile(r"^\s*(vfn?m(add|sub)\w*|fml[as]|fn?m(add|sub))\s", re.MULTILINE)
 
 
-UPDATES = ("adamw", "lion", "sgd", "apply_factored", "apply_vector")
-SUMS = ("adafactor_columns", "adafactor_square_sums", "adafactor_vector", "add_in_place", "squared_norms")
+ROWS = ("adamw_rows", "lion_rows", "sgd_rows")
+UPDATES = ("adamw", "lion", "sgd", "apply_factored", "apply_vector", *ROWS)
+SUMS = (
+    "squared_norms_rows",
+    "adafactor_columns",
+    "adafactor_square_sums",
+    "adafactor_vector",
+    "add_in_place",
+    "squared_norms",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +45,22 @@ def compiled() -> None:
         Adafactor(AdafactorConfig()),
     ):
         optimizer.warm_up()
+        if isinstance(optimizer, ElementwiseOptimizer):
+            run_no_rows(optimizer)
     clip.warm_up()
+    clip.squared_norms([torch.zeros(1, dtype=dtype) for dtype in GRADIENT_DTYPES], KernelThreads(1))
+
+
+def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
+    """Compile or load the kernel that takes rows."""
+    rows = np.zeros((0, len(optimizer.rows_kinds) + 2), np.int64)
+    for split_master in (False, True):
+        for dtype in GRADIENT_DTYPES:
+            optimizer.rows_call(split_master, dtype, Segment(0, 0, 0.0), Update(step=1, lr=0.0))(rows)
+
+
+def kernel_of(name: str) -> Any:
+    return getattr(kernels, name, None) or getattr(adafactor_kernels, name)
 
 
 def machine_code(kernel: Any) -> list[str]:
@@ -46,7 +74,7 @@ def machine_code(kernel: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", [*UPDATES, *SUMS])
 def test_no_product_and_sum_are_fused(name: str) -> None:
-    variants = machine_code(getattr(kernels, name))
+    variants = machine_code(kernel_of(name))
     assert len(variants) >= 2
     for code in variants:
         assert len(code) > 1000
@@ -56,8 +84,8 @@ def test_no_product_and_sum_are_fused(name: str) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 mnemonics")
 @pytest.mark.parametrize("name", UPDATES)
 def test_every_variant_of_an_update_works_on_whole_vectors(name: str) -> None:
-    operations = {"adamw": ("sqrtps", "divps", "mulps", "subps"), "apply_vector": ("sqrtps", "divps", "mulps", "subps")}
-    variants = machine_code(getattr(kernels, name))
+    operations = dict.fromkeys(("adamw", "adamw_rows", "apply_vector"), ("sqrtps", "divps", "mulps", "subps"))
+    variants = machine_code(kernel_of(name))
     assert len(variants) >= 4
     for code in variants:
         for operation in operations.get(name, ("mulps", "subps")):

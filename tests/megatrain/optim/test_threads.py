@@ -4,12 +4,22 @@ import threading
 
 import pytest
 
-from megatrain.optim.threads import KernelThreads, cut
+from megatrain.optim.threads import KernelThreads, cut, elements_per_call, share_out
 
 
 def test_ranges_are_consecutive_and_complete() -> None:
     assert list(cut(5, 25, elements=8)) == [(5, 13), (13, 21), (21, 25)]
     assert list(cut(5, 5)) == []
+
+
+def test_items_are_shared_out_in_order_and_none_is_left() -> None:
+    assert share_out([3, 3, 3, 9, 1], at_once=9) == [(0, 3), (3, 4), (4, 5)]
+    assert share_out([0, 0], at_once=1) == [(0, 2)]
+    assert share_out([], at_once=1) == []
+    for num_threads in (1, 2, 7):
+        for num_elements in (0, 1, 10**5, 10**7, 10**9):
+            assert elements_per_call(num_elements, num_threads) >= 1
+    assert elements_per_call(10**9, 1) == 10**9 and elements_per_call(10**9, 2) == 1 << 20
 
 
 def test_one_thread_computes_on_the_caller() -> None:
