@@ -101,10 +101,11 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         self._measured: object = None
         self._is_torn = False
         self._behind = None if overlap is None else UpdatesBehind(overlap, self._tear)
-        self.threads = KernelThreads()
+        self.threads = KernelThreads(among_operations=True)
         self._in_ram = UpdatesInRam(self.threads)
         self.steps: dict[nn.Parameter, int] = {}
         self.groups: list[StateGroup] = []
+        self._with_state: set[int] = set()  # ids of the parameters of all groups
         self._name, self._offload, self._homes = name, offload_gradients, state
         self._store = store
         self._due: dict[TieredGroup, Work] = {}
@@ -155,8 +156,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
         """Make the state of the parameters of a group that have none yet and are trained; all of it or nothing."""
-        known = {id(p) for group in self.groups for p in group.parameters.values()}
-        new = [p for p in param_group["params"] if p.requires_grad and id(p) not in known]
+        new = [p for p in param_group["params"] if id(p) not in self._with_state and p.requires_grad]
         if not new:
             return
         blocks = dict.fromkeys(block for p in new if (block := block_of(p)) is not None)
@@ -185,6 +185,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
             del self.groups[num_before:]
             raise
         for group in self.groups[num_before:]:
+            self._with_state.update(map(id, group.parameters.values()))
             if isinstance(group, TieredGroup):
                 self._watch(group)
             else:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import chain, islice
+from typing import Any
 
 __all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads", "elements_per_call", "share_out"]
 
@@ -61,9 +64,13 @@ class KernelThreads:
 
     Args:
         num_threads: Threads that compute, at least 1; 1 computes on the calling thread. None: one per usable CPU.
+        among_operations: The calls come between operations of torch on the CPU. Its OpenMP threads wait for their next
+            operation without sleeping, for milliseconds: so they make the calls, where the OpenMP library allows it,
+            instead of keeping the cores busy.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, *, among_operations: bool = False) -> None:
+        self._openmp = _openmp_parallel() if among_operations else None
         self.num_threads = default_num_threads() if num_threads is None else num_threads
         assert self.num_threads >= 1, self.num_threads
         self._lock = threading.Lock()
@@ -90,16 +97,21 @@ class KernelThreads:
                     return
                 call()
 
-        futures = [self._executor().submit(worker) for _ in range(len(ahead) - 1)]
-        error: BaseException | None = None
-        try:
-            worker()  # the calling thread is one of the workers: a step never waits for an idle pool
-        except BaseException as raised:
-            error = raised
-        errors = [error, *(future.exception() for future in futures)]
-        for raised_error in errors:
-            if raised_error is not None:
-                raise raised_error
+        errors = self._run_on_openmp(worker, len(ahead)) if self._openmp else self._run_on_pool(worker, len(ahead))
+        for error in errors:
+            raise error
+
+    def _run_on_pool(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
+        futures = [self._executor().submit(worker) for _ in range(num_threads - 1)]
+        errors = _errors_of(worker)  # the calling thread is one of the workers: a step never waits for an idle pool
+        return errors + [error for future in futures if (error := future.exception()) is not None]
+
+    def _run_on_openmp(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
+        errors: list[BaseException] = []
+        call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
+        assert self._openmp is not None
+        self._openmp(call, None, num_threads, 0)  # returns when every thread of the team is done
+        return errors
 
     def close(self) -> None:
         """End the threads. A later `run` starts them again."""
@@ -113,3 +125,30 @@ class KernelThreads:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="optimizer")
             return self._pool
+
+
+_OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _openmp_parallel() -> Any:
+    """Return the entry of the OpenMP library that torch has loaded: body, its argument, threads, flags. None: has none.
+
+    GCC's library and LLVM's both have it, under this name.
+    """
+    import torch
+
+    has_openmp: bool = torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
+    parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if has_openmp else None
+    if parallel is not None:
+        parallel.argtypes = [_OPENMP_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+    return parallel
+
+
+def _errors_of(worker: Callable[[], None]) -> list[BaseException]:
+    try:
+        worker()
+    except BaseException as error:
+        return [error]
+    return []

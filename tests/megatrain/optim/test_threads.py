@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 
 import pytest
 
@@ -33,6 +35,37 @@ def test_every_call_is_made_once() -> None:
     threads.run([lambda index=index: done.append(index) for index in range(100)])  # type: ignore[misc]
     threads.close()
     assert sorted(done) == list(range(100))
+
+
+def test_threads_of_torchs_operations_make_every_call_once_and_are_those_of_before() -> None:
+    threads, done, makers = KernelThreads(3, among_operations=True), list[int](), set[int]()
+
+    def call(index: int) -> None:
+        done.append(index)
+        makers.add(threading.get_native_id())
+        time.sleep(0.001)
+
+    for _ in range(2):
+        threads.run([partial(call, index) for index in range(100)])
+    assert sorted(done) == sorted([*range(100)] * 2)
+    assert 2 <= len(makers) <= 3, "no other threads in the second run"
+    threads.close()
+
+
+@pytest.mark.parametrize("number", [0, 3, 9])
+def test_an_error_on_a_thread_of_torchs_operations_is_raised_after_the_others_have_ended(number: int) -> None:
+    threads, done = KernelThreads(2, among_operations=True), list[int]()
+
+    def call(index: int) -> None:
+        if index == number:
+            raise OverflowError(f"call {index}")
+        done.append(index)
+
+    with pytest.raises(OverflowError, match=f"call {number}"):
+        threads.run([partial(call, index) for index in range(10)])
+    assert number not in done
+    threads.run([partial(call, 100 + index) for index in range(10)])
+    assert {100 + index for index in range(10)} <= set(done)
 
 
 def test_calls_run_at_the_same_time() -> None:
