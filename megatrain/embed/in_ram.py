@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,24 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["UpdatesInRam", "norms_in_ram"]
 
 
-class _Kind(NamedTuple):
-    """What parameters have in common that one kernel can update.
-
-    Attributes:
-        settings: in this step, one object. split_master: there is a low half. weight, gradient: dtypes.
-    """
-
-    settings: int
-    split_master: bool
-    weight: torch.dtype
-    gradient: torch.dtype
-
-
 @dataclass(slots=True)
 class _Alike:
-    """Parameters of one kind, one entry of each list for each."""
+    """Parameters that one call of a kernel can update, one entry of each list for each.
+
+    Attributes:
+        settings: of all of them. split_master: there is a low half. gradient_dtype: of the gradients.
+    """
 
     settings: Settings
+    split_master: bool
+    gradient_dtype: torch.dtype
     names: list[tuple[UntieredGroup, str]] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -80,36 +73,35 @@ class UpdatesInRam:
 
     def update(self, works: Mapping[StateGroup, Work]) -> dict[StateGroup, Work]:
         """Make the updates of groups that are in RAM; return the others."""
-        found = ((group, work) for group, work in works.items() if isinstance(group, UntieredGroup))
-        mine = {group: work for group, work in found if _is_simple(group, work)}
+        mine, alike = _sorted_by_kind(works)
         if mine:
-            store = next(iter(mine)).store
+            store, grad_scale = mine[0].store, works[mine[0]].grad_scale
             requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.keys.values()]
             with torch.no_grad(), store.acquire_many(requests) as leases:
                 addresses = {lease.key: lease.tensor.data_ptr() for lease in leases}
-                alike = _sorted_by_kind(mine)
-                self._threads.run(list(self._calls(mine, alike, addresses)))
-            increment_version([parameter for each in alike.values() for parameter in each.parameters])
+                self._threads.run(list(self._calls(alike, grad_scale, addresses)))
+            increment_version([parameter for each in alike for parameter in each.parameters])
         return {group: work for group, work in works.items() if group not in mine}
 
     def _calls(
-        self, works: Mapping[UntieredGroup, Work], alike: Mapping[_Kind, _Alike], addresses: Mapping[str, int]
+        self, alike: Sequence[_Alike], grad_scale: float, addresses: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
-        grad_scale = next(iter(works.values())).grad_scale
         blocks = tuple(addresses.values())
-        for number, (kind, each) in enumerate(alike.items()):
+        for number, each in enumerate(alike):
             settings, num_threads = each.settings, self._threads.num_threads
             arithmetic = cast("ElementwiseOptimizer", settings.arithmetic)
-            own = [(id(p), p.data_ptr(), p.numel()) for p in each.parameters]
-            places = (kind[1:], type(arithmetic), num_threads, own, blocks)
+            sizes = [parameter.numel() for parameter in each.parameters]
+            assert [gradient.numel() for gradient in each.gradients] == sizes
+            own = (list(map(id, each.parameters)), [parameter.data_ptr() for parameter in each.parameters], sizes)
+            places = (each.split_master, type(arithmetic), num_threads, *own, blocks)
             table = self._tables.get(number)
             if table is None or table.places != places:
                 table = self._tables[number] = _make_table(places, each, arithmetic, addresses, num_threads)
-            assert [gradient.numel() for gradient in each.gradients] == [size for _, _, size in own]
             starts = np.array([gradient.data_ptr() for gradient in each.gradients], np.int64)
-            table.rows[:, -2] = starts[table.of] + table.offsets * kind.gradient.itemsize
+            table.rows[:, -2] = starts[table.of] + table.offsets * each.gradient_dtype.itemsize
             update = Update(settings.step, settings.lr, grad_scale)
-            call = arithmetic.rows_call(kind.split_master, kind.gradient, Segment(0, 0, settings.weight_decay), update)
+            segment = Segment(0, 0, settings.weight_decay)
+            call = arithmetic.rows_call(each.split_master, each.gradient_dtype, segment, update)
             for first, last in table.calls:
                 yield partial(call, table.rows[first:last])
 
@@ -130,20 +122,31 @@ def norms_in_ram(groups: list[UntieredGroup], threads: KernelThreads) -> dict[nn
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
-def _sorted_by_kind(works: Mapping[UntieredGroup, Work]) -> dict[_Kind, _Alike]:
-    found: dict[_Kind, _Alike] = {}
+def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[UntieredGroup], list[_Alike]]:
+    """Return the groups of which every number is where the kernels can take it, and their parameters by kind."""
+    groups: list[UntieredGroup] = []
+    alike: dict[tuple[object, ...], _Alike] = {}
     for group, work in works.items():
-        split_master = "low" in group.kinds
+        if not isinstance(group, UntieredGroup) or not group.is_in_ram:
+            continue
+        dtype, split_master = group.dtype, "low" in group.kinds
+        entries: list[tuple[tuple[object, ...], str, Settings, nn.Parameter, Tensor]] = []
         for name, settings in work.settings.items():
             parameter, gradient = group.parameters[name], work.gradients[name]
-            kind = _Kind(id(settings), split_master, parameter.dtype, gradient.dtype)
-            each = found.get(kind)
-            if each is None:
-                each = found[kind] = _Alike(settings)
-            each.names.append((group, name))
-            each.parameters.append(parameter)
-            each.gradients.append(gradient)
-    return found
+            has_kernel = isinstance(settings.arithmetic, ElementwiseOptimizer)
+            if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
+                break
+            entries.append(((id(settings), dtype, gradient.dtype), name, settings, parameter, gradient))
+        else:
+            groups.append(group)
+            for kind, name, settings, parameter, gradient in entries:
+                each = alike.get(kind)
+                if each is None:
+                    each = alike[kind] = _Alike(settings, split_master, gradient.dtype)
+                each.names.append((group, name))
+                each.parameters.append(parameter)
+                each.gradients.append(gradient)
+    return groups, list(alike.values())
 
 
 def _make_table(
@@ -181,19 +184,6 @@ def _place(
         return 0, 0
     itemsize = group.kinds[kind].dtype.itemsize
     return addresses[group.keys[kind]] + group.starts[kind][name] * itemsize, itemsize
-
-
-def _is_simple(group: UntieredGroup, work: Work) -> bool:
-    if not group.is_in_ram:
-        return False
-    dtype, parameters = group.dtype, group.parameters
-    return all(
-        isinstance(settings.arithmetic, ElementwiseOptimizer)
-        and (parameter := parameters[name]).is_contiguous()
-        and parameter.dtype == dtype
-        and _is_flat(work.gradients[name])
-        for name, settings in work.settings.items()
-    )
 
 
 def _is_flat(gradient: Tensor) -> bool:

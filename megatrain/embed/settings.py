@@ -93,7 +93,7 @@ def check_settings(param_group: Mapping[str, Any]) -> None:
 
 
 def settings_of(
-    taken: Iterable[tuple[StateGroup, Mapping[str, object]]],
+    taken: Sequence[tuple[StateGroup, Mapping[str, object]]],
     param_groups: Iterable[Mapping[str, Any]],
     arithmetic_of: Callable[[Mapping[str, Any]], Optimizer],
     steps: Mapping[nn.Parameter, int],
@@ -108,27 +108,31 @@ def settings_of(
     Raises:
         ValueError: a setting was changed to one that needs state which was never made.
     """
-    kinds = {id(group.parameters[name]): group.kinds.keys() for group, names in taken for name in names}
+    with_gradient = {id(group.parameters[name]) for group, names in taken for name in names}
     found: dict[int, Settings] = {}
-    counts: list[tuple[nn.Parameter, int]] = []
+    counted: list[tuple[nn.Parameter, int]] = []
     for param_group in param_groups:
+        own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
         arithmetic, lr = arithmetic_of(param_group), float(param_group["lr"])
-        needed = {kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}
-        decay, at_step = float(param_group.get("weight_decay", 0.0)), dict[int, Settings]()
-        for parameter in param_group["params"]:
-            if (kept := kinds.get(id(parameter))) is None:
-                continue
-            if not needed <= kept:
-                raise ValueError(
-                    f"no {', '.join(sorted(needed - kept))} is kept of a parameter of this group: its settings were "
-                    "others when its state was made. Give them to the constructor"
-                )
-            step = steps.get(parameter, 0) + 1
-            if step not in at_step:
-                at_step[step] = Settings(arithmetic, step, lr, decay)
-            counts.append((parameter, step))
-            found[id(parameter)] = at_step[step]
-    return found, counts
+        decay = float(param_group.get("weight_decay", 0.0))
+        _check_state({kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}, own, taken)
+        counts = [steps.get(parameter, 0) + 1 for parameter in own]
+        at_step = {step: Settings(arithmetic, step, lr, decay) for step in set(counts)}
+        counted.extend(zip(own, counts, strict=True))
+        found.update(zip(map(id, own), map(at_step.__getitem__, counts), strict=True))
+    return found, counted
+
+
+def _check_state(
+    needed: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
+) -> None:
+    for group, _ in taken:
+        missing = needed - group.kinds.keys()
+        if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
+            raise ValueError(
+                f"no {', '.join(sorted(missing))} is kept of a parameter of this group: its settings were others when "
+                "its state was made. Give them to the constructor"
+            )
 
 
 def packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
