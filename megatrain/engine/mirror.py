@@ -20,15 +20,16 @@ __all__ = ["HostMirror"]
 
 #: Operations whose result the host computes too. Each is a function of its arguments alone, and exact on integers; an
 #: operation that is not here only ends the mirroring of its result.
-_EXACT: frozenset[str] = frozenset(
-    "__add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__ __rsub__ __sub__ "
-    "add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous cumsum detach diff eq expand "
-    "flatten ge gt int le logical_and logical_not logical_or long lt max min ne reshape squeeze sub sum to unsqueeze "
-    "view".split()
-)
+_EXACT_NAMES = """
+    __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
+    __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
+    cumsum detach diff eq expand flatten ge gt int le logical_and logical_not logical_or long lt max
+    min ne reshape squeeze sub sum to unsqueeze view
+"""
+_EXACT = frozenset(_EXACT_NAMES.split())
 #: Makes tensors out of numbers: no argument is a tensor.
-_CREATED: frozenset[str] = frozenset("arange full ones zeros".split())
-_LOOKS: frozenset[str] = frozenset("__bool__ __contains__ __index__ __int__ item tolist".split())
+_CREATED = frozenset({"arange", "full", "ones", "zeros"})
+_LOOKS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
 _NOT_MIRRORED = object()
 
 

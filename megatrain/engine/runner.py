@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.head import ChunkedHead, HeadPlan, TrunkOutput, plan_head, without_auxiliary_loss
-from megatrain.engine.labels import count_labels, labelled_rows, shifted_labels, without_labels
+from megatrain.engine.labels import count_labels, shifted_labels, without_labels
 from megatrain.engine.objective import Objective
 from megatrain.engine.staging import MicroBatches, read_numbers
 from megatrain.engine.suspend import RandomStates

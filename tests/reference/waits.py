@@ -31,7 +31,7 @@ METHODS = ("cpu", "numpy", "tolist")
 
 
 class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that would wait, by name; also an index that is a mask, whose result has as many rows as hits."""
+    """Counts operations that would wait, by name; also an index that is a mask: its hits are counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
