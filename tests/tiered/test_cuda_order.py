@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -155,10 +156,13 @@ def test_reading_a_copy_that_is_being_written_back_waits_for_nothing(device: Laz
     while copy.transfer is None or copy.transfer.event is None:
         time.sleep(0.001)
     assert copy.state is CopyState.DRAINING
+    opener = threading.Timer(5, gate.open)  # so that a wait for the copy out fails here and does not hang
+    opener.start()
     with store.acquire("block", "gpu", timeout_s=30) as lease:
         again = lease.tensor
         device.launch(lambda: again.mul_(1.0))
-    assert copy.state is CopyState.DRAINING
+    assert copy.state is CopyState.DRAINING and not gate.is_open
+    opener.cancel()
     gate.open()
     assert read_in_ram(store, "block") == [4.0]
 
@@ -271,14 +275,15 @@ class Trainer:
     def act(self) -> None:
         key, choice = self.random.choice(self.keys), self.random.random()
         stream = self.random.choice(self.streams)
+        named = None if stream is self.device.default else stream  # the current one need not be named
         if choice < 0.35:
-            lease = self.store.acquire(key, "gpu", "r", stream=stream)
+            lease = self.store.acquire(key, "gpu", "r", stream=named)
             stream.queue(self.kernel(key, lease.tensor, None))
-            lease.release(stream)
+            lease.release(named)
         elif choice < 0.7:
-            lease = self.store.acquire(key, "gpu", "rw", stream=stream)
+            lease = self.store.acquire(key, "gpu", "rw", stream=named)
             stream.queue(self.kernel(key, lease.tensor, lambda value: value + 1.0))
-            lease.release(stream)
+            lease.release(named)
         elif choice < 0.8:
             with self.store.acquire(key, "ram", "r") as lease:
                 self.kernel(key, lease.tensor, None)()
