@@ -46,7 +46,7 @@ class HostMirror(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_answers = 0
         self._max_elements = 0
         self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
@@ -101,8 +101,10 @@ class HostMirror(TorchFunctionMode):
     def _host_of(self, value: Any) -> Any:
         """Return what stands for an argument on the host, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
-            host, version = self._known.get(value, (None, 0))
-            return host if host is not None and version == value._version else _NOT_MIRRORED
+            if value not in self._known:
+                return _NOT_MIRRORED
+            host, version = self._known[value]
+            return host if version == value._version else _NOT_MIRRORED
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, tuple | list):
@@ -136,4 +138,5 @@ def _look(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ..
         return bool((values == rest[0]).any())
     if values.size != 1:
         return func(host, *rest)  # raises as it would have
-    return {"__bool__": bool, "__index__": int, "__int__": int, "item": lambda value: value}[name](values.item())
+    value = values.item()
+    return value if name == "item" else bool(value) if name == "__bool__" else int(value)

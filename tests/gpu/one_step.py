@@ -18,9 +18,9 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from reference.gpu_run import gpu_config_text, gpu_tier
-from reference.tiered_run import run_config
-from reference.tiny_model import write_tiny_model
+from reference.gpu_run import gpu_config_text, gpu_tier  # noqa: E402
+from reference.tiered_run import run_config  # noqa: E402
+from reference.tiny_model import write_tiny_model  # noqa: E402
 
 STATE_ON_NVME = 'optimizer = ["nvme"]'
 

@@ -132,7 +132,7 @@ class LazyStream:
             self.work.append(work)
 
     def wait_event(self, event: LazyEvent) -> None:
-        """Wait for what the event was recorded after; an event that was never recorded is not waited for, as in CUDA."""
+        """Wait for what the event was recorded after. One that was never recorded is not waited for, as in CUDA."""
         place = event.place
         if place is not None:
             self.queue(lambda: place[0].run_to(place[1], counts=False))

@@ -1,4 +1,4 @@
-"""The order of kernels and copies on a device that does nothing before it must; tests/gpu has the same on a real one."""
+"""The order of kernels and copies on a device that does nothing before it must; tests/gpu has a real one."""
 
 from __future__ import annotations
 

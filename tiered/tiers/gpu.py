@@ -200,7 +200,7 @@ def _numbered(device: torch.device) -> torch.device:
 
     A process that has not initialised CUDA yet cannot have chosen another device than the first.
     """
-    if device.type != "cuda" or device.index is not None:
+    if device.type != "cuda" or ":" in str(device):
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
