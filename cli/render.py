@@ -351,7 +351,9 @@ def summary_lines(summary: RunSummary) -> list[str]:
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
         lines.append(f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}")
     if summary.link_bytes:
-        lines.append("moved  " + "  ".join(f"{link} {format_size(n)}" for link, n in summary.link_bytes.items()))
+        paths = {link: f" ({path})" for link, path in summary.link_paths.items() if path}
+        moved = [f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in summary.link_bytes.items()]
+        lines.append("moved  " + "  ".join(moved))
     if summary.written_bytes:
         lines.append("wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in summary.written_bytes.items()))
     if summary.export_dir is not None:

@@ -300,6 +300,7 @@ class Loop:
             tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
             tier_capacity_bytes=dict(self._plan.budgets),
             link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            link_paths={name: link.path for name, link in moved.links.items()},
             written_bytes=dict(moved.written_bytes),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             export_dir=export_dir,

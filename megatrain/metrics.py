@@ -182,6 +182,8 @@ class RunSummary:
         num_real_tokens, num_trained_tokens: over all steps.
         tier_peak_bytes, tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
         link_bytes: ``"ram->nvme"`` -> bytes moved in the whole run.
+        link_paths: the same links -> the way their bytes took, as the link itself says: ``cuda``, ``posix-direct``,
+            ``kvikio-gds`` ...
         written_bytes: path on a drive -> bytes written to it in all steps.
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
@@ -204,6 +206,7 @@ class RunSummary:
     saved_step: int | None = None
     written_bytes: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[str, EvaluationMetrics] = field(default_factory=dict)
+    link_paths: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values; those that are not finite become text."""

@@ -138,15 +138,30 @@ class Grants:
         tier = self.movement.tiers[copy.tier]
         if mode == "w" and copy.state is CopyState.STALE:
             copy.move(CopyState.FILLING)
-        if copy.transfer is not None and copy.transfer.event is not None:
-            copy.transfer.wait_stream(stream if stream is not None else tier.current_stream())  # type: ignore[attr-defined]
-        lease = Lease(self, block, copy, mode, tier.tensor(copy.slot, block.spec.shape, block.spec.dtype))
+        tensor = tier.tensor(copy.slot, block.spec.shape, block.spec.dtype)
+        self._order(copy, tier, stream)
+        lease = Lease(self, block, copy, mode, tensor)
         if mode == "r":
             copy.readers += 1
         else:
             block.writer = lease
         self.leases.add(lease)
         return lease
+
+    @staticmethod
+    def _order(copy: Copy, tier: Tier, stream: Any) -> None:
+        """Order kernels that will use a copy behind what they depend on; host memory has no streams and no need."""
+        current_stream = getattr(tier, "current_stream", None)
+        if current_stream is None:
+            return
+        # A write-back under way only reads the copy: it holds up no reader.
+        filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
+        if filled_by is not None and filled_by.event is not None and filled_by.error is None:
+            filled_by.wait_stream(stream if stream is not None else current_stream())
+        if stream is not None:
+            # The tensor was ordered for the current stream. Kernels on this one must not overtake those before them,
+            # of this block or of another that the slot held.
+            tier.order_before(copy.slot, stream)  # type: ignore[attr-defined]
 
     def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
         block, copy = lease._block, lease._copy

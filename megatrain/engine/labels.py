@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["count_labels", "doubles", "labelled_rows", "shifted_labels", "without_labels"]
+__all__ = ["count_labels", "labelled_rows", "shifted_labels", "without_labels"]
 
 _IGNORED = -100
 
@@ -19,27 +20,21 @@ def shifted_labels(labels: Tensor) -> Tensor:
 
 
 def count_labels(shifted: Tensor) -> int:
-    """Return how many positions have a label."""
-    return int((shifted != _IGNORED).sum())
+    """Return how many positions have a label. By numpy: labels are looked at on the host, never on a device."""
+    return int(np.count_nonzero(shifted.numpy() != _IGNORED))
 
 
-def labelled_rows(shifted: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions [N] that have a label and their labels [N], on a device.
+def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions [N] that have a label and their labels [N].
 
     Args:
-        shifted: [B * S].
+        shifted: [B * S], on the host.
     """
-    rows = (shifted != _IGNORED).nonzero().squeeze(1)
-    return rows.to(device), shifted[rows].to(device)
+    labels = shifted.numpy()
+    rows = np.flatnonzero(labels != _IGNORED)
+    return torch.from_numpy(rows), torch.from_numpy(labels[rows])
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a micro-batch without its labels."""
     return {key: value for key, value in batch.items() if key != "labels"}
-
-
-def doubles(losses: Sequence[Tensor]) -> list[float]:
-    """Return loss terms in double precision, with one synchronisation."""
-    if not losses:
-        return []
-    return [float(loss) for loss in torch.stack([loss.to(torch.float64) for loss in losses]).tolist()]

@@ -25,7 +25,7 @@ from megatrain.engine.program import (
     weight_key,
 )
 from megatrain.models.layout import UnitLayout, views
-from megatrain.optim.clip import squared_norm, sum_gradients
+from megatrain.optim.clip import device_squared_norm, squared_norm, sum_gradients
 from megatrain.optim.threads import KernelThreads
 from tiered.lease import Lease
 
@@ -85,7 +85,8 @@ class StoreAccess:
         self._turn: Turn | None = None
         self._merges: dict[str, dict[int, set[str]]] = {}
         self._shapes: dict[str, torch.Size] = {}
-        self.squared_norms: dict[str, float] = {}
+        #: By layout; on a device as a scalar there: reading it would make the host wait in the middle of the step.
+        self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
 
     # -- the program counter -----------------------------------------------------------------------------------
@@ -239,12 +240,8 @@ class StoreAccess:
         self.with_gradient[name] = total
         self.squared_norms[name] = self._squared_norm(tensors[key])
 
-    def _squared_norm(self, gradient: torch.Tensor) -> float:
-        if not gradient.is_cuda:
-            return squared_norm(gradient, self._threads)
-        # Pieces bound the fp64 temporary; their order is fixed, so the sum is the same wherever blocks live.
-        partials = [piece.double().square().sum() for piece in torch.split(gradient, 1 << 22)]
-        return float(torch.stack(partials).sum())
+    def _squared_norm(self, gradient: torch.Tensor) -> float | torch.Tensor:
+        return device_squared_norm(gradient) if gradient.is_cuda else squared_norm(gradient, self._threads)
 
     # -- activations -------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.head import ChunkedHead, HeadPlan, TrunkOutput, plan_head, without_auxiliary_loss
-from megatrain.engine.labels import count_labels, doubles, labelled_rows, shifted_labels, without_labels
+from megatrain.engine.labels import count_labels, shifted_labels, without_labels
 from megatrain.engine.objective import Objective
+from megatrain.engine.staging import MicroBatches, read_numbers
 from megatrain.engine.suspend import RandomStates
 from megatrain.engine.trunk import SuspendedOutput, Trunk, VisitOrderError
 from megatrain.engine.units import BoundUnit, installed_stubs
@@ -30,11 +31,32 @@ if TYPE_CHECKING:
     from megatrain.engine.visit import UnitVisit
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["LayerRunner", "NoTrainedTokensError", "StepLoss", "SummedLoss", "VisitOrderError", "shifted_labels"]
+__all__ = [
+    "LayerRunner",
+    "NoTrainedTokensError",
+    "QueuedLoss",
+    "StepLoss",
+    "SummedLoss",
+    "VisitOrderError",
+    "shifted_labels",
+]
 
 
 class NoTrainedTokensError(Exception):
     """No token of the step has a label."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedLoss:
+    """Loss of one optimizer step that the device may not have computed yet.
+
+    Attributes:
+        terms: Scalars on the compute device; the loss is their sum in double precision, in this order.
+        num_trained_tokens: Tokens that have a label after the shift.
+    """
+
+    terms: tuple[Tensor, ...]
+    num_trained_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,7 @@ class LayerRunner:
         self._order = order
         self._objective = objective or Objective()
         self._random = RandomStates(self._device, enabled=random_enabled)
+        self._micro_batches = MicroBatches(self._device)
         _move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
@@ -115,7 +138,15 @@ class LayerRunner:
             )
         self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
         self._trunk = Trunk(
-            graph, access, self.bounds, self._random, self._device, self._plan, trace, self._announce_backward
+            graph,
+            access,
+            self.bounds,
+            self._random,
+            self._device,
+            self._plan,
+            trace,
+            self._announce_backward,
+            self._micro_batches.mirror,
         )
         self._next_backward = -1
 
@@ -144,6 +175,16 @@ class LayerRunner:
     ) -> StepLoss:
         """Run forward and backward of all micro-batches; gradients are in the access's accumulators afterwards.
 
+        Waits for the device at the end, to read the loss. Arguments and errors are those of `queue`.
+        """
+        queued = self.queue(micro_batches, num_items=num_items, seed=seed)
+        return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
+
+    def queue(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], *, num_items: int | None = None, seed: int = 0
+    ) -> QueuedLoss:
+        """Queue forward and backward of all micro-batches on the current stream, without reading from the device.
+
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
             num_items: Trained tokens that the loss is the mean over; None counts those given.
@@ -167,14 +208,14 @@ class LayerRunner:
         losses: list[Tensor] = []
         random_state = self._random.get()
         try:
+            # All groups at once: a second use of the staging memory would wait for the first group's copies.
+            batches, rows = self._micro_batches.place(dict(enumerate(micro_batches)), dict(enumerate(shifted)))
             for group in groups:
-                batches = {number: self._on_device(micro_batches[number]) for number in group}
-                rows = {number: labelled_rows(shifted[number], self._device) for number in group}
-                losses += self.run_pass(batches, rows, total, seed)
+                own = {number: batches.pop(number) for number in group}
+                losses += self.run_pass(own, rows, total, seed)
         finally:
-            self._random.set(random_state)
-            self._trunk.visits = []
-        return StepLoss(float(sum(doubles(losses))), sum(counts))
+            self._end_pass(random_state)
+        return QueuedLoss(tuple(losses), sum(counts))
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode, each unit for all of them before the next.
@@ -193,17 +234,16 @@ class LayerRunner:
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
         # Those without a label add nothing; but some micro-batch has to come to the units that are planned.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
-        rows = {number: labelled_rows(shifted[number], self._device) for number in counts}
         model.eval()
         try:
             with torch.no_grad(), without_auxiliary_loss(model):
-                batches = {number: self._on_device(micro_batches[number]) for number in counts}
+                chosen = {number: micro_batches[number] for number in counts}
+                batches, rows = self._micro_batches.place(chosen, {number: shifted[number] for number in counts})
                 losses = self._forward_pass(batches, rows, counts)
         finally:
             model.train()
-            self._random.set(random_state)
-            self._trunk.visits = []
-        return SummedLoss(tuple(doubles(losses)), sum(counts.values()))
+            self._end_pass(random_state)
+        return SummedLoss(tuple(read_numbers(losses)), sum(counts.values()))
 
     # -- one pass over a group of micro-batches ----------------------------------------------------------------
 
@@ -303,8 +343,10 @@ class LayerRunner:
             self._access.begin("backward", visit)
         self._next_backward -= 1
 
-    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {key: value.to(self._device, non_blocking=True) for key, value in batch.items()}
+    def _end_pass(self, random_state: tuple[Tensor, ...]) -> None:
+        self._random.set(random_state)
+        self._trunk.visits = []
+        self._micro_batches.forget()
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from megatrain.engine.program import Stays, StepProgram, gradient_key, state_key, uses_of_layouts
 from megatrain.engine.residency import StoreAccess
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.runner import LayerRunner, QueuedLoss
+from megatrain.engine.staging import read_numbers
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import clip_coefficient, global_norm
 from megatrain.optim.threads import KernelThreads
@@ -135,22 +136,29 @@ class StepEngine:
         self._access.start_step(number, updates=self._pending is not None)
         if not self._defers:  # no norm decides about the update: each part is made as soon as its gradient is there
             self._pending = self._next_update(number, lr, scale=1.0)
-        loss = self._runner.forward_backward(micro_batches, seed=self._seed + number)
+        queued = self._runner.queue(micro_batches, seed=self._seed + number)
         self._access.end_step()
         self._pending = None  # its last part was made on the way
-        norm = global_norm(self._access.squared_norms[layout.name] for layout, _ in self._trained.values())
+        loss, norm = self._read(queued)
         if not self._defers:
-            return StepResult(loss.loss, norm, loss.num_trained_tokens)
+            return StepResult(loss, norm, queued.num_trained_tokens)
         if math.isfinite(norm):
             self._pending = self._next_update(number, lr, scale=clip_coefficient(norm, self._max_grad_norm))
         elif self._nonfinite == "ignore":
             self._pending = self._next_update(number, lr, scale=self._max_grad_norm / norm)  # as in torch
         elif self._nonfinite == "stop":
             raise NonFiniteGradientError(
-                f"step {number + 1}: the gradient is not finite (loss {loss.loss}); nothing was updated in this step. "
+                f"step {number + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "
                 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
             )
-        return StepResult(loss.loss, norm, loss.num_trained_tokens, skipped=self._pending is None)
+        return StepResult(loss, norm, queued.num_trained_tokens, skipped=self._pending is None)
+
+    def _read(self, queued: QueuedLoss) -> tuple[float, float]:
+        """Return loss and global norm: the only wait of a step for all that the device has to do."""
+        squares = [self._access.squared_norms[layout.name] for layout, _ in self._trained.values()]
+        numbers = read_numbers([*queued.terms, *squares])
+        num_terms = len(queued.terms)
+        return float(sum(numbers[:num_terms])), global_norm(numbers[num_terms:])
 
     def _next_update(self, number: int, lr: float, *, scale: float) -> _PendingUpdate:
         self.num_updates += 1

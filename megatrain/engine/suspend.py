@@ -8,6 +8,7 @@ they change hands with every switch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,7 @@ class SuspendedForward:
         function: Runs the forward, given this object; every unit call inside reaches `suspend`.
         random: Whose state is switched.
         seed: Seed of the forward's random stream.
+        mirror: Entered while the forward's own code runs, not while the engine does; None: nothing.
 
     Attributes:
         call: The unit call it waits for, None once finished.
@@ -125,8 +127,10 @@ class SuspendedForward:
         random: RandomStates,
         device: torch.device,
         seed: int,
+        mirror: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.micro_batch = micro_batch
+        self._mirror = mirror or nullcontext()
         self.call: UnitCall | None = None
         self.result: Any = None
         self._random = random
@@ -163,7 +167,8 @@ class SuspendedForward:
         for target, key, value, _ in self._bindings:
             target[key] = value
         try:
-            given = switch()
+            with self._mirror:
+                given = switch()
         finally:
             for target, key, _, original in self._bindings:
                 target[key] = original

@@ -17,6 +17,7 @@ from megatrain.engine.visit import UnitVisit
 if TYPE_CHECKING:
     from megatrain.engine.access import BlockAccess
     from megatrain.engine.head import HeadPlan
+    from megatrain.engine.mirror import HostMirror
     from megatrain.engine.trace import VisitTrace
     from megatrain.engine.units import BoundUnit
     from megatrain.models.graph import ModelGraph
@@ -51,6 +52,7 @@ class Trunk:
         head: Where the model is cut; None: its forward runs to the end.
         trace: Expected visits; None checks nothing.
         announce_backward: Called with a visit's number before its backward asks for anything.
+        mirror: Answers the model's questions about its inputs; None: it looks for itself.
 
     Attributes:
         visits: Those of the pass that is running.
@@ -66,7 +68,9 @@ class Trunk:
         head: HeadPlan | None,
         trace: VisitTrace | None,
         announce_backward: Callable[[int], None],
+        mirror: HostMirror | None = None,
     ) -> None:
+        self._mirror = mirror
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
         self._head, self._trace = head, trace
@@ -98,7 +102,12 @@ class Trunk:
         anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
         forwards = [
             SuspendedForward(
-                number, self._forward_of(batch, num_items), self._random, self._device, micro_batch_seed(seed, number)
+                number,
+                self._forward_of(batch, num_items),
+                self._random,
+                self._device,
+                micro_batch_seed(seed, number),
+                self._mirror,
             )
             for number, batch in batches.items()
         ]

@@ -20,11 +20,21 @@ from megatrain.optim.base import GRADIENT_DTYPES
 from megatrain.optim.elementwise import flat_gradient
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_out
 
-__all__ = ["clip_coefficient", "global_norm", "squared_norm", "squared_norms", "sum_gradients", "warm_up"]
+__all__ = [
+    "clip_coefficient",
+    "device_squared_norm",
+    "global_norm",
+    "squared_norm",
+    "squared_norms",
+    "sum_gradients",
+    "warm_up",
+]
 
 _EPS = 1e-6
 """Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
 _CALLER = KernelThreads(1)
+_PIECE_ELEMENTS = 1 << 22
+"""Of a gradient on a device: bounds the fp64 temporaries, 32 MiB each."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
@@ -96,6 +106,20 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
     threads.run(calls)
     sums = partials.tolist()
     return [_sum_in_order(sums[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+
+def device_squared_norm(gradient: Tensor) -> Tensor:
+    """Return the fp64 sum of squares of one block group's gradient as a scalar where the gradient is; nothing waits.
+
+    Its own order of addition: a few last bits away from `squared_norm`, and the same wherever blocks live. The pieces
+    are cut by position alone, and what torch adds up are temporaries of its own, aligned alike for every gradient:
+    where the gradient itself lies does not decide how a kernel groups its sums.
+
+    Args:
+        gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
+    """
+    partials = [piece.double().square().sum() for piece in torch.split(gradient, _PIECE_ELEMENTS)]
+    return torch.stack(partials).sum()
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:

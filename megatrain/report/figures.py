@@ -82,6 +82,7 @@ class Figures:
         time_s: what a step spends its time on -> mean seconds, the largest share first.
         tokens_per_s, trained_tokens_per_s, model_flops_per_s, hardware_flops_per_s: over the steps in ``time_s``.
         tiers: tier -> peak. capacity_bytes: by tier. links: link -> bytes per step.
+        link_paths: link -> the way its bytes took in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
         rss_first_bytes, rss_last_bytes, rss_peak_bytes: after the first steps, at the end, and the most.
         restarts: (step, date and time) of each start but the first.
     """
@@ -119,6 +120,7 @@ class Figures:
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     export_dir: str | None = None
+    link_paths: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; numbers that are not finite become None."""
@@ -158,6 +160,7 @@ def compute_figures(history: RunHistory) -> Figures:
         tiers=_tiers(history),
         capacity_bytes=_capacities(history),
         links=_links(history, warm),
+        link_paths=dict(history.ends[-1].get("link_paths") or {}) if history.ends else {},
         drives=_drives(history, warm),
         rss_first_bytes=rss[min(4, len(rss) - 1)] if rss else None,
         rss_last_bytes=rss[-1] if rss else None,

@@ -107,7 +107,10 @@ def _comparison(figures: Figures) -> str:
         limit = figures.capacity_bytes.get(tier)
         note = "planned is the least that it needs" + (f"; capacity {format_size(limit)}" if limit else "")
         rows.append((f"{tier}, most in use", planned, measured, note))
-    rows += [(f"{link} per step", *_cells(moved, format_size, is_exact=True)) for link, moved in figures.links.items()]
+    for link, moved in figures.links.items():
+        planned, measured, error = _cells(moved, format_size, is_exact=True)
+        note = "; ".join(part for part in (error, figures.link_paths.get(link)) if part)
+        rows.append((f"{link} per step", planned, measured, note))
     for path, drive in figures.drives.items():
         planned, measured, error = _cells(drive.bytes_per_step, format_size, is_exact=True)
         rows.append(

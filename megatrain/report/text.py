@@ -62,6 +62,7 @@ def _comparison(figures: Figures) -> Iterator[str]:
         unit, name = _unit(max(moved.planned or 0, moved.measured or 0))
         error = moved.error
         note = "" if error is None else "per step" if error == 0 else f"per step, {error:+.2%}"
+        note = ", ".join(part for part in (note, figures.link_paths.get(link)) if part)
         yield _row(f"{link} {name}", moved, unit, note)
 
 

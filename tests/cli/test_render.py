@@ -26,7 +26,18 @@ def metrics(step: int) -> StepMetrics:
 
 
 SUMMARY = RunSummary(
-    10, 2.0, 1.0, 5.0, 1000, 500, {"ram": GiB}, {"ram": 2 * GiB}, {"ram->nvme": GiB}, GiB, Path("out/final")
+    10,
+    2.0,
+    1.0,
+    5.0,
+    1000,
+    500,
+    {"ram": GiB},
+    {"ram": 2 * GiB},
+    {"ram->nvme": GiB},
+    GiB,
+    Path("out/final"),
+    link_paths={"ram->nvme": "posix-direct", "nvme->ram": "posix-direct"},
 )
 
 
@@ -47,7 +58,7 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     assert lines[-4:] == [
         "done   10 steps in 5.00 s   loss 2.0000 -> 1.0000   200 tok/s   1,000 tokens, 500 trained",
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
-        "moved  ram->nvme 1.00 GiB",
+        "moved  ram->nvme 1.00 GiB (posix-direct)",
         "model  out/final",
     ]
     assert "\x1b" not in stream.getvalue()

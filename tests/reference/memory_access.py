@@ -14,11 +14,13 @@ from megatrain.models.layout import views
 class MemoryAccess:
     """Weights in flat blocks laid out by the graph, activations cloned, one fp32 accumulator per use site."""
 
-    def __init__(self, graph: ModelGraph, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, graph: ModelGraph, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
         self._graph = graph
         self._weights: dict[str, torch.Tensor] = {}
         for layout in graph.layouts.values():
-            flat = torch.zeros(layout.num_elements, dtype=dtype)
+            flat = torch.zeros(layout.num_elements, dtype=dtype, device=device)
             for name, view in views(flat, layout).items():
                 view.copy_(parameters[name].detach())
             self._weights.update(views(flat, layout))

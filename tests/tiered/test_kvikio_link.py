@@ -164,7 +164,7 @@ def test_the_probe_finds_what_the_stand_in_can_do(
     modules = set(sys.modules)
     found = probe_kvikio(tmp_path)
     assert found.installed and found.version and found.libcuda
-    assert found.host_bytes == MiB, found
+    assert found.host_bytes == found.gpu_bytes == MiB, found
     assert not found.carries_gds and found.reason, found
     assert not list(tmp_path.iterdir())
     assert set(sys.modules) == modules, "kvikio is imported in the probe's process only"
@@ -176,6 +176,18 @@ def test_a_driver_without_a_device_is_reported(stand_in: Path, tmp_path: Path, m
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))
     monkeypatch.setenv("STAND_IN_CUDA", "no-device")
     assert "cuInit returned CUDA error 100" in probe_kvikio(tmp_path).reason
+
+
+@needs_kvikio
+@pytest.mark.skipif(probe_module.may_open_driver(), reason="libcufile's driver would be opened first")
+def test_bytes_that_come_out_wrong_prove_nothing(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in))
+    monkeypatch.setenv("STAND_IN_CUDA", "wrong-bytes")
+    found = probe_kvikio(tmp_path)
+    assert found.host_bytes == MiB and found.gpu_bytes == found.gds_bytes == 0
+    assert found.reason == "kvikio brought other bytes to the GPU than the file has"
 
 
 @needs_kvikio

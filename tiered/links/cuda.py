@@ -1,7 +1,9 @@
-"""CudaLink: device memory <-> page-locked host memory, on a copy stream of its own per direction."""
+"""CudaLink: device memory <-> page-locked host memory, on copy streams of its own per direction."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +13,39 @@ from tiered.links.base import LinkUsage
 from tiered.links.meter import Meter
 from tiered.links.workers import Workers
 from tiered.tiers.base import Slot
-from tiered.tiers.gpu import GpuTier, buffer_of
+from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """A stream of copies in order, and the thread that waits for their ends in that order."""
+
+    waiter: Workers
+    stream: Any = None
 
 
 class CudaLink:
     """Copies one way between a GpuTier and a RamTier. Touches no device before the first transfer.
 
-    Before a copy starts, its stream waits for all work that was recorded as using the device slot. A transfer
-    finishes when the bytes have arrived, in both directions: an H2D copy that was only enqueued still reads the
-    host slot, and the store may reuse that as soon as the transfer is done. The compute stream keeps the copy
-    hidden as long as fetches are issued one block ahead.
+    What makes it safe, in the order of a transfer:
 
-    One thread enqueues (a copy from memory that is not page-locked blocks it), another waits for the device.
+    1. Before the copy, its stream waits for all work recorded as using the device slot: the kernels that wrote what is
+       to go out, or that still read what the slot held before. It waits on the device; no thread does.
+    2. The transfer finishes when the bytes have arrived, in both directions. An H2D copy that was only enqueued still
+       reads the host slot, and a D2H copy still reads the device slot; the store may reuse either as soon as the
+       transfer is done. Kernels that are queued after an H2D copy finished need no further order.
+    3. The copy streams are not the legacy default stream and do not synchronise with it: kernels queued there neither
+       wait for copies nor hold them up, but by the events of 1.
+
+    A direction has two streams. Copies whose device slot is free go one way, copies that wait for kernels the other.
+    In one stream a fetch into a slot that a kernel still reads would hold up all fetches behind it, and the link
+    would idle: with many micro-batches an activation's slot is reused while the layer still runs, and the next
+    layer's weights, whose slot is free, would come behind it. Copies of one lane keep the order of submission, which is
+    that of need. Copies out all wait for the kernel that made the bytes; these end in order, so one lane serves them.
+
+    One thread enqueues (a copy from memory that is not page-locked blocks it), one per lane waits for the device.
     """
 
     def __init__(self, src_tier: GpuTier | RamTier, dst_tier: GpuTier | RamTier) -> None:
@@ -40,9 +61,10 @@ class CudaLink:
         self._dst_tier = dst_tier
         self._device = gpu.device
         self._meter = Meter()
-        self._stream: Any = None
         self._enqueuer = Workers(1, f"tiered-{self.src}-{self.dst}-enqueue")
-        self._waiter = Workers(1, f"tiered-{self.src}-{self.dst}-wait")
+        self._free, self._waiting = (
+            _Lane(Workers(1, f"tiered-{self.src}-{self.dst}-wait-{name}")) for name in ("free", "busy")
+        )
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start copying the first ``nbytes`` and return at once. ``transfer.event`` ends after the copy."""
@@ -52,21 +74,31 @@ class CudaLink:
         return transfer
 
     def _enqueue(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
+        """Queue the copy and have its end awaited. On the enqueuing thread alone, so that lanes need no lock."""
+        buffer = buffer_of(src_slot if isinstance(self._src_tier, GpuTier) else dst_slot)
+        lane = self._free
         try:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            buffer_of(src_slot if isinstance(self._src_tier, GpuTier) else dst_slot).order_before(self._stream)
-            with torch.cuda.stream(self._stream):
-                source, target = self._bytes(self._src_tier, src_slot), self._bytes(self._dst_tier, dst_slot)
-                target[:nbytes].copy_(source[:nbytes], non_blocking=True)
-            # blocking=True: the waiting thread sleeps instead of spinning on a core that computes
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
+            # Asked once: a kernel that ends a moment later only costs the better lane.
+            lane = self._free if buffer.is_idle() else self._waiting
+            event = self._copy(lane, buffer, src_slot, dst_slot, nbytes)
             transfer.event = event
         except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
-            self._finish(transfer, cause)
+            self._fail(lane, transfer, cause)
             return
-        self._waiter.submit(lambda: self._wait(event, transfer))
+        lane.waiter.submit(lambda: self._wait(event, transfer))
+
+    def _copy(self, lane: _Lane, buffer: DeviceBuffer, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Any:
+        """Queue the copy on a lane's stream; return an event that ends after it."""
+        if lane.stream is None:
+            lane.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        buffer.order_before(lane.stream)
+        with torch.cuda.stream(lane.stream):
+            source, target = self._bytes(self._src_tier, src_slot), self._bytes(self._dst_tier, dst_slot)
+            target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+        # blocking=True: the waiting thread sleeps instead of spinning on a core that computes
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(lane.stream)
+        return event
 
     @staticmethod
     def _bytes(tier: GpuTier | RamTier, slot: Slot) -> torch.Tensor:
@@ -81,6 +113,14 @@ class CudaLink:
             self._finish(transfer, cause)
             return
         self._finish(transfer, None)
+
+    def _fail(self, lane: _Lane, transfer: Transfer, cause: Exception) -> None:
+        if lane.stream is not None:
+            # The copy may have been queued before the error: no slot may go while it moves. A device that is broken
+            # says so once more, and then nothing moves.
+            with contextlib.suppress(Exception):
+                lane.stream.synchronize()
+        self._finish(transfer, cause)
 
     def _finish(self, transfer: Transfer, cause: Exception | None) -> None:
         error: TransferError | None = None
@@ -97,4 +137,5 @@ class CudaLink:
     def close(self) -> None:
         """Finish what is under way and stop the threads. Idempotent."""
         self._enqueuer.close()
-        self._waiter.close()
+        for lane in (self._free, self._waiting):
+            lane.waiter.close()

@@ -28,7 +28,9 @@ class KvikioProbe:
     Attributes:
         installed: kvikio can be imported. version: of kvikio. libcuda: the NVIDIA driver's library can be loaded.
         driver_opened: libcufile opened its driver. host_bytes: moved between the file and host memory, and right.
-        gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters.
+        gpu_bytes: moved from the file to GPU memory and back, and right; whichever way they took.
+        gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters. 0 where
+            ``gpu_bytes`` is: bytes that came out wrong prove nothing.
         reason: why it is not more, as half a sentence; empty when ``gds_bytes`` > 0.
     """
 
@@ -37,6 +39,7 @@ class KvikioProbe:
     libcuda: bool = False
     driver_opened: bool = False
     host_bytes: int = 0
+    gpu_bytes: int = 0
     gds_bytes: int = 0
     reason: str = ""
 
@@ -118,6 +121,7 @@ class _DeviceMemory:
     """Bytes of the first GPU, as kvikio takes them; given back when the process ends."""
 
     def __init__(self, cuda: ctypes.CDLL, nbytes: int) -> None:
+        self._cuda, self._nbytes = cuda, nbytes
         device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
         calls = (
             ("cuInit", (0,)),
@@ -127,15 +131,46 @@ class _DeviceMemory:
             ("cuMemAlloc_v2", (ctypes.byref(address), ctypes.c_size_t(nbytes))),
         )
         for name, arguments in calls:
-            error = getattr(cuda, name)(*arguments)
-            if error:
-                raise OSError(f"no GPU memory: {name} returned CUDA error {error}")
+            self._call(name, *arguments)
+        self._address = address
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
             "data": (address.value, False),
             "version": 3,
         }
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._cuda, name)(*arguments)
+        if error:
+            raise OSError(f"no GPU memory: {name} returned CUDA error {error}")
+
+    def read(self) -> bytes:
+        """Return the contents."""
+        host = ctypes.create_string_buffer(self._nbytes)
+        self._call("cuMemcpyDtoH_v2", host, self._address, ctypes.c_size_t(self._nbytes))
+        return host.raw
+
+    def write(self, contents: bytes) -> None:
+        """Replace the contents."""
+        self._call("cuMemcpyHtoD_v2", self._address, contents, ctypes.c_size_t(self._nbytes))
+
+
+def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
+    """Move a file's bytes to GPU memory, and others back into it; return what is wrong, "" if nothing.
+
+    Raises:
+        OSError: there is no GPU memory. RuntimeError: kvikio refuses.
+    """
+    memory = _DeviceMemory(cuda, len(pattern))
+    handle.pread(memory).get()
+    if memory.read() != pattern:
+        return "kvikio brought other bytes to the GPU than the file has"
+    memory.write(pattern[::-1])
+    handle.pwrite(memory).get()
+    back = bytearray(len(pattern))
+    handle.pread(back).get()
+    return "" if bytes(back) == pattern[::-1] else "kvikio wrote other bytes to the file than the GPU had"
 
 
 def _probe(file: str, findings: _Findings) -> None:
@@ -177,10 +212,12 @@ def _probe(file: str, findings: _Findings) -> None:
             return findings.say("end", reason="kvikio read back other bytes than it wrote")
         findings.say("GPU memory", host_bytes=_PROBE_BYTES)
         try:
-            memory = _DeviceMemory(cuda, _PROBE_BYTES)
-            handle.pread(memory).get()
+            wrong = _gpu_round_trip(handle, cuda, pattern)
         except (OSError, RuntimeError) as error:
             return findings.say("end", reason=str(error))
+        if wrong:
+            return findings.say("end", reason=wrong)
+        findings.say("counters", gpu_bytes=_PROBE_BYTES)
         gds_bytes = int(monitor.get().by_backend["GDS"]["bytes_transferred"])
     if not gds_bytes:
         reason = reason or "kvikio moved the bytes through host memory"

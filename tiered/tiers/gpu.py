@@ -22,10 +22,14 @@ _ALIGNMENT_BYTES = 512  # what the device's copy engines and torch's own allocat
 class DeviceBuffer:
     """The resource of a GpuTier's slot.
 
+    It outlives its slots: the pool hands it on to the next slot of its size while kernels of the last one are still
+    queued. So the events stay with the buffer, not with the slot.
+
     Attributes:
         tensor: all bytes, 1-D uint8 on the device.
         pending_events: recorded events of work that still uses the bytes; whoever copies into the buffer, or
-            hands it out, waits for them first (on the device, not on the host). Guarded by ``lock``.
+            hands it out, waits for them first (on the device, not on the host). Guarded by ``lock``: links, the
+            trainer and whoever prefetches come to it from threads of their own.
     """
 
     tensor: torch.Tensor
@@ -37,6 +41,12 @@ class DeviceBuffer:
         with self.lock:
             self.pending_events = [pending for pending in self.pending_events if not pending.query()]
             self.pending_events.append(event)
+
+    def is_idle(self) -> bool:
+        """Return whether the device has finished all remembered work. Asks, does not wait."""
+        with self.lock:
+            self.pending_events = [pending for pending in self.pending_events if not pending.query()]
+            return not self.pending_events
 
     def order_before(self, stream: Any) -> None:
         """Make later work of ``stream`` wait for all remembered work."""
@@ -58,35 +68,58 @@ class GpuTier:
     Touches no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its
     own segments: leave a few percent of the device outside the tier.
 
+    Buffers are made on a stream of the tier's own, so that torch never hands it bytes that queued kernels of another
+    stream still use, nor the other way round: a new buffer is free at once, and a copy into it waits for nothing.
+
+    A buffer of another size is dropped to make room only where homes, reservations and one set of buffers of each
+    size do not fit the capacity together. Then the host waits for the buffer's last users, and giving the bytes back
+    to the device stops all streams for a moment; ``num_drops`` counts it. With that room every size stays pooled
+    after the first step, and no step allocates.
+
     Args:
         capacity_bytes: bound on all slots and reservations together.
-        device: a CUDA device, or ``"cpu"``: then it is a second tier of host memory, for tests and for trying
-            out a three-tier setup without a device.
+        device: a CUDA device, without a number the one that is current here; or ``"cpu"``: then it is a second tier
+            of host memory, for tests and for trying out a three-tier setup without a device.
+
+    Attributes:
+        num_drops: buffers whose bytes went back to the device, for another size or at the end.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "gpu", device: str | torch.device = "cuda") -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.alignment_bytes = _ALIGNMENT_BYTES
-        self.device: torch.device | None = torch.device(device)
+        self._device = _numbered(torch.device(device))
+        self.device: torch.device | None = self._device
         self.durable = False
-        self._device = torch.device(device)
+        self.num_drops = 0
         self._is_cuda = self._device.type == "cuda"
+        self._streams = threading.Lock()
+        self._own_stream: Any = None
         self._pool: SlabPool[DeviceBuffer] = SlabPool(capacity_bytes, self._make, self._drop)
 
     def _make(self, nbytes: int) -> DeviceBuffer:
-        buffer = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
-        if self._is_cuda:
-            # torch hands out memory in the order of the current stream: earlier kernels there may still use it.
-            buffer.add_event(self._recorded_event(self.current_stream()))
-        return buffer
+        if not self._is_cuda:
+            return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        # torch hands out memory in the order of the stream it was freed on. On the tier's own stream nothing runs, and
+        # _drop frees only what nobody uses any more: whoever gets the buffer need not wait for anything.
+        with torch.cuda.stream(self._allocating_stream()):
+            return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _drop(self, buffer: DeviceBuffer) -> None:
+        # On the host, not by a stream: what is given back to the device is not ordered by any stream.
         buffer.wait()
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
+        self.num_drops += 1  # under the pool's lock
         if self._is_cuda:
             # Without this, torch keeps the bytes for itself and the next size would come on top of them.
             torch.cuda.empty_cache()
+
+    def _allocating_stream(self) -> Any:
+        with self._streams:  # buffers are made from any thread, without the pool's lock
+            if self._own_stream is None:
+                self._own_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return self._own_stream
 
     def _recorded_event(self, stream: Any) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -101,6 +134,11 @@ class GpuTier:
         """Remember the work queued so far on ``stream`` (default: the current one) as a user of the slot."""
         if self._is_cuda:
             buffer_of(slot).add_event(self._recorded_event(stream if stream is not None else self.current_stream()))
+
+    def order_before(self, slot: Slot, stream: Any) -> None:
+        """Make later work of ``stream`` wait for all remembered users of the slot, and of those before it there."""
+        if self._is_cuda:
+            buffer_of(slot).order_before(stream)
 
     def slot_bytes(self, nbytes: int) -> int:
         """Return ``nbytes`` rounded up to 512."""
@@ -155,6 +193,16 @@ class GpuTier:
     def close(self) -> None:
         """Return all memory that no slot holds to the device."""
         self._pool.close()
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return a device with its number. "cuda" alone means the current one, which each thread has for itself.
+
+    A process that has not initialised CUDA yet cannot have chosen another device than the first.
+    """
+    if device.type != "cuda" or ":" in str(device):
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def buffer_of(slot: Slot) -> DeviceBuffer:

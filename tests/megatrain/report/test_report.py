@@ -208,8 +208,13 @@ def test_bytes_of_each_step_come_before_means_of_a_whole_start(tmp_path: Path) -
     link_bytes = {"ram->nvme": 2 * MIB, "nvme->ram": MIB}
     lines = [{**replace(STEP, step=n).to_json(), "link_bytes": link_bytes} for n in range(1, 6)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_summary(RunSummary(5, 1.0, 1.0, 1.0, 1, 1, link_bytes={"ram->nvme": 50 * MIB, "nvme->ram": 5 * MIB}), folder)
-    links = compute_figures(read_history(folder)).links
+    moved, paths = {"ram->nvme": 50 * MIB, "nvme->ram": 5 * MIB}, {"ram->nvme": "kvikio-gds"}
+    write_summary(RunSummary(5, 1.0, 1.0, 1.0, 1, 1, link_bytes=moved, link_paths=paths), folder)
+    figures = compute_figures(read_history(folder))
+    links = figures.links
+    assert figures.link_paths == paths
+    assert any("ram->nvme" in line and "kvikio-gds" in line for line in report_lines(figures))
+    assert "kvikio-gds" in page_of(folder)
     assert links["ram->nvme"].measured == 2 * MIB and links["ram->nvme"].error == 1.0
     assert links["nvme->ram"].error == 0
     (folder / "metrics.jsonl").write_text(json.dumps(STEP.to_json()) + "\n")

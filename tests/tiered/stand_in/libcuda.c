@@ -2,7 +2,8 @@
  *
  * There is one device whose memory is host memory: what cuMemAlloc returned counts as device memory, and a copy is
  * memcpy. Every other pointer is plain host memory. STAND_IN_CUDA=hang makes cuInit spin for ever, as a broken driver
- * may; STAND_IN_CUDA=no-device reports a driver without a device.
+ * may; STAND_IN_CUDA=no-device reports a driver without a device; with wrong-bytes what is read from the device is not
+ * what it holds.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -90,6 +91,12 @@ int cuPointerGetAttributes(unsigned count, int *attributes, void **values, point
     return OK;
 }
 
+int cuMemcpyHtoD_v2(pointer to, const void *from, size_t nbytes) { return copy(to, (pointer)from, nbytes); }
+int cuMemcpyDtoH_v2(void *to, pointer from, size_t nbytes) {
+    copy((pointer)to, from, nbytes);
+    if (is_mode("wrong-bytes")) *(char *)to ^= 1;
+    return OK;
+}
 int cuMemcpyAsync(pointer to, pointer from, size_t nbytes, void *stream) { return copy(to, from, nbytes); }
 int cuMemcpyHtoDAsync_v2(pointer to, const void *from, size_t nbytes, void *s) { return copy(to, (pointer)from, nbytes); }
 int cuMemcpyDtoHAsync_v2(void *to, pointer from, size_t nbytes, void *s) { return copy((pointer)to, from, nbytes); }

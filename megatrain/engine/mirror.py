@@ -1,0 +1,142 @@
+"""Answers to a model's questions about its integer inputs, from the host's own copies: the device is not waited for.
+
+Hugging Face's forward looks at values before the first layer: is any token padding, are documents packed into a row.
+On a GPU each such look (`bool`, `item`) waits until the device has done all that was queued before. What is looked at
+was computed from token ids, positions and masks, which came from the host a moment ago. So the same small integer
+operations run on the host as well, and the look is answered from there: exactly, as integers do not round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["HostMirror"]
+
+#: Operations whose result the host computes too. Each is a function of its arguments alone, and exact on integers; an
+#: operation that is not here only ends the mirroring of its result.
+_EXACT_NAMES = """
+    __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
+    __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
+    cumsum detach diff eq expand flatten ge gt int le logical_and logical_not logical_or long lt max
+    min ne reshape squeeze sub sum to unsqueeze view
+"""
+_EXACT = frozenset(_EXACT_NAMES.split())
+#: Makes tensors out of numbers: no argument is a tensor.
+_CREATED = frozenset({"arange", "full", "ones", "zeros"})
+_LOOKS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
+_NOT_MIRRORED = object()
+
+
+class HostMirror(TorchFunctionMode):
+    """While it is entered, torch functions of known tensors run on the host too, and looks are answered from there.
+
+    Masks of [B, 1, S, S] are not mirrored: only what is not larger than the largest input. A tensor that was changed in
+    place is no longer known. Where nothing is known, everything is as without the mirror, waiting included.
+
+    Used by one thread; entered and left at every switch between a model's forward and the engine.
+
+    Attributes:
+        num_answers: Looks that were answered without the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_answers = 0
+        self._max_elements = 0
+        self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
+
+    def know(self, tensor: Tensor, host: Tensor) -> None:
+        """Note that a device tensor has the contents of a host tensor, which nobody may change from now on."""
+        if not _is_exact(tensor):
+            return
+        self._max_elements = max(self._max_elements, host.numel())
+        self._known[tensor] = (host, tensor._version)
+
+    def forget(self) -> None:
+        """Let go of all host tensors."""
+        self._known = WeakIdKeyDictionary()
+        self._max_elements = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self._max_elements or name not in _HANDLED:
+            return func(*args, **kwargs)
+        if name in _LOOKS:
+            host = self._host_of(args[0])
+            if not isinstance(host, Tensor) or any(isinstance(arg, Tensor) for arg in args[1:]):
+                return func(*args, **kwargs)
+            self.num_answers += 1
+            return _look(name, host, func, args[1:])
+        result = func(*args, **kwargs)
+        self._mirror(func, name, args, kwargs, result)
+        return result
+
+    def _mirror(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
+            return
+        if any(result is arg for arg in args):
+            return  # `to` and the like that had nothing to do
+        if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
+            return
+        host_args = [self._host_of(arg) for arg in args]
+        host_kwargs = {key: self._host_of(value) for key, value in kwargs.items()}
+        if any(value is _NOT_MIRRORED for value in (*host_args, *host_kwargs.values())):
+            return
+        if name not in _CREATED and not any(isinstance(value, Tensor) for value in host_args):
+            return
+        with torch._C.DisableTorchFunction():
+            self._known[result] = (func(*host_args, **host_kwargs), result._version)
+
+    def _host_of(self, value: Any) -> Any:
+        """Return what stands for an argument on the host, or `_NOT_MIRRORED`."""
+        if isinstance(value, Tensor):
+            if value not in self._known:
+                return _NOT_MIRRORED
+            host, version = self._known[value]
+            return host if version == value._version else _NOT_MIRRORED
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, tuple | list):
+            return self._host_of_items(value)
+        if isinstance(value, str):
+            return "cpu"  # of the operations above, only those that name a device take a string
+        if isinstance(value, slice) and any(isinstance(part, Tensor) for part in (value.start, value.stop, value.step)):
+            return _NOT_MIRRORED
+        return value
+
+    def _host_of_items(self, values: Iterable[Any]) -> Any:
+        items = [self._host_of(value) for value in values]
+        if any(item is _NOT_MIRRORED for item in items):
+            return _NOT_MIRRORED
+        return tuple(items) if isinstance(values, tuple) else items
+
+
+_HANDLED = _EXACT | _CREATED | _LOOKS
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _look(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
+    """Return what `func` would, given the host tensor; by numpy, so that a count of looks at tensors misses it."""
+    values = host.numpy()
+    if name == "tolist":
+        return values.tolist()
+    if name == "__contains__":
+        return bool((values == rest[0]).any())
+    if values.size != 1:
+        return func(host, *rest)  # raises as it would have
+    value = values.item()
+    return value if name == "item" else bool(value) if name == "__bool__" else int(value)

@@ -1,0 +1,43 @@
+"""Two steps of a tiny model over GPU, RAM and files, for compute-sanitizer::
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/one_step.py
+
+``--tool racecheck``, ``synccheck`` and ``initcheck`` take the same command. Without torch's cache every buffer is an
+allocation of its own, so that a kernel or a copy that leaves its slot is seen. Run it in the root of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from reference.gpu_run import gpu_config_text, gpu_tier  # noqa: E402
+from reference.tiered_run import run_config  # noqa: E402
+from reference.tiny_model import write_tiny_model  # noqa: E402
+
+STATE_ON_NVME = 'optimizer = ["nvme"]'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--folder", type=Path, default=None, help="for the model and the files of the run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        model = write_tiny_model(folder / "model")
+        text = gpu_config_text(folder, model, options.device, placement=STATE_ON_NVME)
+        with gpu_tier(options.device):
+            run = run_config(text, folder / "run", num_steps=2)
+        print(f"{len(run.losses)} steps, losses {run.losses}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Steps on a GPU: nothing waits inside of one, nothing grows over many, and the memory checker finds nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatrain.config import load_config
+from megatrain.engine.step import StepEngine
+from megatrain.plan.planner import plan_run
+from megatrain.session import Session
+from reference.gpu_run import DEVICES, gpu_config_text, gpu_tier, no_waits_allowed
+from reference.tiered_run import make_loader
+from tiered.tiers.gpu import GpuTier
+from tiered.units import MiB
+
+ONE_STEP = Path(__file__).parent / "one_step.py"
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def engine_on(
+    device: str, folder: Path, model: Path, num_steps: int, **tables: str
+) -> Iterator[tuple[StepEngine, Any, Session]]:
+    """Yield an engine, its loader and its session."""
+    (folder / "run.toml").write_text(gpu_config_text(folder, model, device, **tables))
+    config = load_config(folder / "run.toml").config
+    with gpu_tier(device):
+        plan = plan_run(config)
+        with Session(config, plan) as session:
+            session.prepare()
+            session.store.wait_idle()
+            plan.optimizer.warm_up()
+            yield session.make_engine(num_steps), make_loader(config, plan), session
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_step_makes_the_host_wait_for_nothing_but_its_end(
+    max_grad_norm: float, packing: str, device: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """With torch set to raise at every operation that waits. The read at the end is an event, which it allows."""
+    tables = {"optimizer": f"max_grad_norm = {max_grad_norm}", "data": f"packing = {packing}"}
+    with engine_on(device, tmp_path, tiny_model, 6, **tables) as (engine, loader, _):
+        for number in range(3):  # libraries set themselves up, and memory is made
+            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+        with no_waits_allowed(device):
+            results = [engine.step(next(loader).micro_batches, number=n, lr=1e-3) for n in range(3, 6)]
+        assert all(result.loss > 0 and result.grad_norm > 0 for result in results)
+        engine.finish_updates()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_grows_over_fifty_steps(device: str, tiny_model: Path, tmp_path: Path) -> None:
+    num_steps, num_warm = 50, 10
+    with engine_on(device, tmp_path, tiny_model, num_steps) as (engine, loader, session):
+        tier = next(tier for tier in session._tiers if isinstance(tier, GpuTier))
+        warm, after = {}, {}
+        for number in range(num_steps):
+            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            if number + 1 in (num_warm, num_steps):
+                (warm if number + 1 == num_warm else after).update(memory_of(device, tier))
+        engine.finish_updates()
+    rss = after.pop("rss") - warm.pop("rss")
+    assert after == warm, "no allocation, no segment and no drop after the first steps"
+    assert rss <= 16 * MiB, rss
+
+
+def memory_of(device: str, tier: GpuTier) -> dict[str, int]:
+    """Return what must stay as it is between two steps, and the resident memory of the process."""
+    found = {"rss": psutil.Process().memory_info().rss, "drops": tier.num_drops, "pooled": len(tier._pool._pooled)}
+    if device == "cuda":
+        stats = torch.cuda.memory_stats()
+        names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "segment.all.allocated", "num_ooms")
+        found |= {name: stats[name] for name in (*names, "num_alloc_retries")}
+    return found
+
+
+def test_the_script_for_the_checker_runs(tmp_path: Path) -> None:
+    result = run_script([sys.executable, ONE_STEP, "--device", "cpu", "--folder", tmp_path])
+    assert "2 steps" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+    checker = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(checker).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    command = [checker, "--tool", tool, "--error-exitcode", "9", sys.executable, ONE_STEP, "--folder", tmp_path]
+    result = run_script(command)
+    assert "ERROR SUMMARY: 0 errors" in result.stdout or "0 hazards" in result.stdout, result.stdout
+
+
+def run_script(command: list[Any]) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result

@@ -1,0 +1,123 @@
+"""The host's copies answer a model's questions: always what the tensor itself would have said, or not at all."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.mirror import HostMirror
+from reference.waits import counted_waits
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+
+Look = Callable[[torch.Tensor, torch.Tensor], Any]
+
+ANSWERED: dict[str, Look] = {
+    "is anything padding": lambda positions, mask: bool(mask.to(device=mask.device, dtype=torch.bool).all()),
+    "as a sum": lambda positions, mask: bool(mask.bool()[:, -3:].sum() == 6),
+    "inverted": lambda positions, mask: bool((~mask.bool()).any()),
+    "packed documents": lambda positions, mask: bool(
+        (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)[:, -1].eq(0).all()
+    ),
+    "the longest": lambda positions, mask: int(torch.max(positions) + 1),
+    "reverse operands": lambda positions, mask: (1 - mask).sum().item(),
+    "made on the device": lambda positions, mask: (torch.arange(5, device=positions.device) + 2)[3].item(),
+    "moved": lambda positions, mask: positions.to("cpu").unsqueeze(0).expand(1, 2, 5).max().item(),
+    "as an index": lambda positions, mask: list(range(mask[0].sum())),  # type: ignore[call-overload]
+    "as a list": lambda positions, mask: positions[:, 1].tolist(),
+    "contains": lambda positions, mask: (4 in positions, 7 in positions),
+}
+NOT_ANSWERED: dict[str, Look] = {
+    "computed from floats": lambda positions, mask: bool((positions.float() * 0.3).sum() > 1),
+    "of random numbers": lambda positions, mask: int(torch.randint_like(positions, 5).sum()),
+    "mixed with what is not known": lambda positions, mask: bool((positions + torch.ones(5, dtype=torch.long)).any()),
+    "another operation": lambda positions, mask: int(positions.prod()),
+    "larger than any input": lambda positions, mask: bool((positions[:, None] >= positions[:, :, None]).all()),
+}
+
+
+def changed_in_place(positions: torch.Tensor, mask: torch.Tensor) -> Any:
+    shifted = positions + 1
+    shifted[0, 0] = 50
+    return shifted.max().item()
+
+
+def changed_through_a_view(positions: torch.Tensor, mask: torch.Tensor) -> Any:
+    shifted = positions + 1
+    shifted[1].mul_(0)
+    return (shifted == 0).any().item()
+
+
+NOT_ANSWERED["changed in place"] = changed_in_place
+NOT_ANSWERED["changed through a view"] = changed_through_a_view
+
+
+def looked(look: Look) -> tuple[Any, HostMirror]:
+    mirror = HostMirror()
+    positions, mask = POSITIONS.clone(), MASK.clone()
+    mirror.know(positions, POSITIONS)
+    mirror.know(mask, MASK)
+    with mirror:
+        return look(positions, mask), mirror
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_a_look_is_answered_with_what_the_tensor_would_say(name: str) -> None:
+    look = ANSWERED[name]
+    expected = look(POSITIONS, MASK)
+    with counted_waits() as waits:
+        answer, mirror = looked(look)
+    assert answer == expected and type(answer) is type(expected)
+    assert mirror.num_answers > 0
+    waits.pop("tolist", None)  # of the call itself, which the mirror takes over
+    assert set(waits) == {"numpy"}, "the tensor itself is not looked at"
+
+
+@pytest.mark.parametrize("name", NOT_ANSWERED)
+def test_what_is_not_known_for_certain_is_looked_at(name: str) -> None:
+    torch.manual_seed(1)
+    expected = NOT_ANSWERED[name](POSITIONS, MASK)
+    torch.manual_seed(1)
+    with counted_waits() as waits:
+        answer, mirror = looked(NOT_ANSWERED[name])
+    assert answer == expected
+    assert mirror.num_answers == 0 and waits["_local_scalar_dense"] == 1
+
+
+def test_an_input_that_was_changed_is_not_known_any_more() -> None:
+    mirror, positions = HostMirror(), POSITIONS.clone()
+    mirror.know(positions, POSITIONS)
+    positions.add_(1)
+    with mirror:
+        assert positions.max().item() == 5
+    assert mirror.num_answers == 0
+
+
+def test_errors_are_those_of_torch() -> None:
+    mirror, positions = HostMirror(), POSITIONS.clone()
+    mirror.know(positions, POSITIONS)
+    with mirror, pytest.raises(RuntimeError, match="ambiguous"):
+        bool(positions)
+
+
+def test_nothing_is_kept() -> None:
+    mirror, host = HostMirror(), POSITIONS.clone()
+    device = host.clone()
+    mirror.know(device, host)
+    with mirror:
+        result = device + 1
+        assert result.max().item() == 5
+    assert len(mirror._known) == 2
+    del result
+    gc.collect()
+    assert len(mirror._known) == 1, "known tensors die with their owners"
+    mirror.forget()
+    assert len(mirror._known) == 0
+    with mirror:
+        assert (device + 1).max().item() == 5
+    assert mirror.num_answers == 1

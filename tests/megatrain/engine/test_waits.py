@@ -1,0 +1,149 @@
+"""No host wait inside a step: what would make the host wait for a GPU is counted, with a CPU in its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.config import load_config
+from megatrain.engine import residency, staging, step
+from megatrain.engine.runner import LayerRunner
+from megatrain.models.graph import build_graph
+from megatrain.optim import clip
+from megatrain.plan.planner import plan_run
+from megatrain.session import Session
+from reference.families import packed_batches, padded_batches, tiny_config
+from reference.huggingface import build_model
+from reference.memory_access import MemoryAccess
+from reference.tiered_run import config_text, make_loader
+from reference.tiny_model import write_tiny_model
+from reference.waits import counted_waits
+
+BATCHES = {"padded": padded_batches, "packed": packed_batches}
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
+    monkeypatch.setattr(staging, "looks_are_waits", lambda device: True)
+    monkeypatch.setattr(residency, "squared_norm", lambda gradient, threads: clip.device_squared_norm(gradient))
+
+
+def runner_of(config: Any) -> LayerRunner:
+    graph = build_graph(config)
+    access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
+    return LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "olmo2", "phi3", "smollm3"])
+def test_queueing_a_step_looks_at_nothing(family: str, batches: str, as_on_a_device: None) -> None:
+    runner, micro_batches = runner_of(tiny_config(family)), BATCHES[batches]()
+    with counted_waits() as waits:
+        queued = runner.queue(micro_batches)
+    # On the host: labels are counted, their rows found, and the model's questions about its masks answered.
+    mirror = runner._micro_batches.mirror
+    assert mirror is not None and mirror.num_answers > 0
+    assert waits == {"numpy": 2 * len(micro_batches) + mirror.num_answers}
+    with counted_waits() as waits:
+        staging.read_numbers(queued.terms)
+    assert waits == {"tolist": 1}
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, micro_batches = tiny_config("qwen2"), BATCHES[batches]()
+    plain = runner_of(config)
+    with counted_waits() as waits:
+        expected = plain.forward_backward(micro_batches)
+    assert waits["_local_scalar_dense"] >= len(micro_batches), "the model looks at its masks: there is something to do"
+    monkeypatch.setattr(staging, "looks_are_waits", lambda device: True)
+    mirrored = runner_of(config)
+    assert mirrored.forward_backward(micro_batches) == expected
+    assert mirrored._micro_batches.mirror is not None
+    assert mirrored._micro_batches.mirror.num_answers == waits["_local_scalar_dense"]
+    left, right = plain._access.finish(), mirrored._access.finish()  # type: ignore[attr-defined]
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_mixture_of_experts_is_the_model_s_own_affair(as_on_a_device: None) -> None:
+    """Layers that read their router's choice wait inside of the layer; the engine does not know what they compute."""
+    runner = runner_of(tiny_config("mixtral", experts_implementation="eager"))
+    with counted_waits() as waits:
+        runner.queue(padded_batches())
+    assert sum(waits.values()) > 2 * len(padded_batches())
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_whole_step_reads_once_at_its_end(
+    max_grad_norm: float, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_on_a_device: None
+) -> None:
+    """Over a real store, updates of the step before included: loss and norm come with one read."""
+    model = write_tiny_model(tmp_path / "model")
+    optimizer = f"max_grad_norm = {max_grad_norm}"
+    text = config_text(tmp_path, model, nvme=0, data=f"packing = {packing}", optimizer=optimizer)
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(tmp_path / "run.toml").config
+    plan = plan_run(config)
+    loader = make_loader(config, plan)
+    reads: list[Counter[str]] = []
+    with Session(config, plan) as session:
+        session.prepare()
+        engine = session.make_engine(3)
+        engine.step(next(loader).micro_batches, number=0, lr=1e-3)
+        real, before_read = step.read_numbers, Counter[str]()
+
+        def read(values: Any) -> list[float]:
+            before_read.update(waits)
+            reads.append(Counter[str]())
+            return real(values)
+
+        monkeypatch.setattr(step, "read_numbers", read)
+        micro_batches = next(loader).micro_batches
+        with counted_waits() as waits:
+            result = engine.step(micro_batches, number=1, lr=1e-3)
+    assert result.loss > 0 and result.grad_norm > 0
+    assert len(reads) == 1
+    # Host blocks reach the update's kernels through numpy; nothing else is looked at before the read.
+    assert set(before_read) == {"numpy"}
+    assert waits - before_read == {"tolist": 1}
+
+
+def test_the_count_finds_what_it_should() -> None:
+    tensor, leaf = torch.arange(4.0), torch.ones(3, requires_grad=True)
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            assert gradient.sum() > 0
+            return gradient
+
+    with counted_waits() as waits:
+        float(tensor.sum())
+        bool(tensor.any())
+        int(tensor[0])
+        tensor[tensor > 1]
+        tensor.nonzero()
+        torch.equal(tensor, tensor)
+        torch.masked_select(tensor, tensor > 1)
+        tensor.tolist()
+        tensor.cpu()
+        Looks.apply(leaf).sum().backward()
+    assert waits == {
+        "_local_scalar_dense": 4,
+        "cpu": 1,
+        "equal": 1,
+        "index": 1,
+        "masked_select": 1,
+        "nonzero": 1,
+        "tolist": 1,
+    }

@@ -1,0 +1,49 @@
+"""The CUDA tier and its links under the whole engine, on a device that copies nothing before somebody must have it.
+
+The layers run on the host at once; copies between the tiers are queued on streams, with the events, leases and threads
+of a GPU run. The numbers must be those of a run in RAM, and the traffic the planned one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain import session
+from megatrain.plan import machine
+from reference.lazy_device import LazyDevice
+from reference.tiered_run import config_text, run_config
+from tiered.links.cuda import CudaLink
+from tiered.units import MiB
+
+NUM_STEPS = 3
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+
+
+@pytest.mark.parametrize("placement", ["", ALL_NVME])
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_over_cuda_links_gives_the_bits_of_ram(
+    dtype: str, order: str, placement: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {"precision": f'compute_dtype = "{dtype}"', "advanced": f'micro_batch_order = "{order}"'}
+    expected = run_config(config_text(tmp_path, tiny_model, nvme=0, **tables), tmp_path / "ram", num_steps=NUM_STEPS)
+    device = LazyDevice()
+    monkeypatch.setattr(machine, "compute_tier", lambda device: "gpu")
+    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: 16 * MiB)
+    monkeypatch.setattr(session, "GpuTier", lambda capacity_bytes, device: lazy.gpu_tier(capacity_bytes))
+    submitted: list[str] = []
+    submit = CudaLink.submit
+    monkeypatch.setattr(CudaLink, "submit", lambda link, *args: submitted.append(link.src) or submit(link, *args))
+    with device.in_place() as lazy:
+        text = config_text(tmp_path, tiny_model, placement=placement, **tables)
+        result = run_config(text, tmp_path / "device", num_steps=NUM_STEPS)
+    assert result.losses == expected.losses
+    assert result.grad_norms == expected.grad_norms
+    assert result.digests == expected.digests
+    assert result.moved is not None
+    moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
+    assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
+    assert result.moved.links["ram->gpu"].path == "cuda"
+    assert {"ram", "gpu"} == set(submitted) and device.num_run > 0

@@ -1,0 +1,199 @@
+"""A CUDA device that does nothing before somebody must have it: the worst one for whoever forgets an order.
+
+Kernels and copies are queued on streams. They run only when the host waits for an event, and then only those that come
+before it: in its stream, or through the events that its stream waits for. So a copy that did not wait for the kernel
+before it moves stale bytes, and a kernel whose slot was reused too early reads somebody else's, every time.
+
+The memory is the host's. What is real here: the tiers, links, leases and the store, with all their threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tiered.tiers.gpu import GpuTier
+
+DEVICE = torch.device("cuda", 0)
+
+
+class LazyDevice:
+    """Streams and events in the place of torch's, inside of ``in_place``.
+
+    Attributes:
+        num_trims: calls of ``torch.cuda.empty_cache``. num_run: kernels and copies that ran.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition(threading.RLock())
+        self.num_trims = 0
+        self.num_run = 0
+        self._streams: list[LazyStream] = []
+        self.default = self.stream()
+        self._current = threading.local()
+
+    def stream(self, *args: Any) -> LazyStream:
+        """Stands for ``torch.cuda.Stream``."""
+        with self.lock:
+            self._streams.append(LazyStream(self))
+            return self._streams[-1]
+
+    def event(self, **options: Any) -> LazyEvent:
+        """Stands for ``torch.cuda.Event``."""
+        return LazyEvent(self)
+
+    def current_stream(self, device: Any = None) -> LazyStream:
+        """Stands for ``torch.cuda.current_stream``."""
+        stream: LazyStream = getattr(self._current, "stream", self.default)
+        return stream
+
+    @contextmanager
+    def use(self, stream: LazyStream) -> Iterator[None]:
+        """Stands for ``torch.cuda.stream``; copies inside are queued."""
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            with _QueuesCopies(stream):
+                yield
+        finally:
+            self._current.stream = before
+
+    def launch(self, kernel: Callable[[], Any]) -> None:
+        """Queue a kernel on the current stream."""
+        self.current_stream().queue(kernel)
+
+    def gate(self) -> Gate:
+        """Queue a kernel on the current stream that does not end before it is opened."""
+        gate = Gate(self)
+        self.current_stream().queue(gate)
+        return gate
+
+    def synchronize(self) -> None:
+        """Run everything."""
+        with self.lock:
+            for stream in self._streams:
+                stream.run_to(len(stream.work))
+
+    def _trim(self) -> None:
+        self.num_trims += 1
+
+    def gpu_tier(self, capacity_bytes: int) -> GpuTier:
+        """Return a tier that takes its host memory for memory of this device."""
+        tier = GpuTier(capacity_bytes, device="cpu")
+        tier.device, tier._is_cuda = DEVICE, True
+        return tier
+
+    @contextmanager
+    def in_place(self) -> Iterator[LazyDevice]:
+        """Put it in the place of torch's device."""
+        names = {
+            "Stream": self.stream,
+            "Event": self.event,
+            "stream": self.use,
+            "current_stream": self.current_stream,
+            "empty_cache": self._trim,
+        }
+        with mock.patch.multiple(torch.cuda, **names):
+            yield self
+
+
+class Gate:
+    """A kernel that runs as long as somebody wants."""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._device = device
+        self.is_open = False
+
+    def open(self) -> None:
+        with self._device.lock:
+            self.is_open = True
+            self._device.lock.notify_all()
+
+    def __call__(self) -> None:
+        assert self.is_open
+
+
+class LazyStream:
+    """Work in order, of which a part has run."""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._device = device
+        self.work: list[Callable[[], Any]] = []
+        self.num_done = 0
+        self._runner: int | None = None
+
+    def queue(self, work: Callable[[], Any]) -> None:
+        with self._device.lock:
+            self.work.append(work)
+
+    def wait_event(self, event: LazyEvent) -> None:
+        """Wait for what the event was recorded after. One that was never recorded is not waited for, as in CUDA."""
+        place = event.place
+        if place is not None:
+            self.queue(lambda: place[0].run_to(place[1], counts=False))
+
+    def wait_stream(self, stream: LazyStream) -> None:
+        event = LazyEvent(self._device)
+        event.record(stream)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.run_to(len(self.work))
+
+    def run_to(self, stop: int, *, counts: bool = True) -> None:
+        """Run the first ``stop`` pieces of work, or wait for the thread that is at it."""
+        lock, me = self._device.lock, threading.get_ident()
+        with lock:
+            while self.num_done < stop:
+                work = self.work[self.num_done]
+                if self._runner not in (None, me) or (isinstance(work, Gate) and not work.is_open):
+                    lock.wait()
+                    continue
+                before, self._runner = self._runner, me
+                try:
+                    work()
+                finally:
+                    self._runner = before
+                    self.num_done += 1
+                    self._device.num_run += counts
+                    lock.notify_all()
+
+
+class LazyEvent:
+    """A place in a stream."""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._device = device
+        self.place: tuple[LazyStream, int] | None = None
+
+    def record(self, stream: LazyStream | None = None) -> None:
+        with self._device.lock:
+            stream = stream or self._device.current_stream()
+            self.place = stream, len(stream.work)
+
+    def query(self) -> bool:
+        return self.place is None or self.place[0].num_done >= self.place[1]
+
+    def synchronize(self) -> None:
+        if self.place is not None:
+            self.place[0].run_to(self.place[1])
+
+
+class _QueuesCopies(TorchFunctionMode):
+    """Queues ``copy_`` on a stream in the place of copying."""
+
+    def __init__(self, stream: LazyStream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            target, source = args
+            self._stream.queue(lambda: target.copy_(source))
+            return target
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,68 @@
+"""Counts what would make the host wait for a GPU, on a CPU: operations whose result a host program reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Each of them reads a value on the host, or makes a tensor whose size is a value.
+WAITS = (
+    "_local_scalar_dense",
+    "_unique2",
+    "allclose",
+    "equal",
+    "is_nonzero",
+    "item",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
+    "unique_dim",
+)
+# These go past torch's dispatcher.
+METHODS = ("cpu", "numpy", "tolist")
+
+
+class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that would wait, by name; also an index that is a mask: its hits are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        is_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in WAITS or is_mask:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[str]]:
+    """Yield the counts of what is called inside, backward included, on the calling thread."""
+    counter = CountsWaits()
+    with counter, mock.patch.multiple(torch.Tensor, **{name: _counting(name, counter.counts) for name in METHODS}):
+        yield counter.counts
+
+
+def _counting(name: str, counts: Counter[str]) -> Any:
+    method = getattr(torch.Tensor, name)
+
+    @wraps(method)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(tensor, *args, **kwargs)
+
+    return call

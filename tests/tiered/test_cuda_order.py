@@ -1,0 +1,327 @@
+"""The order of kernels and copies on a device that does nothing before it must; tests/gpu has a real one."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from reference.lazy_device import LazyDevice
+from tiered.block import CopyState
+from tiered.errors import TransferError
+from tiered.links.cuda import CudaLink
+from tiered.schedule import Access, Schedule
+from tiered.store import TieredStore
+from tiered.tiers.base import Slot
+from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
+from tiered.tiers.ram import RamTier
+from tiered.units import KiB
+
+N = 256  # elements of a block
+NBYTES = 4 * N
+
+
+@pytest.fixture
+def device() -> Iterator[LazyDevice]:
+    with LazyDevice().in_place() as made:
+        yield made
+
+
+@pytest.fixture
+def store(device: LazyDevice) -> Iterator[TieredStore]:
+    """Return a store whose GPU has room for two blocks."""
+    with TieredStore([device.gpu_tier(2 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as made:
+        yield made
+
+
+def slot_of(tier: GpuTier | RamTier) -> Slot:
+    slot = tier.allocate(NBYTES, name="block", home=False)
+    assert slot is not None
+    return slot
+
+
+def in_ram(store: TieredStore, key: str, value: float) -> None:
+    with store.acquire(key, "ram", "w") as lease:
+        lease.tensor.fill_(value)
+
+
+def read_in_ram(store: TieredStore, key: str) -> list[float]:
+    with store.acquire(key, "ram") as lease:
+        return sorted(set(lease.tensor.tolist()))
+
+
+# -- one rule each -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_runs_before_it_must(device: LazyDevice) -> None:
+    done: list[int] = []
+    device.launch(lambda: done.append(1))
+    other = device.stream()
+    other.wait_stream(device.default)
+    other.queue(lambda: done.append(2))
+    event = device.event()
+    event.record(other)
+    device.launch(lambda: done.append(3))
+    assert done == [] and not event.query()
+    event.synchronize()
+    assert done == [1, 2] and event.query()
+    device.synchronize()
+    assert done == [1, 2, 3]
+
+
+def test_bytes_leave_after_the_kernel_that_made_them(device: LazyDevice, store: TieredStore) -> None:
+    store.register("block", (N,), torch.float32, home="ram")
+    with store.acquire("block", "gpu", "w") as lease:
+        tensor = lease.tensor
+        device.launch(lambda: tensor.fill_(3.0))
+    assert device.num_run == 0, "the lease went back while the kernel was queued, and nobody waited"
+    assert read_in_ram(store, "block") == [3.0]
+
+
+def test_a_slot_is_not_filled_again_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
+    seen: list[float] = []
+    for number in range(6):
+        store.register(f"block.{number}", (N,), torch.float32, home="ram")
+        in_ram(store, f"block.{number}", number)
+    for number in range(6):
+        with store.acquire(f"block.{number}", "gpu") as lease:
+            tensor = lease.tensor
+            device.launch(lambda tensor=tensor: seen.append(float(tensor.max())))  # type: ignore[misc]
+        store.evict(f"block.{number}", "gpu")
+    device.synchronize()
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_slot_is_not_written_by_another_stream_before_its_last_reader(device: LazyDevice, store: TieredStore) -> None:
+    """A ``w`` lease on a stream that is not the current one: no copy orders it, only the lease does."""
+    seen: list[float] = []
+    for key in ("first", "second"):
+        store.register(key, (N,), torch.float32, home="ram")
+    in_ram(store, "first", 1.0)
+    with store.acquire("first", "gpu") as lease:
+        tensor = lease.tensor
+        device.launch(lambda: seen.append(float(tensor.max())))
+    store.evict("first", "gpu")
+    side = device.stream()
+    lease = store.acquire("second", "gpu", "w", stream=side)
+    second = lease.tensor
+    assert second.data_ptr() == tensor.data_ptr(), "the pool gives the newest buffer of a size"
+    side.queue(lambda: second.fill_(2.0))
+    lease.release(side)
+    assert read_in_ram(store, "second") == [2.0]
+    device.synchronize()
+    assert seen == [1.0]
+
+
+def test_a_lease_on_another_stream_goes_back_in_that_stream_s_order(device: LazyDevice, store: TieredStore) -> None:
+    store.register("block", (N,), torch.float32, home="ram")
+    side = device.stream()
+    lease = store.acquire("block", "gpu", "w", stream=side)
+    tensor = lease.tensor
+    side.queue(lambda: tensor.fill_(7.0))
+    lease.release(side)
+    assert read_in_ram(store, "block") == [7.0]
+
+
+def test_a_host_slot_is_not_reused_before_the_copy_has_left_it(device: LazyDevice) -> None:
+    """A transfer that ended when the copy was queued would let the next block into the host slot."""
+    gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
+    link = CudaLink(ram, gpu)
+    host, target = slot_of(ram), slot_of(gpu)
+    ram.tensor(host, (N,), torch.float32).fill_(1.0)
+    transfer = link.submit(host, target, NBYTES)
+    transfer.wait(30)
+    ram.tensor(host, (N,), torch.float32).fill_(9.0)
+    assert gpu.tensor(target, (N,), torch.float32).eq(1.0).all()
+    link.close()
+
+
+def test_reading_a_copy_that_is_being_written_back_waits_for_nothing(device: LazyDevice, store: TieredStore) -> None:
+    """Both only read; the lease may be given before the copy out has ended."""
+    store.register("block", (N,), torch.float32, home="ram")
+    with store.acquire("block", "gpu", "w") as lease:
+        tensor = lease.tensor
+        device.launch(lambda: tensor.fill_(4.0))
+    gate = device.gate()
+    with store.acquire("block", "gpu") as lease:  # the copy out comes after the gate
+        pass
+    block = store._blocks["block"]
+    with store._changed:
+        store._movement.write_back(block, block.copies["gpu"])
+    copy = block.copies["gpu"]
+    while copy.transfer is None or copy.transfer.event is None:
+        time.sleep(0.001)
+    assert copy.state is CopyState.DRAINING
+    opener = threading.Timer(5, gate.open)  # so that a wait for the copy out fails here and does not hang
+    opener.start()
+    with store.acquire("block", "gpu", timeout_s=30) as lease:
+        again = lease.tensor
+        device.launch(lambda: again.mul_(1.0))
+    assert copy.state is CopyState.DRAINING and not gate.is_open
+    opener.cancel()
+    gate.open()
+    assert read_in_ram(store, "block") == [4.0]
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel(device: LazyDevice) -> None:
+    gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
+    link = CudaLink(ram, gpu)
+    busy, free, sources = slot_of(gpu), slot_of(gpu), [slot_of(ram), slot_of(ram)]
+    gate = device.gate()
+    gpu.record_use(busy)
+    waiting, passing = link.submit(sources[0], busy, NBYTES), link.submit(sources[1], free, NBYTES)
+    passing.wait(30)
+    assert not waiting.done()
+    behind = link.submit(sources[0], busy, NBYTES)
+    with pytest.raises(TimeoutError):
+        behind.wait(0.05)
+    gate.open()
+    waiting.wait(30)
+    behind.wait(30)
+    link.close()
+
+
+def test_an_error_after_the_copy_was_queued_waits_for_the_copy(
+    device: LazyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=False)
+    link = CudaLink(ram, gpu)
+    host, target = slot_of(ram), slot_of(gpu)
+    ram.tensor(host, (N,), torch.float32).fill_(5.0)
+
+    def refuse(**options: object) -> None:
+        raise RuntimeError("out of events")
+
+    monkeypatch.setattr(torch.cuda, "Event", refuse)
+    with pytest.raises(TransferError, match="out of events"):
+        link.submit(host, target, NBYTES).wait(30)
+    assert buffer_of(target).tensor.view(torch.float32)[:N].eq(5.0).all(), "nothing moves once the transfer has ended"
+    link.close()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_go_back_to_the_device_after_their_last_kernel(device: LazyDevice) -> None:
+    gpu = device.gpu_tier(2 * NBYTES)
+    slot, ran = slot_of(gpu), []
+    device.launch(lambda: ran.append(1))
+    gpu.record_use(slot)
+    gpu.free(slot)
+    assert ran == [], "a slot that goes back to the pool keeps its work for the next one"
+    larger = gpu.allocate(2 * NBYTES, name="larger", home=False)
+    assert larger is not None and ran == [1] and gpu.num_drops == device.num_trims == 1
+    gpu.free(larger)
+    gpu.close()
+
+
+def test_a_new_buffer_waits_for_no_kernel(device: LazyDevice) -> None:
+    gpu = device.gpu_tier(2 * NBYTES)
+    device.launch(lambda: None)
+    assert buffer_of(slot_of(gpu)).is_idle()
+    gpu.close()
+
+
+def test_a_buffer_forgets_what_is_done(device: LazyDevice) -> None:
+    buffer, first, second = DeviceBuffer(torch.empty(0)), device.event(), device.event()
+    first.record()
+    buffer.add_event(first)
+    assert buffer.is_idle(), "nothing was queued before it"
+    device.launch(lambda: None)
+    second.record()
+    buffer.add_event(second)
+    assert not buffer.is_idle()
+    buffer.wait()
+    assert buffer.is_idle() and buffer.pending_events == []
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Random work on blocks of a store, whose kernels run late, beside a model of what they must see."""
+
+    def __init__(self, store: TieredStore, device: LazyDevice, seed: int) -> None:
+        self.store, self.device, self.random = store, device, random.Random(seed)
+        self.streams = [device.default, device.stream()]
+        self.keys = [f"block.{number}" for number in range(5)]
+        self.expected = dict.fromkeys(self.keys, 0.0)
+        self.wrong: list[str] = []
+        for number, key in enumerate(self.keys):
+            store.register(key, (N,), torch.float32, home="gpu" if number == 4 else "ram")
+            in_ram(store, key, 0.0)
+
+    def kernel(self, key: str, tensor: torch.Tensor, change: Callable[[float], float] | None) -> Callable[[], None]:
+        """Return a kernel that looks for the value that the block has in the order of the program, and changes it."""
+        before = self.expected[key]
+        after = before if change is None else change(before)
+        self.expected[key] = after
+
+        def run() -> None:
+            found = sorted(set(tensor.tolist()))
+            if found != [before]:
+                self.wrong.append(f"{key}: {found}, expected {before}")
+            tensor.fill_(after) if change is not None else None
+
+        return run
+
+    def act(self) -> None:
+        key, choice = self.random.choice(self.keys), self.random.random()
+        stream = self.random.choice(self.streams)
+        named = None if stream is self.device.default else stream  # the current one need not be named
+        if choice < 0.35:
+            lease = self.store.acquire(key, "gpu", "r", stream=named)
+            stream.queue(self.kernel(key, lease.tensor, None))
+            lease.release(named)
+        elif choice < 0.7:
+            lease = self.store.acquire(key, "gpu", "rw", stream=named)
+            stream.queue(self.kernel(key, lease.tensor, lambda value: value + 1.0))
+            lease.release(named)
+        elif choice < 0.8:
+            with self.store.acquire(key, "ram", "r") as lease:
+                self.kernel(key, lease.tensor, None)()
+        elif choice < 0.85:
+            with self.store.acquire(key, "ram", "rw") as lease:
+                self.kernel(key, lease.tensor, lambda value: value * 2.0)()
+        else:
+            self.store.evict(key, "gpu")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_kernel_sees_what_the_program_says(seed: int, device: LazyDevice) -> None:
+    tiers = [device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]
+    with TieredStore(tiers) as store:
+        trainer = Trainer(store, device, seed)
+        for _ in range(120):
+            trainer.act()
+        device.synchronize()
+        assert trainer.wrong == []
+        for key, value in trainer.expected.items():
+            assert read_in_ram(store, key) == [value]
+
+
+def test_prefetches_change_nothing(device: LazyDevice) -> None:
+    """The prefetcher starts copies from the threads of links, whenever room appears."""
+    order = [0, 1, 2, 3, 3, 2, 1, 0] * 4
+    with TieredStore([device.gpu_tier(3 * NBYTES), RamTier(64 * KiB, pin_memory=False)]) as store:
+        trainer = Trainer(store, device, 0)
+        store.evict("block.4", "ram")
+        accesses = [Access(tick, f"block.{number}", "gpu", "rw") for tick, number in enumerate(order)]
+        store.set_schedule(Schedule(accesses), lookahead_bytes=None)
+        for tick, number in enumerate(order):
+            store.advance(tick)
+            key = f"block.{number}"
+            with store.acquire(key, "gpu", "rw") as lease:
+                device.launch(trainer.kernel(key, lease.tensor, lambda value: value + 1.0))
+            store.evict(key, "gpu")
+        store.wait_idle()
+        assert trainer.wrong == []
+        assert [read_in_ram(store, key) for key in trainer.keys[:4]] == [[8.0]] * 4
+        assert store.stats().prefetch_on_time + store.stats().prefetch_late > 0
