@@ -252,7 +252,8 @@ def optional_gradients(
     pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
     if not inputs:
         return []
-    found = torch.autograd.grad([o for o, _ in pairs], list(inputs), [g for _, g in pairs], allow_unused=True)
+    roots: list[Any] = [out for out, _ in pairs]  # torch takes tensors and edges
+    found = torch.autograd.grad(roots, list(inputs), [grad for _, grad in pairs], allow_unused=True)
     return list(found)
 
 
