@@ -20,7 +20,6 @@ state on NVMe an overlapped step takes no longer than a serial one.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import statistics
 import sys
@@ -109,18 +108,6 @@ class Side(Ours):
         super().__init__(config, num_steps)
         self.noting = _NotingEngine(self._engine, is_serial=is_serial)
         self._engine = self.noting  # type: ignore[assignment]
-
-    def digests(self) -> dict[str, str]:
-        """Return a digest of every block of weights and optimizer state, after the last update."""
-        self.finish()
-        found = {}
-        for block in self.plan.program.blocks.values():
-            if block.kind in ("weights", "optimizer"):
-                with self._store.acquire(block.key, "ram") as lease:
-                    found[block.key] = hashlib.sha256(lease.tensor.view(torch.uint8).numpy()).hexdigest()
-                if self.plan.placement.homes[block.key] != "ram":
-                    self._store.evict(block.key, "ram")
-        return found
 
 
 class Bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ class StepTimes:
 def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, **tables: Any) -> RunConfig:
     """Return the config of a side: micro-batches x rows x tokens of ``text``, fp32 on the CPU.
 
+    Every layer is recomputed, as by the sides that it is compared with, unless ``advanced`` says otherwise.
+
     Args:
         model: Hugging Face folder with weights and tokenizer. shape: micro-batches, rows of each, tokens of a row.
         folder: may be written to. tables: more tables of the config, e.g. ``tiers``.
@@ -60,6 +63,7 @@ def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Pat
             "data": {"max_length": length, "train": [{"path": str(text)}]},
             "training": {"per_device_train_batch_size": rows, "gradient_accumulation_steps": num_micro_batches},
             "optimizer": {"learning_rate": 1e-4},
+            "advanced": {"keep_graphs": 0},
             **tables,
         }
     )
@@ -162,6 +166,18 @@ class Ours:
         self._engine.finish_updates()
         self._store.wait_idle()
         self._end_window()
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of every block of weights and optimizer state, after the last update."""
+        self.finish()
+        found = {}
+        for block in self.plan.program.blocks.values():
+            if block.kind in ("weights", "optimizer"):
+                with self._store.acquire(block.key, "ram") as lease:
+                    found[block.key] = hashlib.sha256(lease.tensor.view(torch.uint8).numpy()).hexdigest()
+                if self.plan.placement.homes[block.key] != "ram":
+                    self._store.evict(block.key, "ram")
+        return found
 
     def _end_window(self) -> StoreStats:
         now = self._store.stats()

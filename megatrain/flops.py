@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,21 @@ class StepFlops:
 
     Attributes:
         model: of one forward and one backward of the tokens that are not padding.
-        hardware: of all that was computed: the second forward of every layer and the padding too.
+        hardware: of all that was computed: the second forward of layers that are recomputed and the padding too.
     """
 
     model: int = _NO_FLOPS
     hardware: int = _NO_FLOPS
 
 
-def step_flops(trace: VisitTrace, *, num_places: int, num_real_tokens: int, num_trained_tokens: int) -> StepFlops:
+def step_flops(
+    trace: VisitTrace,
+    *,
+    num_places: int,
+    num_real_tokens: int,
+    num_trained_tokens: int,
+    kept: Container[int] = (),
+) -> StepFlops:
     """Return the FLOPs of a step from those of the micro-batch that was traced.
 
     Layers cost the same for each place of a row, the head for each trained token; attention costs what it does in rows
@@ -42,6 +49,7 @@ def step_flops(trace: VisitTrace, *, num_places: int, num_real_tokens: int, num_
     Args:
         trace: of the model. num_places: tokens of all micro-batches, padding included.
         num_real_tokens, num_trained_tokens: of them without padding; with a label.
+        kept: visits whose graphs are kept: they are not run again.
     """
     if not trace.exact or not trace.num_tokens:
         return StepFlops()
@@ -49,10 +57,11 @@ def step_flops(trace: VisitTrace, *, num_places: int, num_real_tokens: int, num_
     forward = sum(visit.forward_flops for visit in trunk)
     backward = sum(visit.backward_flops for visit in trunk)
     again = sum(visit.forward_flops for visit in trunk if visit.has_backward)
+    saved = sum(v.forward_flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
     head = trace.head_flops * num_trained_tokens
     return StepFlops(
         model=((forward + backward - again) * num_real_tokens + head) // trace.num_tokens,
-        hardware=((forward + backward) * num_places + head) // trace.num_tokens,
+        hardware=((forward + backward - saved) * num_places + head) // trace.num_tokens,
     )
 
 

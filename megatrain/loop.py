@@ -321,6 +321,7 @@ class Loop:
             num_places=sum(batch["input_ids"].numel() for batch in step.batch.micro_batches),
             num_real_tokens=step.batch.num_real_tokens,
             num_trained_tokens=step.result.num_trained_tokens,
+            kept=self._plan.program.kept,
         )
         self._observer.on_step(
             StepMetrics(

@@ -27,6 +27,7 @@ ARGUMENTS = {
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
+    "recompute": ["--quick", "--tokens", "2x1x64", "--rounds", "2"],
     "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
     "checkpoint": ["--quick", "--sizes", "0.002,0.008", "--blocks", "5", "--rounds", "1", "--saves", "1"],
     "export": ["--quick"],
@@ -89,6 +90,13 @@ def test_embedded_optimizer_computes_what_torch_does() -> None:
         assert all(rows[f"{clipping}.loss.{side}"]["ok"] for side in ("tiered", "tier"))
     for peer in ("torchao", "bitsandbytes"):
         assert f"free.{peer}.step" in rows or rows[f"{peer}.step"]["unit"].startswith("skipped: "), peer
+
+
+def test_kept_graphs_are_compared_with_a_recompute() -> None:
+    rows = {row["name"]: row["value"] for row in run("recompute")}
+    assert [rows[f"{name}.layers_kept"] for name in ("none", "half", "all")] == [0, 2, 4]
+    assert rows["all.hardware_flops"] < rows["half.hardware_flops"] < rows["none.hardware_flops"]
+    assert rows["ratio.step.all/none"] > 0 and rows["all/none.blocks_that_differ"] == 0
 
 
 def test_nvme_steps_are_compared_with_both_bounds() -> None:

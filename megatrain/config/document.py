@@ -6,7 +6,16 @@ import typing
 from types import UnionType
 from typing import Any, Literal
 
-from megatrain.config.fields import CacheFolder, Duration, PlainSize, Preference, PrefetchSize, Rate, ResumeSource
+from megatrain.config.fields import (
+    CacheFolder,
+    Duration,
+    GraphCount,
+    PlainSize,
+    Preference,
+    PrefetchSize,
+    Rate,
+    ResumeSource,
+)
 from megatrain.config.keys import ARRAY_TABLES, nested_model
 from megatrain.config.schema import RunConfig
 from megatrain.config.sizes import Size, exact_size
@@ -30,6 +39,7 @@ durations: `"45min"`, `"30s"`, `"1h30min"`. Every problem is reported at once, w
 _NAMED_TYPES: tuple[tuple[Any, str], ...] = (
     (Preference, '"auto" or list of tiers'),
     (PrefetchSize, '"auto", "unlimited" or size'),
+    (GraphCount, '"auto" or whole number'),
     (PlainSize, "size"),
     (Rate, "size per second"),
     (Duration, "duration"),

@@ -59,6 +59,12 @@ def _prefetch(value: object) -> object:
     return _plain_size(value)
 
 
+def _graph_count(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f'{value!r} is no number of layers. Write "auto" or a whole number at least 0')
+    return value
+
+
 StringTuple = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 ConfigPath = Annotated[Path, BeforeValidator(_as_path), PlainSerializer(str)]
 PlainSize = Annotated[int, BeforeValidator(_plain_size), PlainSerializer(exact_size)]
@@ -72,6 +78,7 @@ PrefetchSize = Annotated[
     BeforeValidator(_prefetch),
     PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
 ]
+GraphCount = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], BeforeValidator(_graph_count)]
 ReportTargets = Annotated[tuple[Literal["jsonl", "tensorboard", "wandb"], ...], BeforeValidator(_as_reports)]
 #: "auto", "none" or a path.
 CacheFolder = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"})]

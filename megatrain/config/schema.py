@@ -16,6 +16,7 @@ from megatrain.config.fields import (
     AUTO_SIZE,
     ConfigPath,
     Duration,
+    GraphCount,
     PlainSize,
     Preference,
     PrefetchSize,
@@ -309,6 +310,11 @@ class AdvancedConfig(Table):
     )
     micro_batch_order: Literal["layer", "micro_batch"] = Field(
         default="layer", description="layer: each layer runs for all micro-batches before the next."
+    )
+    keep_graphs: GraphCount = Field(
+        default="auto",
+        description="Layers, counted from the last one, that the backward does not run again, as the graph of their "
+        "forward is kept in the compute tier. auto: as many as fit where every block is at home there; 0: none.",
     )
 
 

@@ -84,12 +84,16 @@ class StepProgram:
     when the global norm is long known. So the first step lacks them, and after the last one only they are left. No
     forward ever sees weights that are not updated. Updates that are not deferred follow the backward that fills their
     gradient.
+
+    Attributes:
+        kept: visits whose graphs wait for their backward; their inputs are no blocks.
     """
 
     blocks: Mapping[str, BlockPlan]
     ticks: tuple[Tick, ...]
     compute_tier: str
     defers_updates: bool = True
+    kept: frozenset[int] = frozenset()
 
     def turns(self, stays: Stays, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
         """Return the ticks of a step in order.
@@ -128,6 +132,28 @@ class StepProgram:
         deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
         start, end = first_step * period, (first_step + num_steps) * period
         return Schedule(streamed, period, end, start=start, deferred=deferred)
+
+
+def activations_of(program: StepProgram) -> dict[int, set[str]]:
+    """Return the activation blocks of every visit before the head."""
+    keys: dict[int, set[str]] = {}
+    for tick in program.ticks:
+        if tick.phase == "forward":
+            keys.setdefault(tick.visit, set()).update(key for key, _ in tick.passing)
+    return keys
+
+
+def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
+    """Return the program in which these visits keep their graphs: no activations are written for them, or read."""
+    dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
+    ticks = tuple(
+        replace(tick, passing=(), spent=tick.spent - dropped)
+        if tick.phase in ("forward", "backward") and tick.visit in visits
+        else tick
+        for tick in program.ticks
+    )
+    blocks = {key: block for key, block in program.blocks.items() if key not in dropped}
+    return replace(program, blocks=blocks, ticks=ticks, kept=program.kept | visits)
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:

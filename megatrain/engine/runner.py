@@ -6,7 +6,7 @@ micro-batches pass a unit before any of them reaches the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,6 +100,8 @@ class LayerRunner:
         trace: Expected visits; None checks nothing.
         objective: What is minimised beside cross entropy; None: nothing.
         random_enabled: False where nothing is really computed.
+        kept: Visits whose graphs wait for their backward instead of being run again. It changes no bits; their weights
+            must stay unchanged, at one place, from forward to backward.
 
     Attributes:
         bounds: The runnable form of every unit, by index.
@@ -119,6 +121,7 @@ class LayerRunner:
         trace: VisitTrace | None = None,
         objective: Objective | None = None,
         random_enabled: bool = True,
+        kept: Container[int] = (),
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -147,6 +150,7 @@ class LayerRunner:
             trace,
             self._announce_backward,
             self._micro_batches.mirror,
+            kept,
         )
         self._next_backward = -1
 

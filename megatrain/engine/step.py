@@ -110,6 +110,7 @@ class StepEngine:
             head_rows=trace.head_rows or None,
             trace=trace,
             objective=objective,
+            kept=program.kept,
         )
         uses = uses_of_layouts(graph, trace)
         self._trained = {

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.engine.arguments import tree_map
 from megatrain.flops import count_flops
 from megatrain.models.errors import UnsupportedModelError
+from tiered.units import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
 
 __all__ = ["TracedVisit", "VisitTrace", "trace_visits"]
+
+#: Allocators give memory in units of so many bytes.
+_ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class TracedVisit:
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
         forward_flops: Floating-point operations of the forward.
         backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
+        graph_nbytes: What the graph of the forward holds if it is kept for the backward: all that autograd saves, the
+            inputs, and weights cast to other dtypes; not the weights themselves, nor what visits share.
     """
 
     unit: int
@@ -58,6 +65,7 @@ class TracedVisit:
     backward_nbytes: int
     forward_flops: int = 0
     backward_flops: int = 0
+    graph_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ def trace_visits(
     )
     access.runner = runner
     for bound in runner.bounds:
-        bound.forward = _guessing(bound, access.ledger)
+        bound.forward = _measured(_guessing(bound, access.ledger), access)
     num_tokens = batch_size * seq_len
     with FakeTensorMode(allow_non_fake_inputs=True), access.ledger:
         with access.ledger.paused():
@@ -161,6 +169,26 @@ def _guessing(bound: BoundUnit, ledger: _Ledger) -> Callable[..., Any]:
     return guess
 
 
+def _measured(forward: Callable[..., Any], access: _TraceAccess) -> Callable[..., Any]:
+    """Return a unit's forward that tells how much the graph holds which a recompute builds."""
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        if not access.is_in_backward:
+            return forward(*args, **kwargs)
+        saved: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.add(tensor.untyped_storage()._cdata)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            value = forward(*args, **kwargs)
+        access.note_graph(value, saved)
+        return value
+
+    return measured
+
+
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs and the bytes of live storages, and answers the questions about values that fake tensors cannot."""
 
@@ -170,6 +198,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_nbytes = 0
         self.num_flops = 0
         self.exact = True
+        self.new_nbytes: dict[int, int] = {}  # by storage: those alive that were made since this was cleared
         self._known: dict[int, int] = {}
         self._paused = False
 
@@ -215,13 +244,14 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._known:
             return
         nbytes = 0 if self._paused else storage.nbytes()
-        self._known[key] = nbytes
+        self._known[key] = self.new_nbytes[key] = nbytes
         weakref.finalize(storage, self._forget, key)
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
 
     def _forget(self, key: int) -> None:
         self.live_nbytes -= self._known.pop(key)
+        self.new_nbytes.pop(key, None)
 
 
 @dataclass(slots=True)
@@ -245,6 +275,7 @@ class _TraceAccess:
         self._saved: dict[int, list[Tensor]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
+        self._graph_nbytes: dict[int, int] = {}
         self._shared_nbytes = 0
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
@@ -252,6 +283,7 @@ class _TraceAccess:
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
             self._note_visits()
         self.ledger.peak_nbytes, self.ledger.num_flops = self.ledger.live_nbytes, 0
+        self.ledger.new_nbytes.clear()
         self._phases.append(_Phase(phase, visit, self.ledger.live_nbytes, 0))
 
     def close(self) -> None:
@@ -266,6 +298,29 @@ class _TraceAccess:
         shared = {id(t.untyped_storage()): t for visit in self.runner.visits for t in visit.shared_tensors()}
         by_storage = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in shared.values()}
         self._shared_nbytes = sum(by_storage.values())
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward of a visit is under way."""
+        return bool(self._phases) and self._phases[-1].name == "backward"
+
+    def note_graph(self, value: Any, saved: set[int]) -> None:
+        """Note what is alive of all that a visit made since its backward began: its graph, and what it returned.
+
+        Args:
+            value: What it returned. The rest of the model holds that, the graph only what it saved of it.
+            saved: Storages that autograd saved.
+        """
+        alive = dict(self.ledger.new_nbytes)
+
+        def forget(leaf: Any) -> None:
+            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in saved:
+                alive.pop(key, None)
+
+        tree_map(value, forget)
+        visit = self._phases[-1].visit
+        inputs = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.get(visit, ()))
+        self._graph_nbytes[visit] = inputs + sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
@@ -306,7 +361,8 @@ class _TraceAccess:
             again = number in self._with_backward
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
-            visits.append(TracedVisit(unit, is_head, again, saved, forward.held_nbytes, *peaks, *flops))
+            graph_nbytes = self._graph_nbytes.get(number, 0)
+            visits.append(TracedVisit(unit, is_head, again, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes))
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
         return VisitTrace(
             visits=tuple(visits),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class Trunk:
         trace: Expected visits; None checks nothing.
         announce_backward: Called with a visit's number before its backward asks for anything.
         mirror: Answers the model's questions about its inputs; None: it looks for itself.
+        kept: Visits whose graphs wait for their backward.
 
     Attributes:
         visits: Those of the pass that is running.
@@ -69,12 +70,14 @@ class Trunk:
         trace: VisitTrace | None,
         announce_backward: Callable[[int], None],
         mirror: HostMirror | None = None,
+        kept: Container[int] = (),
     ) -> None:
         self._mirror = mirror
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
         self._head, self._trace = head, trace
         self._announce_backward = announce_backward
+        self._kept = kept
         self._accepts_use_cache = accepts_use_cache(graph.model)
         self.visits: list[UnitVisit] = []
 
@@ -149,7 +152,8 @@ class Trunk:
             if expected != index:
                 planned = "the end of the forward" if expected is None else units[expected].name
                 raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
-        visit = UnitVisit(number, self._bounds[index], self._access, self._random, self._announce_backward, anchor)
+        bound, is_kept = self._bounds[index], number in self._kept
+        visit = UnitVisit(number, bound, self._access, self._random, self._announce_backward, anchor, is_kept)
         self.visits.append(visit)
         return visit
 

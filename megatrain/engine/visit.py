@@ -1,8 +1,8 @@
-"""One visit of a unit by all micro-batches: run, keep the inputs, and run again for the backward."""
+"""One visit of a unit by all micro-batches: run, keep the inputs (or the graph), and run again for the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.kept import KeptGraph
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
     from megatrain.engine.access import BlockAccess, GradientSink
     from megatrain.engine.suspend import RandomStates, SuspendedForward, ThreadModes
     from megatrain.engine.units import BoundUnit
@@ -22,7 +25,7 @@ __all__ = ["UnitVisit", "optional_gradients"]
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """What the backward of one micro-batch needs, besides its activations."""
+    """What the backward of one micro-batch needs to run the unit again, besides its activations."""
 
     number: int
     captured: CapturedArguments
@@ -43,6 +46,8 @@ class UnitVisit:
         random: Random state of the compute device.
         announce_backward: Called with the visit's number before its backward asks for anything.
         anchor: A scalar that requires grad: ties outputs of units without differentiable inputs to the graph.
+        keeps_graph: Whether the graph of the forward waits for the backward, so that nothing is put away and run again.
+            The weights must then stay where they are, unchanged, until that backward.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class UnitVisit:
         random: RandomStates,
         announce_backward: Callable[[int], None],
         anchor: Tensor,
+        keeps_graph: bool = False,
     ) -> None:
         self.number = number
         self.bound = bound
@@ -60,12 +66,15 @@ class UnitVisit:
         self._random = random
         self._announce_backward = announce_backward
         self._anchor = anchor
-        self._micro_batches: list[_MicroBatch] = []
+        self._keeps_graph = keeps_graph
+        self._micro_batches: list[_MicroBatch | KeptGraph] = []
+        self._leaves: dict[str, Tensor] = {}
         self.pending_outputs: list[Tensor] = []
 
     def shared_tensors(self) -> list[Tensor]:
         """Return what the backward keeps by reference: masks, rotary tables, ids."""
-        return [tensor for item in self._micro_batches for tensor in item.captured.tensors if tensor is not None]
+        again = [item for item in self._micro_batches if isinstance(item, _MicroBatch)]
+        return [tensor for item in again for tensor in item.captured.tensors if tensor is not None]
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -74,7 +83,9 @@ class UnitVisit:
         self._access.begin("forward", self.number)
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
-        with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights):
+        with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
+            if self._keeps_graph:
+                self._leaves = leaves
             for forward in forwards:
                 call = forward.call
                 assert call is not None
@@ -87,6 +98,8 @@ class UnitVisit:
                     inputs.extend(tensor for i in captured.activations if (tensor := tensors[i]) is not None)
                     # `.data` makes an alias that is no view, so that the model may change it in place.
                     self.pending_outputs.extend(output.data for output in result.outputs)
+                    if isinstance(kept := self._micro_batches[-1], KeptGraph):
+                        kept.handed_out(self.pending_outputs[start:])
                 stop = len(self.pending_outputs)
                 result.outputs = []
                 results.append((result, tensors, forward, slice(start, stop), originals))
@@ -103,14 +116,15 @@ class UnitVisit:
     def _run_first(
         self, forward: SuspendedForward, captured: CapturedArguments, tensors: list[Tensor | None]
     ) -> tuple[CapturedResult, bool]:
-        """Run one micro-batch, keeping only its inputs."""
+        """Run one micro-batch, keeping its inputs or its graph."""
         call = forward.call
         assert call is not None
         streams = [tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
         differentiable = forward.modes.grad_enabled and (any(requires_grad) or bool(self.bound.trainable))
         keys = tuple(call.collector) if call.collector else ()
-        if differentiable:
+        keeps_graph = differentiable and self._keeps_graph
+        if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
                 assert stream is not None
                 self._access.put_activation(self.number, forward.micro_batch, index, stream.detach())
@@ -121,11 +135,15 @@ class UnitVisit:
             # Contiguous, as it will come back for the recompute: kernels may round differently for other strides.
             leaves[i] = tensor.detach().contiguous().requires_grad_(requires and differentiable)
         random_state = forward.random_state
-        with _modes(forward.modes):
+        # A cast of a weight that autocast remembers would be one node of the graph for several uses: other sums.
+        with _modes(forward.modes, cache_enabled=False if keeps_graph else None):
             self._random.set(random_state)
-            result = self.bound.run(captured, leaves, keys, keep_graph=False)
+            result = self.bound.run(captured, leaves, keys, keep_graph=keeps_graph)
             forward.random_state = self._random.get()
-        if differentiable:
+        if keeps_graph:
+            inputs = [leaf for i in captured.activations if (leaf := leaves[i]) is not None]
+            self._micro_batches.append(KeptGraph(inputs, result.outputs))
+        elif differentiable:
             for i in captured.activations:
                 captured.tensors[i] = None
             self._micro_batches.append(
@@ -144,7 +162,7 @@ class UnitVisit:
     # -- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the unit again for every micro-batch; send parameter gradients out, return those of the inputs."""
+        """Run the unit again unless its graphs were kept; send parameter gradients out, return those of the inputs."""
         self._announce_backward(self.number)
         grad_inputs: list[Tensor | None] = []
         start = 0
@@ -154,11 +172,17 @@ class UnitVisit:
             sink: GradientSink | None = None
             if leaves:
                 sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
-            for item in self._micro_batches:
+            # One after the other out of the list, so that each graph is gone before the next one is used.
+            waiting, self._micro_batches = self._micro_batches[::-1], []
+            while waiting:
+                item = waiting.pop()
                 grads = grad_outputs[start : start + item.num_outputs]
                 start += item.num_outputs
-                grad_inputs.extend(self._backward_one(item, grads, leaves, sink))
-        self._micro_batches = []
+                if isinstance(item, KeptGraph):
+                    grad_inputs.extend(self._backward_kept(item, grads, sink))
+                else:
+                    grad_inputs.extend(self._backward_one(item, grads, leaves, sink))
+        self._leaves = {}
         return grad_inputs
 
     def skip_backward(self) -> None:
@@ -167,10 +191,23 @@ class UnitVisit:
             with self._access.gradients(self.bound.unit, self.number):
                 pass
         for item in self._micro_batches:
+            if isinstance(item, KeptGraph):
+                continue
             for index in range(len(item.captured.activations)):
                 with self._access.get_activation(self.number, item.number, index):
                     pass
-        self._micro_batches = []
+        self._micro_batches, self._leaves = [], {}
+
+    def _backward_kept(
+        self, item: KeptGraph, grad_outputs: Sequence[Tensor | None], sink: GradientSink | None
+    ) -> list[Tensor | None]:
+        if all(gradient is None for gradient in grad_outputs):
+            return [None] * len(item.requires_grad)
+        item.check()
+        found = optional_gradients(item.edges, grad_outputs, [*item.wanted, *self._leaves.values()])
+        _add_gradients(sink, self._leaves, found[len(item.wanted) :])
+        grads = iter(found[: len(item.wanted)])
+        return [next(grads) if requires else None for requires in item.requires_grad]
 
     def _backward_one(
         self,
@@ -196,22 +233,27 @@ class UnitVisit:
             outputs = result.outputs
             assert len(outputs) == item.num_outputs, (self.bound.unit.name, len(outputs), item.num_outputs)
             found = optional_gradients(outputs, grad_outputs, [*wanted, *leaves.values()])
-            if sink is not None:
-                for name, gradient in zip(leaves, found[len(wanted) :], strict=True):
-                    if gradient is not None:
-                        sink.add(name, gradient)
+            _add_gradients(sink, leaves, found[len(wanted) :])
             grads = iter(found[: len(wanted)])
             return [next(grads) if stream.requires_grad else None for stream in streams]
 
 
+def _add_gradients(sink: GradientSink | None, names: Iterable[str], gradients: Sequence[Tensor | None]) -> None:
+    if sink is not None:
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                sink.add(name, gradient)
+
+
 def optional_gradients(
-    outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor | GradientEdge], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return the gradients of `inputs`: None where no output with a gradient depends on one."""
     pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
     if not inputs:
         return []
-    found = torch.autograd.grad([o for o, _ in pairs], list(inputs), [g for _, g in pairs], allow_unused=True)
+    roots: list[Any] = [out for out, _ in pairs]  # torch takes tensors and edges
+    found = torch.autograd.grad(roots, list(inputs), [grad for _, grad in pairs], allow_unused=True)
     return list(found)
 
 

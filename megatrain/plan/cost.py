@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.base import bytes_per_parameter
+from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.profile import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
 from megatrain.plan.traffic import Traffic
 from tiered.units import GB, TB, format_duration, format_size
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 #: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.
 FLOPS_PER_PARAM_TOKEN = 8
-_FORWARD_SHARE = 2 / FLOPS_PER_PARAM_TOKEN
+_FORWARD_FLOPS = 2
 
 _ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
 _BOUND = (
@@ -132,7 +133,8 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
     """Return what a step of a plan should take on this machine.
 
     The compute time is that of ``8 N T`` FLOPs at the rate of large matrix products, N being all parameters: attention
-    comes on top, and a mixture of experts computes less. Where steps were timed it is theirs.
+    comes on top, and a mixture of experts computes less; ``2 N T`` less for layers that are not recomputed. Where steps
+    were timed it is theirs.
     """
     written = split(_into_nvme(plan.traffic), shape)
     run = None
@@ -157,6 +159,12 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         return result
     step_s, bound_by = costs.step(seconds)
     return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=costs.crossing_tokens(seconds))
+
+
+def flops_per_token(plan: Plan) -> int:
+    """Return the FLOPs that a step computes for each of its tokens, by the rule of ``estimate_step``."""
+    once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
+    return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
 
 
 def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
@@ -229,7 +237,7 @@ class _Costs:
             # Computing takes longer than the link as soon as either of the two terms of ``_busy_s`` does.
             terms = [(per_token, optimizer)]
             if self._on_gpu:
-                terms = [(per_token, 0.0), (per_token * (1 - _FORWARD_SHARE), optimizer)]
+                terms = [(per_token, 0.0), (per_token * (1 - self._forward_share), optimizer)]
             starts = [
                 max(0.0, (fixed_s or 0.0) - beside) / (slope - moved_per_token)
                 for slope, beside in terms
@@ -244,7 +252,12 @@ class _Costs:
         """Return how long the processors need: one after the other on a CPU, the update beside a GPU's forward."""
         if not self._on_gpu:
             return compute + optimizer
-        return compute * (1 - _FORWARD_SHARE) + max(compute * _FORWARD_SHARE, optimizer)
+        forward = compute * self._forward_share
+        return compute - forward + max(forward, optimizer)
+
+    @property
+    def _forward_share(self) -> float:
+        return _FORWARD_FLOPS * self._plan.graph.num_parameters / flops_per_token(self._plan)
 
     def _timed_s(self, *, updates: bool) -> float:
         """Return the seconds of those ticks that are updates, or of all else."""
@@ -259,8 +272,7 @@ class _Costs:
             return self._timed_s(updates=False)
         dtype = str(self._plan.graph.dtype).removeprefix("torch.")
         rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/{dtype}")
-        flops = FLOPS_PER_PARAM_TOKEN * self._plan.graph.num_parameters * tokens
-        return None if rate is None else flops / rate
+        return None if rate is None else flops_per_token(self._plan) * tokens / rate
 
     def _optimizer_s(self) -> float | None:
         """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""

@@ -118,6 +118,7 @@ def measure_ticks(
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
     workspace = workspace_bytes(trace, plan.num_micro_batches) + gradient_staging_bytes(plan.graph, trace, config)
+    workspace += plan.kept_bytes
     blocks = plan.program.blocks
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()

@@ -16,6 +16,7 @@ from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.plan import machine
 from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_drive_rates
+from megatrain.plan.kept import GraphKeeper, num_layers_kept, weights_stay
 from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import (
@@ -67,6 +68,7 @@ class Plan:
         nvme_rates: shares of the NVMe paths in what is striped, in any unit.
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
+        kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
     """
 
     graph: ModelGraph
@@ -83,6 +85,7 @@ class Plan:
     fits: bool = True
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
+    kept_bytes: int = 0
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -102,7 +105,14 @@ class Plan:
             count = max(budget.generations for budget in self.budgets_by_tier.values())
             note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
             rows.append(("checkpoints", self.placement.generation_bytes, note))
-        rows.append(("workspace", self.placement.workspace_bytes, f"activations inside one unit, logits{estimate}"))
+        workspace = dict(self.placement.workspace_bytes)
+        if self.kept_bytes:
+            tier = self.program.compute_tier
+            workspace[tier] -= self.kept_bytes
+            kept, layers = num_layers_kept(self.graph, self.trace, self.program)
+            note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
+            rows.append(("kept graphs", {name: self.kept_bytes * (name == tier) for name in self.tiers}, note))
+        rows.append(("workspace", workspace, f"activations inside one unit, logits{estimate}"))
         return rows
 
     @property
@@ -142,7 +152,8 @@ class Plan:
             blocks = [block for block in self.program.blocks.values() if block.kind == kind]
             dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
             away = sum(self.placement.homes[block.key] != self.program.compute_tier for block in blocks)
-            notes[kind] = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
+            at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
+            notes[kind] = at_home if blocks else "none"
         notes["activations"] += f"; micro-batches {self.num_micro_batches} x {self.micro_batch_size} rows"
         return notes
 
@@ -163,14 +174,12 @@ def plan_run(config: RunConfig) -> Plan:
         freeze=config.model.freeze,
         dtype=dtype,
     )
-    trainable = [layout for layout in graph.layouts.values() if layout.trainable]
-    check_groups(config.optimizer, (entry for layout in trainable for entry in layout.entries))
+    check_groups(config.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
     trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective)
     optimizer = make_optimizer(config.optimizer)
-    kinds = optimizer.state_kinds(dtype.itemsize == 2)
     program = ProgramBuilder(
         graph,
         trace,
@@ -178,7 +187,7 @@ def plan_run(config: RunConfig) -> Plan:
         order=config.advanced.micro_batch_order,
         compute_tier=machine.compute_tier(device),
         compute_dtype=dtype,
-        state_kinds=kinds,
+        state_kinds=optimizer.state_kinds(dtype.itemsize == 2),
         grad_dtype=getattr(torch, config.precision.grad_dtype),
         defer_updates=defers_updates(config),
     ).build()
@@ -187,18 +196,20 @@ def plan_run(config: RunConfig) -> Plan:
     rates = nvme_rates(config)
     budgets = tier_budgets(config, device, workspace, rates)
     allowed = allowed_tiers(config, list(budgets))
+    kept = GraphKeeper(graph, trace, program, budgets, allowed, together).solve(config.advanced.keep_graphs)
     plan = Plan(
         graph=graph,
         trace=trace,
-        program=program,
-        placement=PlacementSolver(program, list(budgets.values()), allowed).solve(),
+        program=kept.program,
+        placement=kept.placement,
         optimizer=optimizer,
         device=device,
-        budgets_by_tier=budgets,
+        budgets_by_tier=kept.budgets,
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
         nvme_rates=tuple(rates),
         headline=_headline(config, graph),
+        kept_bytes=kept.nbytes,
     )
     shape, profile = step_shape(config, rates), load_profile()
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))
@@ -221,7 +232,10 @@ def with_open_room(plan: Plan, allowed: Mapping[Kind, Sequence[str]]) -> Iterato
             placement = PlacementSolver(plan.program, budgets, allowed, room, STAY_SHARE).solve()
         except DoesNotFitError:  # the drive has no room for what RAM keeps open
             continue
-        yield replace(plan, placement=placement)
+        if weights_stay(plan.graph, plan.trace, plan.program, placement.homes):
+            yield replace(plan, placement=placement)
+    if plan.program.kept:
+        yield plan
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:

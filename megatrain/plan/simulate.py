@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.engine.copies import Copies
-from megatrain.plan.cost import FLOPS_PER_PARAM_TOKEN
+from megatrain.plan.cost import flops_per_token
 from tiered.policies import Belady
 from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.store import TieredStore
@@ -56,7 +56,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     seconds, traffic = estimate.seconds, plan.traffic
     blocks = plan.program.blocks.values()
     num_updated = sum(block.num_elements for block in blocks if block.key.endswith("/m"))
-    flops = FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters * estimate.tokens_per_step
+    flops = flops_per_token(plan) * estimate.tokens_per_step
     on_nvme = sum(nbytes for link, nbytes in traffic.items() if "nvme" in link)
     on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
     return SimulatedRates(
@@ -208,5 +208,6 @@ class _Replay:
         num_params = sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
         if tick.phase == "update":
             return num_params / self._rates.update_params_per_s
-        factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": _RECOMPUTE + _BACKWARD}[tick.phase]
+        again = 0 if tick.visit in self._plan.program.kept else _RECOMPUTE
+        factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": again + _BACKWARD}[tick.phase]
         return factor * num_params * self._tokens / self._rates.flops_per_s

@@ -33,7 +33,9 @@ per_device_train_batch_size = 1
 gradient_accumulation_steps = 2
 max_steps = 2
 [tiers.ram]
-size = "96MiB"
+size = "{ram}"
+"""
+DRIVE = """
 [[tiers.nvme]]
 path = "drive"
 size = "3GiB"
@@ -54,7 +56,8 @@ else:
     trainer.make_loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind in ("weights", "optimizer"))
-print(json.dumps({"peak": peak, "ram_total": trainer.plan.totals["ram"], "state": state}))
+kept = trainer.plan.kept_bytes
+print(json.dumps({"peak": peak, "ram_total": trainer.plan.totals["ram"], "state": state, "kept": kept}))
 """
 
 
@@ -71,9 +74,12 @@ def folder(tmp_path: Path) -> Path:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    text = CONFIG.format(tokenizer=tokenizer, text=EXAMPLES / "quickstart" / "loomings.txt")
-    (tmp_path / "run.toml").write_text(text)
     return tmp_path
+
+
+def write_config(folder: Path, ram: str, more: str = "") -> None:
+    tokenizer, text = EXAMPLES / "quickstart" / "model", EXAMPLES / "quickstart" / "loomings.txt"
+    (folder / "run.toml").write_text(CONFIG.format(tokenizer=tokenizer, text=text, ram=ram) + more)
 
 
 def measure(folder: Path, what: str) -> dict[str, int]:
@@ -92,7 +98,16 @@ def measure(folder: Path, what: str) -> dict[str, int]:
 
 
 def test_resident_memory_stays_within_the_plan(folder: Path) -> None:
+    write_config(folder, "96MiB", DRIVE)
     libraries, run = measure(folder, "plan"), measure(folder, "train")
     assert run["state"] > 8 * run["ram_total"]
     assert run["ram_total"] <= 96 * MiB
     assert run["peak"] - libraries["peak"] <= run["ram_total"] + ALLOCATOR_SLACK_BYTES, (libraries, run)
+
+
+def test_graphs_that_are_kept_stay_within_the_plan(folder: Path) -> None:
+    write_config(folder, "1800MiB")
+    libraries, run = measure(folder, "plan"), measure(folder, "train")
+    assert 128 * MiB < run["kept"] < run["ram_total"] <= 1800 * MiB
+    resident = run["peak"] - libraries["peak"]
+    assert 0.6 * run["ram_total"] < resident <= run["ram_total"] + ALLOCATOR_SLACK_BYTES, (libraries, run)

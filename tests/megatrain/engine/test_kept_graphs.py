@@ -1,0 +1,405 @@
+"""Graphs kept from forward to backward: the bits of a recompute, nothing run twice, as much memory as was traced."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatrain.engine.kept import KeptGraph
+from megatrain.engine.objective import Objective
+from megatrain.engine.program import ProgramBuilder, StepProgram, activations_of, keeping_graphs
+from megatrain.engine.runner import LayerRunner, StepLoss
+from megatrain.engine.trace import VisitTrace, _Ledger, trace_visits
+from megatrain.models.graph import ModelGraph, Unit, build_graph
+from megatrain.optim.adamw import AdamW, AdamWConfig
+from megatrain.plan.planner import workspace_bytes
+from reference.families import FAMILIES, padded_batches, tiny_config
+from reference.huggingface import build_model
+from reference.memory_access import MemoryAccess
+
+ALL = range(1000)
+SEED = 11
+DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "attention_dropout"), 0.2)
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Side:
+    """A runner with weights of its own."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        kept: Any = (),
+        freeze: Sequence[str] = (),
+        dtype: torch.dtype = torch.float32,
+        access: type[MemoryAccess] = MemoryAccess,
+        **options: Any,
+    ) -> None:
+        self.graph = build_graph(config, freeze=freeze, dtype=dtype)
+        parameters = dict(build_model(config, dtype, freeze).named_parameters())
+        self.access = access(self.graph, parameters, dtype)
+        self.runner = LayerRunner(
+            self.graph, self.access, device="cpu", compute_dtype=dtype, kept=kept, head_rows=4, **options
+        )
+
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]] | None = None) -> tuple[StepLoss, Gradients]:
+        loss = self.runner.forward_backward(batches or padded_batches(), seed=SEED)
+        return loss, self.access.finish()
+
+
+def assert_same(one: tuple[StepLoss, Gradients], other: tuple[StepLoss, Gradients]) -> None:
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys() and one[1]
+    for name, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][name]), name
+
+
+def compare(config: Any, kept: Any = ALL, **options: Any) -> None:
+    again = Side(config, **options).step()
+    for order in ("layer", "micro_batch"):
+        side = Side(config, kept=kept, order=order, **options)
+        assert_same(side.step(), again)
+        if kept is ALL:
+            assert side.access.largest_num_activations == 0
+
+
+# -- bits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_kept_and_recomputed_are_the_same_bits(family: str) -> None:
+    changes = DROPOUT if family in ("gpt2", "opt") else {}
+    compare(tiny_config(family, tied=False, **changes))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "cohere2"])
+def test_tied_weights(family: str) -> None:
+    compare(tiny_config(family, tied=True))
+
+
+@pytest.mark.parametrize("kept", [{4}, {2, 3}, {0, 3}, {1, 2, 3, 4}])
+@pytest.mark.parametrize("family", ["llama", "gemma3n_text", "zamba2"])
+def test_some_visits_are_kept(family: str, kept: set[int]) -> None:
+    """Between visits that are run again: also where layers share keys and values, or are visited twice."""
+    compare(tiny_config(family), kept=kept)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_outputs_that_recorders_collect(family: str) -> None:
+    compare(tiny_config(family, output_router_logits=True, router_aux_loss_coef=0.3))
+
+
+@pytest.mark.parametrize(
+    "freeze", [["model.embed_tokens.*", "model.layers.0.*"], ["*norm*"], ["lm_head.weight"], ["model.*"]]
+)
+def test_frozen_parameters(freeze: list[str]) -> None:
+    compare(tiny_config("llama", tied=False), freeze=freeze)
+
+
+def test_bfloat16() -> None:
+    compare(tiny_config("llama", tied=False), dtype=torch.bfloat16)
+
+
+def test_noise_and_label_smoothing() -> None:
+    compare(tiny_config("llama", tied=True), objective=Objective(label_smoothing_factor=0.1, neftune_noise_alpha=5.0))
+
+
+def test_autocast() -> None:
+    """With its cache, a weight that is used twice would be cast once, and its gradients summed in bf16."""
+    config = tiny_config("gpt2", **DROPOUT)
+
+    def step(kept: Any) -> tuple[StepLoss, Gradients]:
+        side = Side(config, kept=kept)
+        module = side.graph.units[3].module
+        bound = side.runner.bounds[3]
+        forward, weight = bound.forward, module.mlp.c_proj
+
+        def twice(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = forward(hidden, *args, **kwargs)
+            stream = output[0] if isinstance(output, tuple) else output
+            more = stream + 0.1 * weight(
+                torch.nn.functional.pad(stream, (0, weight.weight.shape[0] - stream.shape[-1]))
+            )
+            return (more, *output[1:]) if isinstance(output, tuple) else more
+
+        bound.forward = twice
+        with torch.autocast("cpu", torch.bfloat16):
+            return side.step()
+
+    assert_same(step(ALL), step(()))
+
+
+def test_a_unit_that_checkpoints_itself() -> None:
+    """Its backward runs modules again, and finds their weights bound."""
+    config = tiny_config("llama", tied=False)
+
+    def step(kept: Any) -> tuple[StepLoss, Gradients]:
+        side = Side(config, kept=kept)
+        mlp = side.graph.units[2].module.mlp
+        forward = mlp.forward
+        mlp.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=False)
+        return side.step()
+
+    assert_same(step(ALL), step(()))
+
+
+def test_outputs_may_be_changed_in_place_where_the_graph_does_not_need_them() -> None:
+    config = tiny_config("llama", tied=False)
+
+    def step(kept: Any) -> tuple[StepLoss, Gradients]:
+        side = Side(config, kept=kept)
+        bound = side.runner.bounds[2]
+        change_outputs_outside(side, bound)
+        return side.step()
+
+    changed = step(())
+    assert_same(step(ALL), changed)
+    assert changed[0] != Side(config).step()[0]
+
+
+def test_a_change_of_what_the_graph_needs_is_refused_as_in_plain_pytorch() -> None:
+    side = Side(tiny_config("llama", tied=False), kept=ALL)
+    bound = side.runner.bounds[2]
+    forward = bound.forward
+    bound.forward = lambda *args, **kwargs: forward(*args, **kwargs).exp()  # whose backward needs the result
+    change_outputs_outside(side, bound)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        side.step()
+
+
+def change_outputs_outside(side: Side, bound: Any) -> None:
+    """Let the model's own code, between two units, double what a unit gave, in place."""
+    trunk = side.runner._trunk
+    run = trunk._next_visit
+
+    def next_visit(forwards: Any, anchor: Any) -> Any:
+        visit = run(forwards, anchor)
+        if visit.bound is not bound:
+            return visit
+        forward = visit.forward
+        visit.forward = lambda forwards: [lambda give=give: give().mul_(2) for give in forward(forwards)]
+        return visit
+
+    trunk._next_visit = next_visit
+
+
+# -- what is left out, and what stays --------------------------------------------------------------------------
+
+
+def test_kept_units_run_once_for_every_micro_batch() -> None:
+    side = Side(tiny_config("llama"), kept={2, 4})
+    calls = {number: 0 for number in range(5)}
+    for number, bound in enumerate(side.runner.bounds[:5]):
+        bound.forward = counting(bound.forward, calls, number)
+    side.step()
+    assert calls == {0: 6, 1: 6, 2: 3, 3: 6, 4: 3}
+    assert side.access.largest_num_activations == 3 * 2  # of layers 1 and 3; the embedding has none
+
+
+def counting(forward: Any, calls: dict[int, int], number: int) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[number] += 1
+        return forward(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3n_text", "zamba2"])
+def test_nothing_stays_behind(family: str) -> None:
+    side = Side(tiny_config(family), kept=ALL)
+    side.step()
+    gc.collect()
+    before = num_tensors()
+    side.step()
+    gc.collect()
+    assert num_tensors() == before
+
+
+def num_tensors() -> int:
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def num_graphs() -> int:
+    return sum(issubclass(type(item), KeptGraph) for item in gc.get_objects())
+
+
+def test_a_step_that_fails_leaves_no_graph_and_the_next_one_is_right() -> None:
+    config = tiny_config("llama")
+    expected = Side(config).step()
+    side = Side(config, kept=ALL)
+    forward = side.runner.bounds[4].forward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory, say")
+
+    side.runner.bounds[4].forward = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        side.step()
+    side.runner.bounds[4].forward = forward
+    gc.collect()
+    assert not num_graphs()
+    side.access.finish()
+    assert_same(side.step(), expected)
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    kept, again = (Side(tiny_config("llama"), kept=visits) for visits in (ALL, ()))
+    assert kept.runner.evaluate(padded_batches()) == again.runner.evaluate(padded_batches())
+    assert not num_graphs()
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+class RealLedger(_Ledger):
+    """Counts the bytes of real storages; answers nothing itself."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor):
+                self._count(item)
+        return result
+
+
+class CountedAccess(MemoryAccess):
+    """Notes what is alive when the head begins, without what is in blocks."""
+
+    ledger: RealLedger
+    live_at_head = 0
+
+    def begin(self, phase: str, visit: int) -> None:
+        super().begin(phase, visit)
+        if phase == "head":
+            gc.collect()
+            self.live_at_head = self.ledger.live_nbytes
+
+    def watched(self) -> RealLedger:
+        """Return a new ledger that counts what is made from now on."""
+        self.ledger = RealLedger()
+        with self.ledger.paused():
+            for weight in self._weights.values():
+                self.ledger._count(weight)
+        return self.ledger
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
+        with self.ledger.paused():
+            super().put_activation(visit, micro_batch, index, tensor)
+
+    @contextmanager
+    def gradients(self, unit: Unit, visit: int) -> Iterator[Any]:
+        with super().gradients(unit, visit) as sink:
+            yield _PausedSink(sink, self.ledger)
+
+
+class _PausedSink:
+    def __init__(self, sink: Any, ledger: RealLedger) -> None:
+        self._sink, self._ledger = sink, ledger
+
+    def add(self, name: str, gradient: torch.Tensor, /) -> None:
+        with self._ledger.paused():
+            self._sink.add(name, gradient)
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "zaya"])
+def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
+    config = tiny_config(family, **(DROPOUT if family == "gpt2" else {}))
+    trace = trace_visits(build_graph(config), 4, 48, torch.float32, head_rows=4)
+    assert trace.exact
+    trunk = [visit for visit in trace.visits if not visit.is_head]
+    num_batches, together = 3, 3 if order == "layer" else 1
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 90, (4, 48), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    live: dict[bool, int] = {}
+    peak: dict[bool, int] = {}
+    for keeps in (False, True):
+        side = Side(config, kept=ALL if keeps else (), access=CountedAccess, order=order)
+        with side.access.watched() as ledger:
+            side.step([batch] * num_batches)
+        live[keeps], peak[keeps] = side.access.live_at_head, ledger.peak_nbytes
+    planned = together * sum(visit.graph_nbytes for visit in trunk)
+    workspace = workspace_bytes(trace, together)
+    assert peak[False] <= workspace
+    assert peak[True] <= workspace + planned
+    # Inputs of units are often the outputs of those before, and wanted by nobody else: they are counted at both.
+    assert 0.8 * planned < live[True] - live[False] <= planned
+
+
+# -- the program -----------------------------------------------------------------------------------------------
+
+
+def program_of(graph: ModelGraph, trace: VisitTrace, order: Any) -> StepProgram:
+    return ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=3,
+        order=order,
+        compute_tier="ram",
+        compute_dtype=torch.float32,
+        state_kinds=AdamW(AdamWConfig()).state_kinds(False),
+    ).build()
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+def test_the_program_of_kept_visits_has_no_activations(order: str) -> None:
+    graph = build_graph(tiny_config("llama"))
+    program = program_of(graph, trace_visits(graph, 2, 16, torch.float32), order)
+    kept = keeping_graphs(program, frozenset({3, 4}))
+    assert kept.kept == {3, 4} and len(kept.ticks) == len(program.ticks)
+    activations = activations_of(program)
+    assert program.blocks.keys() - kept.blocks.keys() == activations[3] | activations[4] != set()
+    for before, after in zip(program.ticks, kept.ticks, strict=True):
+        assert (before.phase, before.visit, before.held) == (after.phase, after.visit, after.held)
+        if after.phase in ("forward", "backward") and after.visit in (3, 4):
+            assert not after.passing and after.spent == before.spent - activations[after.visit]
+        else:
+            assert after == before
+    assert keeping_graphs(program, frozenset()) == program
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("family", ["llama", "zamba2"])
+def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers: bool, order: str) -> None:
+    """What the graphs rely on: their views of the weights stay the same bytes."""
+    graph = build_graph(tiny_config(family, tied=True))
+    trace = trace_visits(graph, 2, 16, torch.float32)
+    program = ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=3,
+        order=order,  # type: ignore[arg-type]
+        compute_tier="gpu",
+        compute_dtype=torch.float32,
+        state_kinds=AdamW(AdamWConfig()).state_kinds(False),
+        defer_updates=defers,
+    ).build()
+    open_weights: dict[int, set[str]] = {}
+    num_updates = 0
+    for tick in program.ticks:
+        weights = {key for key, _ in tick.held if program.blocks[key].kind == "weights"}
+        if tick.phase == "forward":
+            open_weights[tick.visit] = weights
+        elif tick.phase == "backward":
+            open_weights.pop(tick.visit)
+        elif tick.phase == "update":
+            num_updates += 1
+            assert not any(weights & others for others in open_weights.values())
+    assert num_updates == sum(layout.trainable for layout in graph.layouts.values())

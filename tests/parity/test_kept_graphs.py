@@ -1,0 +1,99 @@
+"""Runs that keep graphs where memory is left: the same bits as runs that recompute, and the planned traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.plan import machine, planner
+from reference.tiered_run import TieredRun, config_text, run_config
+from tiered.units import MiB
+
+NUM_STEPS = 4
+ON_DEVICE = {"weights": ["gpu"], "gradients": ["gpu"], "activations": ["gpu"], "optimizer": ["ram"]}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "all layers, in RAM": (4, {"nvme": 0}),
+    "one layer, all that fits": (1, {"nvme": 0, "ram": "24MiB"}),
+    "all layers, micro-batch-major": (4, {"nvme": 0, "advanced": 'micro_batch_order = "micro_batch"'}),
+    "updates during the backward": (4, {"nvme": 0, "optimizer": 'max_grad_norm = 0\nnonfinite = "ignore"'}),
+    "two layers, gradients and activations on NVMe": (
+        2,
+        {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]', "advanced": "keep_graphs = 2"},
+    ),
+    "two layers, state on NVMe, micro-batch-major": (
+        2,
+        {"placement": 'optimizer = ["nvme"]', "advanced": 'keep_graphs = 2\nmicro_batch_order = "micro_batch"'},
+    ),
+    "no layer whose weights are on NVMe": (0, {"placement": 'weights = ["nvme"]', "advanced": "keep_graphs = 3"}),
+}
+
+
+def run(folder: Path, model: Path, *, precision: str = "", **options: Any) -> TieredRun:
+    return run_config(config_text(folder, model, precision=precision, **options), folder, num_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def baselines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
+    """Runs in RAM that recompute every layer, by the text of their optimizer."""
+    return {
+        optimizer: run(
+            tmp_path_factory.mktemp("again"), tiny_model, nvme=0, optimizer=optimizer, advanced="keep_graphs = 0"
+        )
+        for optimizer in ("", 'max_grad_norm = 0\nnonfinite = "ignore"')
+    }
+
+
+def check(result: TieredRun, expected: TieredRun) -> None:
+    assert result.losses == expected.losses and result.grad_norms == expected.grad_norms
+    assert result.digests == expected.digests
+    assert result.moved is not None
+    moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
+    assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
+    assert result.moved.prefetch_wasted == 0 and result.moved.schedule_misses == 0
+    for tier, stats in result.moved.tiers.items():
+        assert stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
+
+
+def layers_kept(result: TieredRun) -> int:
+    plan = result.plan
+    return sum(plan.graph.units[plan.trace.visits[visit].unit].is_layer for visit in plan.program.kept)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_and_planned_traffic(
+    name: str, tiny_model: Path, tmp_path: Path, baselines: dict[str, TieredRun]
+) -> None:
+    num_layers, options = CASES[name]
+    result = run(tmp_path, tiny_model, **options)
+    assert layers_kept(result) == num_layers
+    expected = baselines[options.get("optimizer", "")]
+    assert not expected.plan.program.kept
+    check(result, expected)
+
+
+def test_bfloat16_with_rounded_gradients(tiny_model: Path, tmp_path: Path) -> None:
+    precision = 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'
+    again = run(tmp_path / "again", tiny_model, nvme=0, precision=precision, advanced="keep_graphs = 0")
+    kept = run(tmp_path / "kept", tiny_model, nvme=0, precision=precision)
+    assert layers_kept(kept) == 4
+    check(kept, again)
+
+
+@pytest.mark.parametrize("num_layers", [4, 2])
+def test_a_device_tier_keeps_graphs_of_weights_at_home_there(
+    num_layers: int,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    baselines: dict[str, TieredRun],
+) -> None:
+    """With updates in RAM, so that weights leave their homes and come back, between the steps' forwards."""
+    monkeypatch.setattr(machine, "compute_tier", lambda device: "gpu")
+    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: (48 if num_layers == 4 else 20) * MiB)
+    monkeypatch.setattr(planner, "allowed_tiers", lambda config, tiers: ON_DEVICE)
+    result = run(tmp_path, tiny_model)
+    assert result.plan.traffic["gpu->ram"] > 0
+    assert layers_kept(result) == num_layers
+    check(result, baselines[""])
