@@ -80,7 +80,7 @@ class Part:
 
 
 _AGAINST_REFERENCE = (OURS, REFERENCE)
-_LONG: Mapping[str, Mapping[str, Any]] = {}
+_LONG = {"model": {"mlp_rows": 4096}}
 PARTS: Mapping[str, Part] = {
     "7b_4k": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5),
     "7b_16k": Part("7b", 16, 1024, 16, sides=_AGAINST_REFERENCE),

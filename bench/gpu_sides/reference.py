@@ -93,11 +93,11 @@ def _import_reference(folder: Path) -> tuple[Any, Any]:
     Raises:
         SystemExit: the folder has no package `infinity`, or another version of it.
     """
-    if not (folder / "infinity").is_dir():
-        raise SystemExit(f"--megatrain {folder}: there is no package 'infinity' in it. Name a checkout of MegaTrain")
     sys.path.insert(0, str(folder))
-    from infinity import CPUMasterConfig, CPUMasterModel  # type: ignore[import-not-found]
-
+    try:
+        from infinity import CPUMasterConfig, CPUMasterModel  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise SystemExit(f"--megatrain {folder}: {error}. Name a checkout of MegaTrain") from error
     missing = [name for name in _NEEDED if not hasattr(CPUMasterModel, name)]
     if missing:
         raise SystemExit(f"--megatrain {folder}: its trainer lacks {', '.join(missing)}; commit 919520f has them")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatrain.engine.access import BlockAccess
+    from megatrain.engine.compiled import LayerCompiler
     from megatrain.engine.trace import VisitTrace
     from megatrain.engine.visit import UnitVisit
     from megatrain.models.graph import ModelGraph
@@ -78,6 +79,7 @@ class LayerRunner:
         trace: Expected visits; None checks nothing.
         objective: What is minimised beside cross entropy; None: nothing.
         random_enabled: False where nothing is really computed.
+        compiler: Of layers; None: they run as they are.
 
     Attributes:
         bounds: The runnable form of every unit, by index.
@@ -97,6 +99,7 @@ class LayerRunner:
         trace: VisitTrace | None = None,
         objective: Objective | None = None,
         random_enabled: bool = True,
+        compiler: LayerCompiler | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -106,7 +109,7 @@ class LayerRunner:
         self._objective = objective or Objective()
         self._random = RandomStates(self._device, enabled=random_enabled)
         _move_buffers(graph.model, self._device)
-        self.bounds = [BoundUnit(unit, self._device) for unit in graph.units]
+        self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
         if self._objective.label_smoothing_factor and self._plan is None:
             raise UnsupportedModelError(

@@ -195,7 +195,8 @@ class UnitVisit:
                 result = self.bound.run(captured, tensors, item.record_keys, keep_graph=True)
             outputs = result.outputs
             assert len(outputs) == item.num_outputs, (self.bound.unit.name, len(outputs), item.num_outputs)
-            found = optional_gradients(outputs, grad_outputs, [*wanted, *leaves.values()])
+            with self.bound.in_backward():
+                found = optional_gradients(outputs, grad_outputs, [*wanted, *leaves.values()])
             if sink is not None:
                 for name, gradient in zip(leaves, found[len(wanted) :], strict=True):
                     if gradient is not None:
