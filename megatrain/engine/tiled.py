@@ -57,7 +57,7 @@ class TiledForward:
         assert rows > 0, rows
         self.name, self._rows = name, rows
         self._whole: Callable[..., Tensor] = module.forward
-        self._slots = [
+        self._slots: list[tuple[dict[str, Any], str]] = [
             (m._parameters, leaf) for m in module.modules() for leaf, p in m._parameters.items() if p is not None
         ]
 
@@ -114,7 +114,7 @@ class TiledForward:
         saved = [parameters[leaf] for parameters, leaf in self._slots]
         try:
             for (parameters, leaf), weight in zip(self._slots, weights, strict=True):
-                parameters[leaf] = weight  # type: ignore[assignment]
+                parameters[leaf] = weight
             yield
         finally:
             for (parameters, leaf), weight in zip(self._slots, saved, strict=True):
