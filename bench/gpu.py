@@ -185,6 +185,8 @@ class Comparison:
     def _run_side(self, side: str) -> tuple[Mapping[str, Any], str]:
         """Run a side's process to its end or to the deadline; return what it wrote, and why it failed, if it did."""
         job = self._job(side)
+        if side == OURS and job.tables:
+            self._rows.row("ours.tables", json.dumps(job.tables), "of the config")
         python = self._arguments.deepspeed if side == ZERO3 else sys.executable
         log = self._folder / f"{side}.log"
         environment = {

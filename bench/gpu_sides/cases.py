@@ -76,7 +76,10 @@ class Part:
         """Return the same part at a size that a CPU computes at once."""
         length = min(self.length, 64)
         rows = min(self.rows, 2)
-        return replace(self, rows=rows, length=length, micro_rows=1, num_steps=1, layers=None)
+        tables = {name: dict(values) for name, values in self.tables.items()}
+        if "model" in tables:
+            tables["model"]["mlp_rows"] = 16
+        return replace(self, rows=rows, length=length, micro_rows=1, num_steps=1, layers=None, tables=tables)
 
 
 _AGAINST_REFERENCE = (OURS, REFERENCE)

@@ -79,16 +79,23 @@ class Job:
         return [{"input_ids": part, "labels": part.clone()} for part in self.tokens().split(self.micro_rows)]
 
 
-def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str) -> nn.Module:
+def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real: bool = True) -> nn.Module:
     """Return the Hugging Face model of a folder with the random weights that ours starts from, rounded to ``dtype``.
 
     Needs memory for one unit in fp32 beside the model.
+
+    Args:
+        is_real: False: all weights are the same number, which takes no time, to see whether a model of this size fits.
     """
     graph = build_graph(folder, attn_implementation="sdpa", dtype=dtype)
     model: nn.Module = graph.model
     for layout in graph.layouts.values():
-        views = {entry.name: torch.empty(entry.shape) for entry in layout.entries}
-        init_weights(graph.model, layout, views, SEED)
+        if is_real:
+            views = {entry.name: torch.empty(entry.shape) for entry in layout.entries}
+            init_weights(graph.model, layout, views, SEED)
+        else:
+            options = {"dtype": dtype, "device": device}
+            views = {entry.name: torch.full(entry.shape, 0.01, **options) for entry in layout.entries}
         for name, tensor in views.items():
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor.to(device, dtype))

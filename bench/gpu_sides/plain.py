@@ -32,8 +32,8 @@ class PlainSide:
         self._num_layers = layers
         self._set_up(folder)
 
-    def _set_up(self, folder: Path) -> None:
-        self._model = seeded_model(folder, dtype=torch.float32, device=self._job.device)
+    def _set_up(self, folder: Path, *, is_real: bool = True) -> None:
+        self._model = seeded_model(folder, dtype=torch.float32, device=self._job.device, is_real=is_real)
         self._model.train()
         model: Any = self._model  # transformers 5.23 renamed the switch
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -44,20 +44,20 @@ class PlainSide:
 
     def _fits(self, folder: Path) -> bool:
         """Return whether two steps go; the second has all of the optimizer's state. Leaves nothing behind."""
-        if self._job.device == "cpu":
-            return True
+        fits = True
         try:
-            self._set_up(folder)
+            self._set_up(folder, is_real=False)
             for number in range(2):
                 self.step(number)
         except torch.OutOfMemoryError:
-            return False
-        finally:
-            self.__dict__.pop("_model", None)
-            self.__dict__.pop("_optimizer", None)
-            gc.collect()
+            fits = False
+        # Only here, where the error and the frames that it holds are gone.
+        self.__dict__.pop("_model", None)
+        self.__dict__.pop("_optimizer", None)
+        gc.collect()
+        if self._job.device == "cuda":
             torch.cuda.empty_cache()
-        return True
+        return fits
 
     def about(self) -> dict[str, Any]:
         """Return size and precision."""

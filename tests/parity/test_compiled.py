@@ -73,7 +73,9 @@ def test_kernels_of_inductor_compute_what_layers_do(tiny_model: Path, tmp_path: 
     assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=1e-4)
 
 
-def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dict[str, torch.Tensor]:
+def prepared(
+    family: str, compiler: LayerCompiler | None, **values: Any
+) -> tuple[LayerRunner, MemoryAccess, dict[str, torch.Tensor]]:
     config = AutoConfig.for_model(
         family, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8,
         num_key_value_heads=2, vocab_size=96, max_position_embeddings=64, pad_token_id=0, **values,
@@ -85,8 +87,22 @@ def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dic
     trace = trace_visits(graph, 2, 32, torch.float32)
     runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace, compiler=compiler)
     ids = torch.randint(3, 90, (2, 32))
-    runner.forward_backward([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}])
+    return runner, access, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dict[str, torch.Tensor]:
+    runner, access, batch = prepared(family, compiler, **values)
+    runner.forward_backward([batch])
     return access.finish()
+
+
+def test_evaluations_are_compiled_too() -> None:
+    plain, _, batch = prepared("llama", None)
+    compiled, _, _ = prepared("llama", LayerCompiler("aot_eager"))
+    for _ in range(2):
+        assert compiled.evaluate([batch]).terms == pytest.approx(plain.evaluate([batch]).terms, rel=1e-5)
+        compiled.forward_backward([batch])
+    assert num_graphs() == 2  # one with gradients, one without
 
 
 def test_layers_of_another_kind_get_a_graph_of_their_own() -> None:

@@ -72,7 +72,8 @@ def gradients(family: str, rows: int, **values: Any) -> tuple[float, dict[str, t
     ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     loss = runner.forward_backward([batch, {**batch, "input_ids": ids.flip(0)}])
-    return loss.loss, access.finish()
+    evaluated = runner.evaluate([batch])
+    return loss.loss + sum(evaluated.terms) / evaluated.num_tokens, access.finish()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma3_text", "deepseek_v3"])
