@@ -61,10 +61,11 @@ class Report:
 
     Args:
         bench: Name of the bench. as_json: JSON lines. tokens_per_step: T, which every row states; None where the
-            bench has no tokens.
+            bench has no tokens. out: a file to which every row is added as a JSON line, however it is printed.
     """
 
-    def __init__(self, bench: str, *, as_json: bool, tokens_per_step: int | None) -> None:
+    def __init__(self, bench: str, *, as_json: bool, tokens_per_step: int | None, out: Path | None = None) -> None:
+        self._out = out
         self._header = dict(zip(HEADER_FIELDS, (bench, hardware(), versions(), commit(), tokens_per_step), strict=True))
         self._as_json = as_json
         self._all_ok = True
@@ -95,9 +96,13 @@ class Report:
             timing: Whether ``ok`` depends on the machine's speed and load; if so it does not fail the bench.
         """
         self._all_ok = self._all_ok and (timing or ok is not False)
+        own = dict(zip(ROW_FIELDS, (name, value, unit, target, ok, timing), strict=True))
+        line = json.dumps({**own, **self._header})
+        if self._out is not None:
+            with self._out.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
         if self._as_json:
-            own = dict(zip(ROW_FIELDS, (name, value, unit, target, ok, timing), strict=True))
-            print(json.dumps({**own, **self._header}), flush=True)
+            print(line, flush=True)
             return
         verdict = "" if ok is None else "ok" if ok else "NOT OK"
         is_small = isinstance(value, float) and 0 < abs(value) < 1e-3

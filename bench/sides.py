@@ -43,14 +43,14 @@ class StepTimes:
     grad_norm: float
 
 
-def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, **tables: Any) -> RunConfig:
+def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, /, **tables: Any) -> RunConfig:
     """Return the config of a side: micro-batches x rows x tokens of ``text``, fp32 on the CPU.
 
     Every layer is recomputed, as by the sides that it is compared with, unless ``advanced`` says otherwise.
 
     Args:
         model: Hugging Face folder with weights and tokenizer. shape: micro-batches, rows of each, tokens of a row.
-        folder: may be written to. tables: more tables of the config, e.g. ``tiers``.
+        folder: may be written to. tables: more keys and tables of the config, e.g. ``tiers``, or other ones.
     """
     num_micro_batches, rows, length = shape
     return RunConfig.model_validate(

@@ -14,12 +14,14 @@ import torch
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.engine.compiled import LayerCompiler
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
 from megatrain.models.layout import UnitLayout, views
+from megatrain.models.liger import apply_liger_kernels
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan.machine import existing_parent, own_drive_bytes
@@ -69,6 +71,8 @@ class Session:
         self._weights: WeightLoader | None = None
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
+        if config.model.use_liger_kernel:
+            apply_liger_kernels(plan.graph.model, with_mlps=not config.model.mlp_rows)
         check_drives(config, plan)
         policy = LRU() if config.advanced.eviction_policy == "lru" else Belady()
         self._tiers = make_tiers(config, plan, on_notice)
@@ -250,6 +254,7 @@ class Session:
             nonfinite=table.nonfinite,
             seed=self.config.seed,
             objective=Objective.of(self.config.training),
+            compiler=LayerCompiler.of(self.config.model),
             timeline=self.timeline,
         )
         self._engine.num_updates = num_updates

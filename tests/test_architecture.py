@@ -53,6 +53,7 @@ RESTRICTED = {
     "datasets": ("megatrain/data/hub.py",),
     "pyarrow": ("megatrain/data/files.py",),
     "lightning": ("megatrain/embed/lightning.py", "megatrain/embed/lightning_files.py"),
+    "liger_kernel": ("megatrain/models/liger.py",),
     "numba": ("megatrain/optim/kernels.py", "megatrain/optim/adafactor_kernels.py"),
     "greenlet": ("megatrain/engine/",),
     "triton": ("megatrain/optim/triton_kernels.py",),

@@ -34,6 +34,10 @@ ARGUMENTS = {
     "activations": ["--quick", "--steps", "1", "--tokens", "1x1x256"],
     "gsm8k": ["--quick", "--steps", "3", "--eval-samples", "5"],
     "plan_accuracy": ["--quick", "--only", "small_on_nvme", "--steps", "3"],
+    "gpu": [
+        *["--quick", "--device", "cpu", "--steps", "1", "--parts", "rates,7b_4k,plain,20b_nvme,long_32k"],
+        *["--megatrain", str(ROOT / "tests" / "reference" / "stand_in_megatrain")],
+    ],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -50,7 +54,7 @@ def run(name: str) -> list[dict[str, Any]]:
 def run_in(name: str, scratch: Path) -> list[dict[str, Any]]:
     command = [sys.executable, str(BENCH / f"{name}.py"), "--json", "--scratch", str(scratch), *ARGUMENTS[name]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr + done.stdout
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -140,6 +144,34 @@ def test_comparison_without_deepspeed_says_so() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["name"] for row in rows] == ["deepspeed.skipped"]
     assert "/nowhere/python" in rows[0]["value"]
+
+
+def test_sides_on_one_device_compute_the_same_and_move_what_was_planned() -> None:
+    rows = {row["name"]: row for row in run("gpu")}
+    assert rows["7b_4k.ratio.ours/megatrain"]["target"] == 2.5 and rows["plain.ratio.ours/plain"]["target"] == 1.0
+    for part, sides in {"7b_4k": ("ours", "megatrain"), "plain": ("ours", "plain"), "long_32k": ("ours",)}.items():
+        for side in sides:
+            assert rows[f"{part}.{side}.rate"]["value"] > 0 < rows[f"{part}.{side}.peak.peak_rss"]["value"]
+            assert rows[f"{part}.{side}.losses"]["value"] == rows[f"{part}.ours.losses"]["value"]
+        assert 0 < rows[f"{part}.ours.share_of_matmul_rate"]["value"] < 1
+    assert rows["20b_nvme.ours.nvme->ram.moved"]["value"] > 0  # the drive takes part
+    assert rows["20b_nvme.ours.home.nvme.optimizer"]["value"] > 0
+    assert rows["7b_4k.ours.predicted_step"]["value"] > 0 < rows["rates.drive.mixed"]["value"]
+
+
+def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:
+    def gpu(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(BENCH / "gpu.py"), "--json", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+    refused = gpu("--device", "cpu", "--parts", "14b")
+    assert refused.returncode == 2 and "--device cpu needs --quick" in refused.stderr
+    out = tmp_path / "rows.jsonl"
+    late = gpu("--quick", "--device", "cpu", "--parts", "14b,zero3", "--minutes", "0", "--out", str(out))
+    assert late.returncode == 0, late.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["14b.ours.skipped", "zero3.ours.skipped", "zero3.zero3.skipped"]
+    assert all("out of time" in row["value"] for row in rows)
 
 
 def test_optimizer_compares_every_format_with_its_ceiling() -> None:

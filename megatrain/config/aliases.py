@@ -85,6 +85,9 @@ TRANSLATIONS: dict[str, Translation] = {
     "cutoff_len": Translation(LLAMA_FACTORY, "data.max_length"),
     "neat_packing": Translation(LLAMA_FACTORY, "data.packing"),
     "val_set_size": Translation(AXOLOTL, "data.val_size"),
+    "enable_liger_kernel": Translation(LLAMA_FACTORY, "model.use_liger_kernel"),
+    "torch_compile": Translation(TRANSFORMERS, "model.compile"),
+    "torch_compile_backend": Translation(TRANSFORMERS, "model.compile_backend"),
     "flash_attn": Translation(LLAMA_FACTORY, "model.attn_implementation"),
     "train_on_prompt": Translation(LLAMA_FACTORY, "data.train_on", 'false is "assistant", true is "all"'),
     "mask_history": Translation(LLAMA_FACTORY, "data.train_on", 'true is "last_assistant"'),
@@ -156,7 +159,6 @@ NOT_YET: frozenset[str] = frozenset(
         "precision.master_dtype",
         "precision.optimizer_dtype",
         "full_determinism",
-        "torch_compile",
     }
 )
 

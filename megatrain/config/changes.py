@@ -28,6 +28,10 @@ ALTERS_RESULTS: Mapping[str, bool] = {
     "model.tokenizer_name_or_path": False,
     "model.chat_template": False,
     "model.attn_implementation": True,
+    "model.compile": True,
+    "model.compile_backend": True,
+    "model.use_liger_kernel": True,
+    "model.mlp_rows": True,
     "model.trust_remote_code": False,
     "model.train_from_scratch": False,
     "model.freeze": True,
@@ -130,6 +134,8 @@ def _has_effect(key: str, config: RunConfig) -> bool:
     table, _, leaf = key.rpartition(".")
     if table == "optimizer" and leaf in OPTIMIZERS_WITH_KEY:
         return config.optimizer.optim in OPTIMIZERS_WITH_KEY[leaf]
+    if key == "model.compile_backend":
+        return config.model.compile
     if key == "training.num_train_epochs":
         return config.training.max_steps <= 0 and _depends_on_length(config)
     if key == "training.max_steps":

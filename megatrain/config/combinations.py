@@ -24,6 +24,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_gradients(config),
         *_check_schedule(config),
         *_check_attention(config),
+        *_check_kernels(config),
         *_check_checkpoint(config),
         *_check_tiers(config),
         *_check_paths(config),
@@ -224,6 +225,21 @@ def _check_attention(config: RunConfig) -> Iterator[Problem]:
             "flash_attention_2 separates packed documents only in micro-batches of one row, "
             f"but training.per_device_train_batch_size = {config.micro_batch_size}",
             'Write per_device_train_batch_size = 1 with a longer data.max_length, or "sdpa"',
+        )
+
+
+def _check_kernels(config: RunConfig) -> Iterator[Problem]:
+    if config.model.use_liger_kernel and config.device == "cpu":
+        yield Problem(
+            "model.use_liger_kernel",
+            'the kernels of model.use_liger_kernel need a GPU, but device = "cpu"',
+            "Write use_liger_kernel = false",
+        )
+    if config.model.compile and config.model.mlp_rows:
+        yield Problem(
+            "model.mlp_rows",
+            "model.mlp_rows runs pieces of a layer one by one, model.compile makes one graph of it: not both",
+            "Write mlp_rows = 0, or compile = false",
         )
 
 

@@ -22,7 +22,7 @@ BROUGHT_ALONG = ("model.", "data.")
 _SAME_NAME = {
     **{f"training.{name}": "transformers, TRL, LLaMA-Factory" for name in (
         "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
-        "label_smoothing_factor", "neftune_noise_alpha", "torch_compile",
+        "label_smoothing_factor", "neftune_noise_alpha",
     )},
     **{f"optimizer.{name}": "transformers, TRL, LLaMA-Factory, Axolotl" for name in (
         "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "warmup_steps",
@@ -39,6 +39,7 @@ _SAME_NAME = {
     **{f"logging.{name}": "transformers, TRL, LLaMA-Factory" for name in ("logging_steps", "report_to")},
     **{name: "transformers, TRL, LLaMA-Factory" for name in ("output_dir", "run_name", "seed", "data_seed")},
     "model.model_name_or_path": "TRL, LLaMA-Factory",
+    "model.use_liger_kernel": "transformers, TRL",
     "model.attn_implementation": "transformers, TRL, Axolotl, MegaTrain",
     "data.max_length": "TRL",
     "data.packing": "TRL, LLaMA-Factory",

@@ -42,6 +42,25 @@ class ModelConfig(Table):
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         default="auto", description="Attention kernel; auto: sdpa where the model supports it, else eager."
     )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of the layers, once per kind of layer. Other roundings than without; minutes at the "
+        "first step, and a C++ compiler or Triton.",
+    )
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = Field(
+        default="inductor", description="compile: inductor makes kernels; the others are for finding faults."
+    )
+    use_liger_kernel: bool = Field(
+        default=False,
+        description="Norms and gated MLPs computed by the package liger-kernel, where it has kernels for the model; "
+        "needs a GPU. Other roundings than without.",
+    )
+    mlp_rows: int = Field(
+        default=0,
+        ge=0,
+        description="Run the MLPs of layers over so many tokens at a time and once more in the backward, for long "
+        "sequences: memory inside them is that of a piece. Weights' gradients are summed in another order. 0: off.",
+    )
     trust_remote_code: Literal[False] = Field(default=False, description="Code in a model folder is never run.")
     train_from_scratch: bool = Field(default=False, description="Start from random weights; only config.json is read.")
     freeze: StringTuple = Field(

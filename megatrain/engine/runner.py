@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatrain.engine.access import BlockAccess
+    from megatrain.engine.compiled import LayerCompiler
     from megatrain.engine.trace import VisitTrace
     from megatrain.engine.visit import UnitVisit
     from megatrain.models.graph import ModelGraph
@@ -102,6 +103,7 @@ class LayerRunner:
         random_enabled: False where nothing is really computed.
         kept: Visits whose graphs wait for their backward instead of being run again. It changes no bits; their weights
             must stay unchanged, at one place, from forward to backward.
+        compiler: Of layers; None: they run as they are.
 
     Attributes:
         bounds: The runnable form of every unit, by index.
@@ -122,6 +124,7 @@ class LayerRunner:
         objective: Objective | None = None,
         random_enabled: bool = True,
         kept: Container[int] = (),
+        compiler: LayerCompiler | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -132,7 +135,7 @@ class LayerRunner:
         self._random = RandomStates(self._device, enabled=random_enabled)
         self._micro_batches = MicroBatches(self._device)
         _move_buffers(graph.model, self._device)
-        self.bounds = [BoundUnit(unit, self._device) for unit in graph.units]
+        self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
         if self._objective.label_smoothing_factor and self._plan is None:
             raise UnsupportedModelError(

@@ -18,6 +18,7 @@ from megatrain.optim.threads import KernelThreads
 if TYPE_CHECKING:
     import torch
 
+    from megatrain.engine.compiled import LayerCompiler
     from megatrain.engine.objective import Objective
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph
@@ -70,6 +71,7 @@ class StepEngine:
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
         seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
+        compiler: of layers; None: they run as they are.
         timeline: told of every tick.
 
     Attributes:
@@ -93,6 +95,7 @@ class StepEngine:
         nonfinite: Literal["stop", "skip", "ignore"] = "stop",
         seed: int = 0,
         objective: Objective | None = None,
+        compiler: LayerCompiler | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
     ) -> None:
@@ -111,6 +114,7 @@ class StepEngine:
             trace=trace,
             objective=objective,
             kept=program.kept,
+            compiler=compiler,
         )
         uses = uses_of_layouts(graph, trace)
         self._trained = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from megatrain.engine.absent import absent_weight
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.compiled import naming_failures
 from megatrain.models.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from megatrain.engine.compiled import LayerCompiler
     from megatrain.models.graph import Unit
 
 __all__ = ["BoundUnit", "collected_records", "installed_stubs"]
@@ -36,11 +38,15 @@ class BoundUnit:
     Args:
         unit: The unit; its module must not be stubbed yet.
         device: Compute device.
+        compiler: Of layers; None: they run as they are.
     """
 
-    def __init__(self, unit: Unit, device: torch.device) -> None:
+    def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
         self.unit = unit
         self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
+        self._is_compiled = compiler is not None and unit.is_layer
+        if compiler is not None and unit.is_layer:
+            self.forward = compiler.forward_of(unit)
         self._modules = tuple(unit.module.modules())
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         self._trainable: dict[str, bool] = {}
@@ -88,6 +94,10 @@ class BoundUnit:
         finally:
             for parameters, leaf, parameter in saved:
                 parameters[leaf] = parameter
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return what the backward of a run is to be in: compiled code is made when it is first called."""
+        return naming_failures(self.unit) if self._is_compiled else nullcontext()
 
     def run(
         self,

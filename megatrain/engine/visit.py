@@ -204,7 +204,8 @@ class UnitVisit:
         if all(gradient is None for gradient in grad_outputs):
             return [None] * len(item.requires_grad)
         item.check()
-        found = optional_gradients(item.edges, grad_outputs, [*item.wanted, *self._leaves.values()])
+        with self.bound.in_backward():
+            found = optional_gradients(item.edges, grad_outputs, [*item.wanted, *self._leaves.values()])
         _add_gradients(sink, self._leaves, found[len(item.wanted) :])
         grads = iter(found[: len(item.wanted)])
         return [next(grads) if requires else None for requires in item.requires_grad]
@@ -232,7 +233,8 @@ class UnitVisit:
                 result = self.bound.run(captured, tensors, item.record_keys, keep_graph=True)
             outputs = result.outputs
             assert len(outputs) == item.num_outputs, (self.bound.unit.name, len(outputs), item.num_outputs)
-            found = optional_gradients(outputs, grad_outputs, [*wanted, *leaves.values()])
+            with self.bound.in_backward():
+                found = optional_gradients(outputs, grad_outputs, [*wanted, *leaves.values()])
             _add_gradients(sink, leaves, found[len(wanted) :])
             grads = iter(found[: len(wanted)])
             return [next(grads) if stream.requires_grad else None for stream in streams]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.engine.compiled import LayerCompiler
 from megatrain.engine.objective import Objective
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.optim import clip
@@ -248,6 +249,7 @@ class _Steps:
             nonfinite="ignore",
             seed=config.seed,
             objective=Objective.of(config.training),
+            compiler=LayerCompiler.of(config.model),
             threads=threads,
             timeline=self._watch,
         )

@@ -10,8 +10,10 @@ import torch
 
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, layouts_of_unit
+from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.liger import check_liger_kernels
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.plan import machine
@@ -168,12 +170,7 @@ def plan_run(config: RunConfig) -> Plan:
     """
     device = machine.resolve_device(config)
     dtype = machine.resolve_compute_dtype(config, device)
-    graph = build_graph(
-        config.model.model_name_or_path,
-        attn_implementation=config.model.attn_implementation,
-        freeze=config.model.freeze,
-        dtype=dtype,
-    )
+    graph = _make_graph(config, device, dtype)
     check_groups(config.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
@@ -218,6 +215,18 @@ def plan_run(config: RunConfig) -> Plan:
     return fastest(
         replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
     )
+
+
+def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> ModelGraph:
+    table = config.model
+    graph = build_graph(
+        table.model_name_or_path, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype
+    )
+    if table.use_liger_kernel:
+        check_liger_kernels(graph.model, device)
+    if table.mlp_rows:
+        tile_mlps(graph, table.mlp_rows)
+    return graph
 
 
 def with_open_room(plan: Plan, allowed: Mapping[Kind, Sequence[str]]) -> Iterator[Plan]:

@@ -197,6 +197,14 @@ def model_revision(draft: Draft, theirs: str, value: Any) -> None:
         draft.put("model.model_revision", value, theirs)
 
 
+def compile_backend(draft: Draft, theirs: str, value: Any) -> None:
+    """Translate the compiler of layers; of others than those of torch itself nothing is known."""
+    if value in leaf_schema("model.compile_backend")["enum"]:
+        draft.put("model.compile_backend", value, theirs)
+    elif value is not None:
+        lost('there are "inductor", "aot_eager" and "eager"')(draft, theirs, value)
+
+
 def hub_model(draft: Draft, theirs: str, value: Any) -> None:
     """Note what only matters where models are uploaded."""
     lost("nothing is uploaded: upload output_dir/final with your own tools")(draft, theirs, value)
@@ -208,7 +216,7 @@ _SAME = {
         name: f"training.{name}"
         for name in (
             "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
-            "label_smoothing_factor", "neftune_noise_alpha", "torch_compile",
+            "label_smoothing_factor", "neftune_noise_alpha",
         )
     },
     **{
@@ -218,6 +226,9 @@ _SAME = {
             "lr_scheduler_type", "lr_scheduler_kwargs",
         )
     },
+    "torch_compile": "model.compile",
+    "use_liger_kernel": "model.use_liger_kernel",
+    "enable_liger_kernel": "model.use_liger_kernel",
     "save_steps": "checkpoint.save_steps",
     "logging_steps": "logging.logging_steps",
     "project": "logging.project",
@@ -235,9 +246,9 @@ _UNNEEDED = {
         "local_rank", "average_tokens_across_devices", "parallelism_config", "accelerator_config", "split_batches",
     ),
     SPEED: (
-        "tf32", "use_liger_kernel", "liger_kernel_config", "enable_liger_kernel", "dataloader_num_workers",
+        "tf32", "liger_kernel_config", "dataloader_num_workers",
         "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
-        "auto_find_batch_size", "torch_empty_cache_steps", "torch_compile_backend", "torch_compile_mode",
+        "auto_find_batch_size", "torch_empty_cache_steps", "torch_compile_mode",
         "dataset_num_proc", "preprocessing_num_workers", "preprocessing_batch_size",
     ),
     "tokens are cached by their contents: the cache is never stale": ("overwrite_cache", "dataset_prepared_path"),
@@ -270,6 +281,7 @@ RULES: dict[str, Rule] = {
     "torch_dtype": loaded_dtype,
     "dtype": loaded_dtype,
     "attn_implementation": attention,
+    "torch_compile_backend": compile_backend,
     "report_to": reports,
     "resume_from_checkpoint": resume,
     "deepspeed": deepspeed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -10,48 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.small import HEAD_DIM, HEADS, VOCABULARY, small_model
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
-VOCABULARY = 512
-LARGEST_NUM_PARAMETERS = 50_000_000
-_HEADS, _HEAD_DIM = 4, 16
-_MIN_LAYERS, _MAX_LAYERS = 3, 8
-_NOISE = 0.05  # on every weight, so that those which start at zero matter, too
 _NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # words
-
-#: Sizes that are lowered to these; what is smaller already stays. Names of transformers' configs.
-_WIDTHS: dict[str, int] = {
-    name: number
-    for number, names in {
-        160: "intermediate_size ffn_dim n_inner ffn_hidden_size d_ff intermediate_size_mlp",
-        64: "shared_expert_intermediate_size hidden_size_per_layer_input word_embed_proj_dim",
-        48: "moe_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size",
-        16: "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim "
-        "linear_value_head_dim mamba_d_state mamba_d_head mamba_head_dim state_size d_kv index_head_dim",
-        4: "linear_num_value_heads index_n_heads mamba_n_heads n_mamba_heads mamba_num_heads index_topk",
-        2: "linear_num_key_heads",
-        1: "n_groups mamba_n_groups mamba_ngroups",
-    }.items()
-    for name in names.split()
-}
-_COUNTS: dict[str, int] = {
-    name: number
-    for number, names in {
-        VOCABULARY: "vocab_size vocab_size_per_layer_input",
-        32: "sliding_window attention_chunk_size attention_window",
-        8: "num_experts num_local_experts n_routed_experts moe_num_experts",
-        2: "num_experts_per_tok moe_k moe_topk num_kv_shared_layers",
-        1: "n_group topk_group first_k_dense_replace n_shared_experts",
-    }.items()
-    for name in names.split()
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +42,10 @@ def default_config() -> PretrainedConfig:
 
     return LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=_HEADS * _HEAD_DIM,
+        hidden_size=HEADS * HEAD_DIM,
         intermediate_size=160,
         num_hidden_layers=4,
-        num_attention_heads=_HEADS,
+        num_attention_heads=HEADS,
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
@@ -106,120 +71,18 @@ def write_small_model(config: PretrainedConfig, folder: Path, *, attn_implementa
     Raises:
         UnsupportedModelError: no small copy of it can be built and run.
     """
-    problem: Exception | None = None
-    for small in _smaller_and_smaller(config):
-        try:
-            model = build(small, attn_implementation, seed)
-            with torch.no_grad():
-                model(input_ids=torch.arange(8)[None], use_cache=False)
-        except Exception as error:  # each family checks its config in its own way
-            problem = problem or error
-            continue
-        model.save_pretrained(folder / "model")
-        tokenizer = _write_tokenizer(folder / "tokenizer")
-        text = _write_text(folder / "text.jsonl", seed)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        num_layers = int(small.num_hidden_layers)
-        return SmallModel(folder / "model", tokenizer, text, str(config.model_type), num_layers, num_parameters)
-    reason = f"{type(problem).__name__}: {problem}" if problem else "every copy is still too large"
-    raise UnsupportedModelError(
-        str(config.model_type),
-        f"no small copy of it can be made ({reason}). `verify` without CONFIG uses a small Llama",
-    )
-
-
-def build(config: PretrainedConfig, attn_implementation: str, seed: int) -> PreTrainedModel:
-    """Return the fp32 model of a small config with seeded weights, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    options = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
-    with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
-    if size > LARGEST_NUM_PARAMETERS:
-        raise ValueError(f"{size:,} parameters are too many for a quick proof")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape) * _NOISE)
-    return model
+    model = small_model(config, attn_implementation, seed)
+    model.save_pretrained(folder / "model")
+    tokenizer = _write_tokenizer(folder / "tokenizer")
+    text = _write_text(folder / "text.jsonl", seed)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_layers = int(model.config.num_hidden_layers)
+    return SmallModel(folder / "model", tokenizer, text, str(config.model_type), num_layers, num_parameters)
 
 
 def kept_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the globs that still name a parameter: the small copy has fewer layers."""
     return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
-
-
-def _smaller_and_smaller(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yield copies to try: narrow; narrow with the model's own head size; with all its widths."""
-    for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
-        values = config.to_dict()
-        for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
-            values.pop(name, None)
-        try:
-            _shrink(values, config, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
-            yield type(config).from_dict(values)
-        except Exception:  # this copy contradicts a rule of the family: the next keeps more of the original
-            continue
-
-
-def _shrink(values: dict[str, Any], config: PretrainedConfig, *, keeps_head_dim: bool, keeps_widths: bool) -> None:
-    names = dict(getattr(config, "attribute_map", None) or {})
-    _shrink_depth(values, names.get("num_hidden_layers", "num_hidden_layers"))
-    for name, most in _COUNTS.items():
-        _lower(values, names.get(name, name), most)
-    if not keeps_widths:
-        heads_key = names.get("num_attention_heads", "num_attention_heads")
-        hidden_key = names.get("hidden_size", "hidden_size")
-        hidden, heads = int(values[hidden_key]), int(values[heads_key])
-        head_dim = int(values.get("head_dim") or hidden // heads)
-        new_heads = min(heads, _HEADS)
-        new_head_dim = head_dim if keeps_head_dim else min(head_dim, _HEAD_DIM)
-        values[heads_key], values[hidden_key] = new_heads, new_heads * new_head_dim
-        if isinstance(values.get("head_dim"), int):
-            values["head_dim"] = new_head_dim
-        if isinstance(values.get("query_pre_attn_scalar"), int):
-            values["query_pre_attn_scalar"] = new_head_dim
-        groups = values.get("num_key_value_heads")
-        if isinstance(groups, int):
-            is_latent = "kv_lora_rank" in values
-            values["num_key_value_heads"] = new_heads if is_latent else max(1, new_heads * groups // heads)
-        for name, most in _WIDTHS.items():
-            _lower(values, names.get(name, name), most)
-    for name, value in list(values.items()):
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            values[name] = 0.0  # two programs draw different random numbers
-        elif name.endswith("_token_id") and value is not None:
-            values[name] = _small_token(value)
-
-
-def _shrink_depth(values: dict[str, Any], key: str) -> None:
-    """Keep the first layers: as many as it takes to have every kind of layer that a list of the config tells."""
-    depth = int(values[key])
-    lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
-    kept = min(depth, _MIN_LAYERS)
-    for value in lists.values():
-        texts = [str(item) for item in value]
-        while kept < min(depth, _MAX_LAYERS) and set(texts[:kept]) != set(texts):
-            kept += 1
-    values[key] = kept
-    for name, value in lists.items():
-        values[name] = value[:kept]
-
-
-def _lower(values: dict[str, Any], name: str, most: int) -> None:
-    value = values.get(name)
-    if isinstance(value, int) and not isinstance(value, bool):
-        values[name] = min(value, most)
-    elif isinstance(value, list) and all(isinstance(item, int) for item in value):
-        values[name] = [min(item, most) for item in value]
-
-
-def _small_token(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_small_token(item) for item in value]
-    return value if value < VOCABULARY else 0
 
 
 def _write_tokenizer(folder: Path) -> Path:

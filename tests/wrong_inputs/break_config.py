@@ -73,6 +73,8 @@ COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "warm-up too long": ({"optimizer.lr_scheduler_type": '"cosine"', "optimizer.warmup_steps": "9", "training.max_steps": "5"}, "optimizer.warmup_steps", ("5 steps",)),
     "flash attention on the CPU": ({"model.attn_implementation": '"flash_attention_2"', "precision.compute_dtype": '"bfloat16"', "data.packing": "false"}, "model.attn_implementation", ("cpu",)),
     "flash attention in float32": ({"device": '"auto"', "model.attn_implementation": '"flash_attention_2"', "data.packing": "false"}, "model.attn_implementation", ("float32",)),
+    "kernels of a GPU on the CPU": ({"model.use_liger_kernel": "true"}, "model.use_liger_kernel", ("cpu",)),
+    "pieces of a graph": ({"model.compile": "true", "model.mlp_rows": "64"}, "model.mlp_rows", ("compile",)),
     "time without interval": ({"checkpoint.save_strategy": '"time"'}, "checkpoint.save_strategy", ("save_interval",)),
     "interval without time": ({"checkpoint.save_strategy": '"epoch"', "checkpoint.save_interval": '"45min"'}, "checkpoint.save_interval", ("time",)),
     "tier twice": ({"placement.weights": '["ram", "ram"]'}, "placement.weights", ("twice",)),

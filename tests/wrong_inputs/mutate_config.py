@@ -137,10 +137,13 @@ def name_cases() -> Iterator[WrongInput]:
         yield _renamed_table(table)
     generator = random.Random(SEED)
     tables = sorted(known_tables())
+    misplaced = set()  # keys of two tables may have the same last name
     for key in sorted(generator.sample(sorted(known_keys()), 30)):
         leaf, home = key.rpartition(".")[2], key.rpartition(".")[0]
         there = [table for table in tables if table != home and f"{table}.{leaf}" not in known_keys()]
-        yield _in_other_table(leaf, generator.choice(there))
+        misplaced.add((leaf, generator.choice(there)))
+    for leaf, table in sorted(misplaced):
+        yield _in_other_table(leaf, table)
     for leaf in sorted(TRANSLATIONS):
         yield _of_other_tool(leaf)
     for key in sorted(NOT_YET):

@@ -198,7 +198,8 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert optimizer.weight_decay_exclude == ("*.bias", "*norm*"), "embeddings decay there"
     assert config.tiers.nvme[0].path == tmp_path / "drive"
     assert {"trust_remote_code"} <= lost(translation)
-    assert {"deepspeed", "template", "ddp_timeout", "enable_liger_kernel", "plot_loss"} <= unneeded(translation)
+    assert {"deepspeed", "template", "ddp_timeout", "plot_loss"} <= unneeded(translation)
+    assert config.model.use_liger_kernel
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,258 @@
+"""One GPU: ours at 7 to 20 B parameters and at long context, against the reference MegaTrain and plain PyTorch.
+
+    python bench/gpu.py --parts rates,7b_4k --megatrain ../MegaTrain --json --out gpu.jsonl
+    python bench/gpu.py --parts 14b --minutes 8
+    python bench/gpu.py --quick --device cpu       # every part at a tiny size, no GPU needed
+
+Claims, on one H200: at 7 B, 1.5 times the tokens/s of the reference at T = 64k and 2.5 times at 4k, with an fp32 master
+that it lacks; no less than plain PyTorch with everything on the GPU, at the largest size that it fits; 1.84 times
+DeepSpeed ZeRO-3 with offload; at 64k tokens hardware FLOP/s of 0.6 of the rate of matrix products, measured in the same
+process; planned bytes are moved bytes. The sides do not fit into one machine together, so they run one after the
+other, each in a process of its own, from the same weights and on the same tokens; `rates` lets doctor measure the
+machine, from which the seconds of a step are predicted. `--minutes` is for the whole call; what there was no time for
+is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.common import ROOT, Report
+from bench.compare.processes import import_failure
+from bench.gpu_sides.cases import OURS, PARTS, PLAIN, REFERENCE, ZERO3, Part, write_shape
+from bench.gpu_sides.job import Job
+from bench.gpu_sides.rows import Rows
+from megatrain.optim.threads import default_num_threads
+
+RATES = "rates"
+#: Smaller numbers of layers that plain PyTorch is tried with, where all 28 do not fit.
+PLAIN_LAYERS = tuple(range(26, 3, -2))
+#: A side is not started with less time than this.
+LEAST_S = 30.0
+#: For a whole call, where nothing else is said.
+DEFAULT_MINUTES = 8.0
+
+
+def main() -> int:
+    """Run the parts; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    deadline_s = time.monotonic() + 60 * arguments.minutes
+    all_ok = True
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        os.environ["XDG_CACHE_HOME"] = str(arguments.cache or Path(scratch, "cache"))  # where doctor keeps rates
+        for name in arguments.parts:
+            folder = Path(scratch, name)
+            folder.mkdir()
+            if name == RATES:
+                all_ok &= measure_rates(folder, arguments, deadline_s)
+                continue
+            part = PARTS[name].small() if arguments.quick else PARTS[name]
+            report = Report("gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
+            Comparison(name, part, folder, arguments, Rows(report, name, part), deadline_s).run()
+            all_ok &= report.all_ok
+    return 0 if all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (RATES, *PARTS)
+    parser.add_argument("--parts", type=_names, default=names, help=f"in this order; default: {','.join(names)}")
+    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="for the whole call; default: 8")
+    parser.add_argument("--out", type=Path, help="file to which every row is added as a JSON line")
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens in every part")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for --quick")
+    parser.add_argument("--megatrain", type=Path, help="a checkout of the reference; without it that side is left out")
+    parser.add_argument("--deepspeed", default="", help="interpreter that has DeepSpeed, for the part zero3")
+    parser.add_argument("--tables", type=json.loads, default={}, help="more tables of our config, as JSON")
+    parser.add_argument("--steps", type=int, help="steps that are measured; default: the part's")
+    parser.add_argument("--layers", type=int, help="layers of the model; default: the part's")
+    parser.add_argument("--ram", default="", help='our RAM tier, e.g. "110GiB"; default: what is free')
+    parser.add_argument("--cache", type=Path, help="folder for measured rates, to be used by later calls")
+    parser.add_argument("--traces", type=Path, help="folder for the timeline of ours in each part, for Perfetto")
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU that it can use; --quick --device cpu runs every part at a tiny size")
+    if arguments.device == "cpu" and not arguments.quick:
+        parser.error("--device cpu needs --quick: these models are too large for it")
+    return arguments
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name != RATES and name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {', '.join((RATES, *PARTS))}")
+    return names
+
+
+def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float) -> bool:
+    """Let doctor measure the machine and the drive of the scratch folder; print its figures."""
+    report = Report("gpu", as_json=arguments.json, tokens_per_step=None, out=arguments.out)
+    command = [sys.executable, "-m", "cli", "doctor", "--quick", "--json", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    left_s = max(1.0, deadline_s - time.monotonic())
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s)
+    except subprocess.TimeoutExpired:
+        report.row("rates.failed", "out of time", "reason", target=0, ok=False)
+        return False
+    if not done.stdout.strip():
+        report.row("rates.failed", done.stderr.strip()[-300:], "reason", target=0, ok=False)
+        return False
+    seen = json.loads(done.stdout)
+    for dtype, rate in seen["processor"]["matmul_flops"].items():
+        report.row(f"rates.cpu.matmul.{dtype}", rate, "FLOP/s")
+    if seen["gpu"]:
+        for way in ("h2d", "d2h"):
+            report.row(f"rates.gpu.{way}", seen["gpu"][way], "bytes/s")
+        for dtype, rate in seen["gpu"]["matmul_flops"].items():
+            report.row(f"rates.gpu.matmul.{dtype}", rate, "FLOP/s")
+    for drive in seen["drives"]:
+        for way in ("read", "write", "mixed"):
+            report.row(f"rates.drive.{way}", drive["tier"][way], "bytes/s")
+    return True
+
+
+class Comparison:
+    """One part: its sides one after the other, and the rows about them."""
+
+    def __init__(
+        self,
+        name: str,
+        part: Part,
+        folder: Path,
+        arguments: argparse.Namespace,
+        rows: Rows,
+        deadline_s: float,
+    ) -> None:
+        self._name, self._part, self._folder = name, part, folder
+        self._arguments, self._rows, self._deadline_s = arguments, rows, deadline_s
+        self._layers = arguments.layers
+
+    def run(self) -> None:
+        """Run the sides; plain PyTorch first, as it says how many layers fit."""
+        sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
+        found: dict[str, Mapping[str, Any]] = {}
+        for side in sides:
+            reason = self._missing(side)
+            if reason:
+                self._rows.skipped(side, reason)
+                continue
+            result, failure = self._run_side(side)
+            if failure:
+                self._rows.failed(side, failure, is_ours=side == OURS)
+            if result.get("steps"):
+                found[side] = result
+                self._rows.side(side, result, self._warm_ups())
+            if side == PLAIN and "num_layers" in result and not self._arguments.quick:
+                self._layers = result["num_layers"]
+        if OURS in found:
+            self._rows.ours(found[OURS], self._warm_ups())
+        self._rows.compare(found, self._warm_ups())
+
+    def _missing(self, side: str) -> str:
+        arguments = self._arguments
+        if time.monotonic() > self._deadline_s - LEAST_S:
+            return "out of time; run this part in a call of its own, or with more --minutes"
+        if side == REFERENCE and arguments.megatrain is None:
+            return "no --megatrain FOLDER"
+        if side == ZERO3:
+            return import_failure(arguments.deepspeed, "deepspeed") if arguments.deepspeed else "no --deepspeed PYTHON"
+        return ""
+
+    def _warm_ups(self) -> int:
+        return int(self._part.num_steps > 0)
+
+    def _run_side(self, side: str) -> tuple[Mapping[str, Any], str]:
+        """Run a side's process to its end or to the deadline; return what it wrote, and why it failed, if it did."""
+        job = self._job(side)
+        if side == OURS and job.tables:
+            self._rows.row("ours.tables", json.dumps(job.tables), "of the config")
+        python = self._arguments.deepspeed if side == ZERO3 else sys.executable
+        log = self._folder / f"{side}.log"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
+        command = [python, "-P", "-c", "from bench.gpu_sides import worker; worker.main()", job.to_json()]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout=max(LEAST_S, self._deadline_s - time.monotonic()))
+                failure = "" if code == 0 else f"exit code {code}: {_last_words(log)}"
+            except subprocess.TimeoutExpired:
+                failure = "out of time; the steps that it made count"
+            finally:
+                _end(process)
+        path = Path(job.result)
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return result, failure
+
+    def _job(self, side: str) -> Job:
+        part, arguments = self._part, self._arguments
+        folder = self._folder / side
+        folder.mkdir()
+        layers = self._layers if self._layers is not None else part.layers
+        own = Part(part.shape, part.rows, part.length, part.micro_rows, layers=layers)
+        tables = {name: dict(values) for name, values in part.tables.items()}
+        for name, values in arguments.tables.items():
+            tables[name] = {**tables.get(name, {}), **values}
+        trace = arguments.traces / f"{self._name}.json" if arguments.traces and side == OURS else ""
+        return Job(
+            side=side,
+            model=str(write_shape(folder / "model", own, quick=arguments.quick)),
+            rows=part.rows,
+            length=part.length,
+            micro_rows=part.micro_rows,
+            num_steps=max(1, part.num_steps) if arguments.steps is None else arguments.steps,
+            has_warm_up=bool(self._warm_ups()),
+            device=arguments.device,
+            dtype="bfloat16" if arguments.device == "cuda" else "float32",
+            num_threads=default_num_threads(),
+            scratch=str(folder),
+            result=str(folder / "result.json"),
+            ram="tight" if arguments.quick and part.uses_drive else arguments.ram,
+            drive=str(folder / "drive") if part.uses_drive else "",
+            tables=tables,
+            trace=str(trace),
+            megatrain=str(arguments.megatrain or ""),
+            layers=() if arguments.quick else PLAIN_LAYERS,
+        )
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return " | ".join(line.strip() for line in lines[-3:])[-500:]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a side may have left running, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The shapes and the parts of `gpu.py`: what is trained, in which pieces, and against whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+#: Values of ``config.json``: Qwen2.5's of 7B and 14B, and one of 20.1 B parameters between the published 14B and 32B.
+_QWEN = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1 << 20,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        **_QWEN,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+
+
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "7b": _qwen(3584, 18_944, 28, 28, 4, 152_064),
+    "14b": _qwen(5120, 13_824, 48, 40, 8, 152_064),
+    "20b": _qwen(5120, 27_648, 38, 40, 8, 152_064),
+}
+QUICK_SHAPE = _qwen(64, 160, 2, 4, 2, 512)
+
+#: Sides of a part, ours first: what the others are held against.
+OURS, PLAIN, REFERENCE, ZERO3 = "ours", "plain", "megatrain", "zero3"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison, or one run of ours.
+
+    Attributes:
+        shape: a key of ``SHAPES``. layers: fewer than the shape has; None: all of them.
+        rows, length: of a step; T is their product. micro_rows: rows of a micro-batch of ours.
+        num_steps: that are measured, after one that is not; 0: the first one is.
+        sides: who takes part. target: tokens/s of ours over those of the last side, at least.
+        share: hardware FLOP/s of ours over the rate of matrix products, at least.
+        uses_drive: ours has an NVMe tier. tables: more tables of our config.
+    """
+
+    shape: str
+    rows: int
+    length: int
+    micro_rows: int
+    num_steps: int = 3
+    layers: int | None = None
+    sides: tuple[str, ...] = (OURS,)
+    target: float | None = None
+    share: float | None = None
+    uses_drive: bool = False
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.rows * self.length
+
+    def small(self) -> Part:
+        """Return the same part at a size that a CPU computes at once."""
+        length = min(self.length, 64)
+        rows = min(self.rows, 2)
+        tables = {name: dict(values) for name, values in self.tables.items()}
+        if "model" in tables:
+            tables["model"]["mlp_rows"] = 16
+        return replace(self, rows=rows, length=length, micro_rows=1, num_steps=1, layers=None, tables=tables)
+
+
+_AGAINST_REFERENCE = (OURS, REFERENCE)
+_LONG = {"model": {"mlp_rows": 4096}}
+PARTS: Mapping[str, Part] = {
+    "7b_4k": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5),
+    "7b_16k": Part("7b", 16, 1024, 16, sides=_AGAINST_REFERENCE),
+    "7b_64k": Part("7b", 64, 1024, 16, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, share=0.6),
+    "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0),
+    "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84),
+    "14b": Part("14b", 16, 1024, 16, num_steps=2),
+    # Gradients in bf16: with fp32 sums beside 12 bytes per parameter, 20 B parameters would need 350 GB.
+    "20b_nvme": Part(
+        "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={"precision": {"grad_dtype": "bfloat16"}}
+    ),
+    "long_32k": Part("7b", 1, 32 << 10, 1, num_steps=2, tables=_LONG),
+    "long_128k": Part("7b", 1, 128 << 10, 1, num_steps=1, uses_drive=True, tables=_LONG),
+    # At this length nearly all of a step is attention, quadratic in the length: 28 layers would take ten minutes.
+    "long_512k": Part("7b", 1, 512 << 10, 1, num_steps=0, layers=6, uses_drive=True, tables=_LONG),
+}
+
+
+def write_shape(folder: Path, part: Part, *, quick: bool) -> Path:
+    """Write the ``config.json`` of a part's model and nothing else; return the folder."""
+    values = dict(QUICK_SHAPE if quick else SHAPES[part.shape])
+    if part.layers is not None:
+        values["num_hidden_layers"] = part.layers
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+    return folder

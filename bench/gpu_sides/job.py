@@ -1,0 +1,103 @@
+"""What `gpu.py` hands to a side's process, and the weights and tokens that all sides start from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.models.graph import build_graph
+from megatrain.models.initialize import init_weights
+
+SEED = 42
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a side shall do.
+
+    Attributes:
+        side: a name of `cases`. model: folder with ``config.json``. rows, length, micro_rows: of a step, see `Part`.
+        num_steps: that are measured. has_warm_up: whether one comes before them that is not.
+        device: "cuda" or "cpu". dtype: of the layers. scratch: folder of this side. result: file for its figures.
+        ram, drive: size of our RAM tier, "" for auto and "tight" for a quarter above the least that works; folder of
+            our NVMe tier, or "". tables: more tables of our config. trace: file for the timeline of the last step.
+        megatrain: folder of the reference's checkout. layers: smaller numbers of layers to try where it does not fit.
+    """
+
+    side: str
+    model: str
+    rows: int
+    length: int
+    micro_rows: int
+    num_steps: int
+    has_warm_up: bool
+    device: str
+    dtype: str
+    num_threads: int
+    scratch: str
+    result: str
+    ram: str = ""
+    drive: str = ""
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trace: str = ""
+    megatrain: str = ""
+    layers: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the job as a word of a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Job:
+        """Return the job that ``to_json`` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "layers": tuple(values["layers"])})
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What the layers compute in."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def tokens(self) -> Tensor:
+        """Return the ids of a step [rows, length], on the CPU: the same for all sides and steps, none of them padding.
+
+        That they are the same shows in the losses what updates do.
+        """
+        config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(0, config["vocab_size"], (self.rows, self.length), generator=generator)
+
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """Return the step's tokens as micro-batches of ``micro_rows`` rows, all labelled, on the CPU."""
+        return [{"input_ids": part, "labels": part.clone()} for part in self.tokens().split(self.micro_rows)]
+
+
+def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real: bool = True) -> nn.Module:
+    """Return the Hugging Face model of a folder with the random weights that ours starts from, rounded to ``dtype``.
+
+    Needs memory for one unit in fp32 beside the model.
+
+    Args:
+        is_real: False: all weights are the same number, which takes no time, to see whether a model of this size fits.
+    """
+    graph = build_graph(folder, attn_implementation="sdpa", dtype=dtype)
+    model: nn.Module = graph.model
+    for layout in graph.layouts.values():
+        if is_real:
+            views = {entry.name: torch.empty(entry.shape) for entry in layout.entries}
+            init_weights(graph.model, layout, views, SEED)
+        else:
+            options = {"dtype": dtype, "device": device}
+            views = {entry.name: torch.full(entry.shape, 0.01, **options) for entry in layout.entries}
+        for name, tensor in views.items():
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor.to(device, dtype))
+    graph.model.tie_weights()
+    return model.to(device)

@@ -1,0 +1,123 @@
+"""Our side of a part of `gpu.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
+from bench.gpu_sides.job import SEED, Job
+from bench.sides import Ours, run_config
+from megatrain.config.schema import RunConfig
+from megatrain.flops import step_flops
+from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
+from megatrain.plan.what_if import step_seconds
+from megatrain.timeline import COMPUTE
+
+
+class _Traced(Ours):
+    """Our engine with its timeline at hand."""
+
+    @property
+    def timeline(self) -> Any:
+        """Spans of the steps during which it is on."""
+        return self._session.timeline
+
+
+class OursSide:
+    """Steps of ours. Each ends when nothing of it moves any more, which the next one could have overlapped."""
+
+    def __init__(self, job: Job) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        self._job = job
+        self._num_steps = job.has_warm_up + job.num_steps
+        self._batches = job.micro_batches()
+        self._ours = _Traced(run_config_of(job), self._num_steps)
+
+    def about(self) -> dict[str, Any]:
+        """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""
+        plan, job = self._ours.plan, self._job
+        tokens, trained = job.rows * job.length, job.rows * (job.length - 1)
+        flops = step_flops(plan.trace, num_places=tokens, num_real_tokens=tokens, num_trained_tokens=trained)
+        return {
+            "num_parameters": plan.graph.num_parameters,
+            "num_layers": sum(unit.is_layer for unit in plan.graph.units),
+            "optimizer": f"AdamW, fp32 master and moments, {job.dtype} layers",
+            "model_flops": flops.model,
+            "hardware_flops": flops.hardware,
+            "predicted_s": step_seconds(plan),
+            "home_bytes": {tier: dict(kinds) for tier, kinds in plan.placement.home_bytes.items()},
+            "planned_peaks": {tier: plan.placement.peak_bytes(tier) for tier in plan.tiers},
+            "workspace_bytes": dict(plan.placement.workspace_bytes),
+            "traffic": dict(plan.traffic),
+        }
+
+    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+        """Take one step. The last one is on the timeline, whose host seconds of each phase are parts as well."""
+        timeline = self._ours.timeline
+        timeline.is_on = number == self._num_steps - 1
+        times = self._ours.step(self._batches, LEARNING_RATE)
+        timeline.is_on = False
+        phases: dict[str, float] = {}
+        for span in timeline.spans:
+            if span.row == COMPUTE:
+                name = f"host_{span.name.split()[0]}"
+                phases[name] = phases.get(name, 0.0) + span.end_s - span.start_s
+        return times.loss, {**times.parts_s, **phases}
+
+    def finish(self) -> dict[str, Any]:
+        """Make the last update, and return bytes and peaks, planned and seen, and the paths that bytes took."""
+        self._ours.finish()
+        if self._job.trace:
+            self._ours.timeline.write(Path(self._job.trace))
+        stats = self._ours.windows[-1]
+        found = {
+            "planned_moved": self._ours.planned_bytes(),
+            "moved": self._ours.moved_bytes(),
+            "tiers": {name: [tier.high_water_bytes, tier.capacity_bytes] for name, tier in stats.tiers.items()},
+            "paths": {name: link.path for name, link in stats.links.items()},
+            "schedule_misses": sum(window.schedule_misses for window in self._ours.windows),
+        }
+        self._ours.__exit__(None, None, None)
+        return found
+
+
+def run_config_of(job: Job) -> RunConfig:
+    """Return the config of our run; a "tight" RAM tier is a quarter above the least that works."""
+    if job.ram != "tight":
+        return _config(job, job.ram)
+    try:
+        plan_run(_config(job, "1MiB"))
+    except DoesNotFitError as error:
+        return _config(job, f"{error.need_bytes * 5 // 4}B")
+    return _config(job, "1MiB")
+
+
+def _config(job: Job, ram: str) -> RunConfig:
+    folder = Path(job.model)
+    tiers: dict[str, Any] = {"ram": {"size": ram}} if ram else {}
+    if job.drive:
+        tiers["nvme"] = [{"path": job.drive}]
+    tables: dict[str, Any] = {
+        "model": {"model_name_or_path": job.model, "attn_implementation": "sdpa", "train_from_scratch": True},
+        "precision": {"compute_dtype": job.dtype},
+        "optimizer": {
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "weight_decay_exclude": [],
+            "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1],
+            "adam_epsilon": EPSILON,
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+        "checkpoint": {"save_strategy": "no", "save_on_signal": False},
+        "tiers": tiers,
+    }
+    for table, values in job.tables.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    shape = (job.rows // job.micro_rows, job.micro_rows, job.length)
+    no_text = folder / "config.json"  # the config names a file of text; these steps are given their tokens
+    return run_config(folder, no_text, shape, Path(job.scratch), device=job.device, seed=SEED, **tables)

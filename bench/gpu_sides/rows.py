@@ -1,0 +1,127 @@
+"""The rows of `gpu.py` about the sides of a part."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.common import Report
+from bench.gpu_sides.cases import OURS, Part
+
+#: The first losses of two sides, from the same weights on the same tokens, in bf16 in different orders.
+LOSS_TOLERANCE = 2e-2
+
+Result = Mapping[str, Any]
+
+
+class Rows:
+    """Prints rows named after a part.
+
+    Args:
+        report: of the part's T. name: of the part.
+    """
+
+    def __init__(self, report: Report, name: str, part: Part) -> None:
+        self._report, self._name, self._part = report, name, part
+
+    def row(self, name: str, value: Any, unit: str, **claim: Any) -> None:
+        """Print a row."""
+        self._report.row(f"{self._name}.{name}", value, unit, **claim)
+
+    def skipped(self, side: str, reason: str) -> None:
+        """Say why a side took no part."""
+        self.row(f"{side}.skipped", reason, "reason")
+
+    def failed(self, side: str, reason: str, *, is_ours: bool) -> None:
+        """Say why a side ended early. A peer that fails is not our mistake, but must not go unsaid."""
+        self.row(f"{side}.failed", reason, "reason")
+        if is_ours:
+            self.row(f"{side}.runs", 0, "1", target=1, ok=False)
+
+    def side(self, side: str, result: Result, num_warm: int) -> None:
+        """Print what every side tells: size, optimizer, seconds and their parts, peaks, losses."""
+        steps = measured(result, num_warm)
+        row = self.row
+        row(f"{side}.parameters", result["num_parameters"], "1")
+        if "num_layers" in result:
+            row(f"{side}.layers", result["num_layers"], "1")
+        row(f"{side}.optimizer", result["optimizer"], "name and precision")
+        row(f"{side}.start", result["start_s"], "s")
+        row(f"{side}.step", step_s(steps), "s")
+        row(f"{side}.steps", [round(step["total_s"], 4) for step in steps], "s")
+        row(f"{side}.rate", self._part.tokens / step_s(steps), "tokens/s")
+        for part in steps[-1]["parts_s"]:
+            seconds = [step["parts_s"][part] for step in steps if part in step["parts_s"]]
+            row(f"{side}.{part}", statistics.median(seconds), "s")
+        for name in ("device_bytes", "device_reserved_bytes", "host_bytes", "peak_rss", "start_host_bytes"):
+            row(f"{side}.peak.{name}", result[name], "bytes")
+        row(f"{side}.losses", [round(step["loss"], 5) for step in result["steps"]], "nats")
+
+    def ours(self, result: Result, num_warm: int) -> None:
+        """Print what only ours tells: FLOP/s, and what was planned beside what was seen."""
+        seconds = step_s(measured(result, num_warm))
+        rate = max(result["matmul_flops_per_s"])
+        self.row("matmul_rate", rate, "FLOP/s")
+        self.row("matmul_rates", [round(one) for one in result["matmul_flops_per_s"]], "FLOP/s, before and after")
+        if result["model_flops"]:
+            self.row("ours.model_flops", result["model_flops"] / seconds, "FLOP/s")
+            share = result["hardware_flops"] / seconds / rate
+            target = self._part.share
+            ok = None if target is None else share >= target
+            self.row("ours.hardware_flops", result["hardware_flops"] / seconds, "FLOP/s")
+            self.row("ours.share_of_matmul_rate", share, "1", target=target, ok=ok, timing=True)
+        if result["predicted_s"] is None:
+            self.row("ours.predicted_step", None, "not measured: run the part rates first, with the same --cache")
+        else:
+            self.row("ours.predicted_step", result["predicted_s"], "s")
+            self.row("ours.predicted/measured", result["predicted_s"] / seconds, "x")
+        for tier, kinds in result["home_bytes"].items():
+            for kind, nbytes in kinds.items():
+                self.row(f"ours.home.{tier}.{kind}", nbytes, "bytes")
+            self.row(f"ours.planned_peak.{tier}", result["planned_peaks"][tier], "bytes")
+        if result.get("is_complete"):
+            self._seen(result)
+
+    def _seen(self, result: Result) -> None:
+        for link, planned in result["planned_moved"].items():
+            moved = result["moved"][link]
+            self.row(f"ours.{link}.per_step", result["traffic"][link], "bytes")
+            self.row(f"ours.{link}.moved", moved, "bytes", target=planned, ok=moved == planned)
+        for link, path in result["paths"].items():
+            self.row(f"ours.{link}.path", path, "path")
+        for tier, (high, capacity) in result["tiers"].items():
+            self.row(f"ours.high_water.{tier}", high, "bytes", target=capacity, ok=high <= capacity)
+        misses = result["schedule_misses"]
+        self.row("ours.schedule_misses", misses, "accesses", target=0, ok=misses == 0)
+
+    def compare(self, found: Mapping[str, Result], num_warm: int) -> None:
+        """Print ratios of tokens/s, and how far the first losses are apart."""
+        if OURS not in found:
+            return
+        ours, target = found[OURS], self._part.target
+        for side, other in found.items():
+            if side == OURS:
+                continue
+            if other["num_parameters"] != ours["num_parameters"]:
+                self.row(f"ratio.ours/{side}", None, "not compared: models of different sizes")
+                continue
+            ratio = step_s(measured(other, num_warm)) / step_s(measured(ours, num_warm))
+            ok = None if target is None else ratio >= target
+            if ours["model_flops"]:  # counted once, for all sides
+                self.row(f"{side}.model_flops", ours["model_flops"] / step_s(measured(other, num_warm)), "FLOP/s")
+            self.row(f"ratio.ours/{side}", ratio, "x", target=target, ok=ok, timing=True)
+            mine, theirs = ours["steps"][0]["loss"], other["steps"][0]["loss"]
+            apart = abs(mine - theirs) / abs(theirs)
+            self.row(f"loss.relative_to.{side}", apart, "1", target=LOSS_TOLERANCE, ok=apart <= LOSS_TOLERANCE)
+
+
+def measured(result: Result, num_warm: int) -> Sequence[Mapping[str, Any]]:
+    """Return the steps that count; where time ended before one did, the warm-up."""
+    steps: Sequence[Mapping[str, Any]] = result["steps"]
+    return steps[num_warm:] or steps
+
+
+def step_s(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the median seconds of steps."""
+    return float(statistics.median(step["total_s"] for step in steps))

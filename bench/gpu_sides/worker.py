@@ -1,0 +1,176 @@
+"""One side of a part of `gpu.py` in a process of its own: set up, step, write down what was seen after each step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import psutil
+import torch
+
+from bench.gpu_sides.cases import OURS, PLAIN, REFERENCE
+from bench.gpu_sides.job import Job
+
+#: Side of the square matrices whose product is timed, and seconds for it.
+_MATMUL, _MATMUL_SMALL, _MATMUL_S = 8192, 512, 1.0
+_SAMPLE_S = 0.1
+
+
+class Side(Protocol):
+    """One trainer, ready to step."""
+
+    def about(self) -> dict[str, Any]:
+        """Return facts for the report: at least ``num_parameters``, and ``optimizer``: its name and precision."""
+        ...
+
+    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+        """Take one step; return its loss before the update, and seconds of its parts by name."""
+        ...
+
+    def finish(self) -> dict[str, Any]:
+        """Return what only the end of the run shows."""
+        ...
+
+
+def main() -> None:
+    """Run the job that the command line has, and keep its result file current."""
+    job = Job.of(sys.argv[1])
+    torch.set_num_threads(job.num_threads)
+    result: dict[str, Any] = {"matmul_flops_per_s": [matmul_rate(job)]}
+    with HostMemory() as host:
+        start_s = time.perf_counter()
+        side = make_side(job)
+        result |= {"start_s": time.perf_counter() - start_s, "steps": [], **side.about()}
+        result["start_host_bytes"] = host.taken_bytes()
+        host.restart()
+        if job.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for number in range(job.has_warm_up + job.num_steps):
+            start_s = _now(job.device)
+            loss, parts_s = side.step(number)
+            result["steps"].append({"total_s": _now(job.device) - start_s, "parts_s": parts_s, "loss": loss})
+            result |= {"host_bytes": host.taken_bytes(), "peak_rss": host.peak_rss(), **device_memory(job.device)}
+            write(job.result, result)
+        result |= side.finish()
+        del side
+        result["matmul_flops_per_s"].append(matmul_rate(job))
+        write(job.result, {**result, "is_complete": True})
+
+
+def make_side(job: Job) -> Side:
+    """Return the trainer of a job; only its own libraries are imported."""
+    if job.side == OURS:
+        from bench.gpu_sides.ours import OursSide
+
+        return OursSide(job)
+    if job.side == PLAIN:
+        from bench.gpu_sides.plain import PlainSide
+
+        return PlainSide(job)
+    if job.side == REFERENCE:
+        from bench.gpu_sides.reference import ReferenceSide
+
+        return ReferenceSide(job)
+    from bench.gpu_sides.zero3 import Zero3Side
+
+    return Zero3Side(job)
+
+
+def write(path: str, result: Mapping[str, Any]) -> None:
+    """Replace the result file at once, so that a process that is killed leaves a whole one."""
+    temporary = f"{path}.tmp"
+    Path(temporary).write_text(json.dumps(result), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def matmul_rate(job: Job) -> float:
+    """Return FLOP/s of large square matrix products in the layers' dtype; 0.0 where there is no room for them."""
+    size = _MATMUL if job.device == "cuda" else _MATMUL_SMALL
+    try:
+        left = torch.randn(size, size, device=job.device).to(job.torch_dtype)
+        right, out = left.T.contiguous(), torch.empty_like(left)
+    except torch.OutOfMemoryError:
+        return 0.0
+    for _ in range(3):
+        torch.mm(left, right, out=out)
+    count, start_s = 0, _now(job.device)
+    while _now(job.device) - start_s < _MATMUL_S:
+        for _ in range(5):
+            torch.mm(left, right, out=out)
+        count += 5
+    rate = 2 * size**3 * count / (_now(job.device) - start_s)
+    if job.device == "cuda":
+        del left, right, out
+        torch.cuda.empty_cache()  # what torch keeps would be missing in the tier, whose size is what is free
+    return rate
+
+
+def device_memory(device: str) -> dict[str, int]:
+    """Return the most bytes that tensors took on the GPU, and that torch held for them; 0 on the CPU."""
+    if device != "cuda":
+        return {"device_bytes": 0, "device_reserved_bytes": 0}
+    return {
+        "device_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class HostMemory:
+    """The most RAM that was taken: by this process (VmHWM), and by the whole machine since the start.
+
+    Both, as page-locked memory of the driver does not show in the first. A context manager with a thread that samples.
+    """
+
+    def __init__(self) -> None:
+        self._before = psutil.virtual_memory().available
+        self._least = self._before
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> HostMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._end.wait(_SAMPLE_S):
+            self._least = min(self._least, psutil.virtual_memory().available)
+
+    def restart(self) -> None:
+        """Forget the peaks so far: what follows is measured on its own."""
+        self._least = psutil.virtual_memory().available
+        # The kernel starts VmHWM anew; where it may not be asked, the peak of the set-up counts too.
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return
+
+    def taken_bytes(self) -> int:
+        """Return the most RAM that the machine gave out since this object was made, seen since ``restart``."""
+        return max(0, self._before - self._least)
+
+    def peak_rss(self) -> int:
+        """Return the process's own peak."""
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        assert found is not None, status
+        return 1024 * int(found[1])

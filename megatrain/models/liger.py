@@ -1,0 +1,78 @@
+"""Kernels of the package liger-kernel in the layers of a model: its norms and its gated MLPs.
+
+Its rotary embedding is left out, as it replaces a function of the whole process, and so is its loss: the head computes
+logits for a few rows at a time already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatrain.models.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+__all__ = ["apply_liger_kernels", "check_liger_kernels"]
+
+_KEY = "model.use_liger_kernel = true"
+#: Arguments of liger's functions -> what is asked for; those that a function does not have are left out.
+_LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+_NO_MLP = {"swiglu": False, "geglu": False}
+
+
+def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
+    """See whether ``apply_liger_kernels`` can do its work.
+
+    Raises:
+        UnsupportedModelError: not on a GPU; not installed; no kernels for this kind of model.
+    """
+    if device.type != "cuda":
+        raise UnsupportedModelError(_KEY, "its kernels need a GPU. Write use_liger_kernel = false")
+    _function_for(model)
+
+
+def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
+    """Let the modules of ``model`` compute with liger's kernels; parameters and their names stay.
+
+    Results are rounded in other places, at every placement in the same ones. A plan is made before: kernels cannot be
+    traced without memory, and need no more of it than what they replace.
+
+    Args:
+        with_mlps: also the MLPs.
+
+    Raises:
+        UnsupportedModelError: as above.
+    """
+    function = _function_for(model)
+    wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
+    known = inspect.signature(function).parameters
+    # It changes this model's modules, and classes for models that are built later: those are none of ours.
+    namespace = vars(sys.modules[type(model).__module__])
+    before = dict(namespace)
+    try:
+        function(model=model, **{name: value for name, value in wanted.items() if name in known})
+    finally:
+        namespace.update(before)
+
+
+def _function_for(model: PreTrainedModel) -> Callable[..., Any]:
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise UnsupportedModelError(
+            _KEY,
+            f"the package liger-kernel cannot be used here ({error}). Install it, with Triton: pip install "
+            "liger-kernel; or write use_liger_kernel = false",
+        ) from error
+    model_type = model.config.model_type
+    found: Callable[..., Any] | None = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if found is None:
+        raise UnsupportedModelError(
+            _KEY, f"liger-kernel has no kernels for {model_type}. Write use_liger_kernel = false"
+        )
+    return found

@@ -1,0 +1,35 @@
+"""Needs a CUDA device: compiled layers, MLPs in pieces and liger's kernels compute what layers do, and bits stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference.tiered_run import TieredRun, config_text, run_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KEYS = {"compile": "compile = true", "pieces": "mlp_rows = 48", "liger": "use_liger_kernel = true"}
+
+
+def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
+    text = config_text(folder, model, **tables).replace('device = "cpu"', 'device = "cuda"')
+    return run_config(text.replace("[data]", f"{keys}\n[data]", 1), folder, num_steps=3)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_losses_and_bits(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    if name == "liger":
+        pytest.importorskip("liger_kernel")
+    plain = run(tmp_path / "plain", tiny_model, "", nvme=0)
+    in_ram = run(tmp_path / "ram", tiny_model, KEYS[name], nvme=0)
+    placement = 'weights = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+    on_nvme = run(tmp_path / "nvme", tiny_model, KEYS[name], placement=placement)
+    assert in_ram.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert (on_nvme.losses, on_nvme.digests) == (in_ram.losses, in_ram.digests)

@@ -1,0 +1,142 @@
+"""`model.compile`: one graph for all layers of a kind, the same bits at every placement, one error where it fails."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatrain.engine.compiled import LayerCompiler
+from megatrain.engine.runner import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.models.graph import UnsupportedModelError, build_graph
+from reference.memory_access import MemoryAccess
+from reference.tiered_run import TieredRun, config_text, run_config
+
+NUM_STEPS = 3
+ALL_NVME = {"placement": "\n".join(f'{kind} = ["nvme"]' for kind in ("weights", "gradients", "optimizer"))}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    # What torch.compile turns off in the process when it is first used.
+    validates = torch.distributions.Distribution._validate_args
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+    torch.distributions.Distribution._validate_args = validates
+
+
+def num_graphs() -> int:
+    return int(dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
+    text = config_text(folder, model, **tables)
+    return run_config(text.replace("[data]", f"{keys}\n[data]", 1), folder, num_steps=NUM_STEPS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_graph_for_all_layers_and_the_same_bits_at_every_placement(
+    dtype: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    keys, precision = 'compile = true\ncompile_backend = "aot_eager"', f'compute_dtype = "{dtype}"'
+    in_ram = run(tmp_path / "ram", tiny_model, keys, nvme=0, precision=precision)
+    num_layers = sum(unit.is_layer for unit in in_ram.plan.graph.units)
+    assert num_layers > 1 and num_graphs() == 1  # forward and recompute of all layers, steps and micro-batches
+    on_nvme = run(tmp_path / "nvme", tiny_model, keys, ram="7MiB", precision=precision, **ALL_NVME)
+    assert (on_nvme.losses, on_nvme.grad_norms) == (in_ram.losses, in_ram.grad_norms)
+    assert on_nvme.digests == in_ram.digests
+    assert on_nvme.moved is not None
+    moved = {link: stats.num_bytes for link, stats in on_nvme.moved.links.items()}
+    assert moved == on_nvme.plan.placement.run_traffic_bytes(NUM_STEPS) and sum(moved.values()) > 0
+    plain = run(tmp_path / "plain", tiny_model, "", nvme=0, precision=precision)
+    assert in_ram.losses == pytest.approx(plain.losses, rel=1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch itself, when it first makes kernels
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_kernels_of_inductor_compute_what_layers_do(tiny_model: Path, tmp_path: Path) -> None:
+    compiled = run(tmp_path / "ram", tiny_model, "compile = true", nvme=0)
+    on_nvme = run(tmp_path / "nvme", tiny_model, "compile = true", ram="7MiB", **ALL_NVME)
+    assert (on_nvme.losses, on_nvme.digests) == (compiled.losses, compiled.digests)
+    plain = run(tmp_path / "plain", tiny_model, "", nvme=0)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=1e-4)
+
+
+def prepared(
+    family: str, compiler: LayerCompiler | None, **values: Any
+) -> tuple[LayerRunner, MemoryAccess, dict[str, torch.Tensor]]:
+    config = AutoConfig.for_model(
+        family, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, vocab_size=96, max_position_embeddings=64, pad_token_id=0, **values,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    graph = build_graph(config, attn_implementation="sdpa")
+    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    trace = trace_visits(graph, 2, 32, torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace, compiler=compiler)
+    ids = torch.randint(3, 90, (2, 32))
+    return runner, access, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dict[str, torch.Tensor]:
+    runner, access, batch = prepared(family, compiler, **values)
+    runner.forward_backward([batch])
+    return access.finish()
+
+
+def test_evaluations_are_compiled_too() -> None:
+    plain, _, batch = prepared("llama", None)
+    compiled, _, _ = prepared("llama", LayerCompiler("aot_eager"))
+    for _ in range(2):
+        assert compiled.evaluate([batch]).terms == pytest.approx(plain.evaluate([batch]).terms, rel=1e-5)
+        compiled.forward_backward([batch])
+    assert num_graphs() == 2  # one with gradients, one without
+
+
+def test_layers_of_another_kind_get_a_graph_of_their_own() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    values = {"sliding_window": 8, "layer_types": kinds}
+    plain = gradients("gemma3_text", None, **values)
+    compiled = gradients("gemma3_text", LayerCompiler("aot_eager"), **values)
+    assert num_graphs() == 2
+    for name, gradient in plain.items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_layer_that_is_not_one_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+
+    def looking(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) if x.sum().item() > -1e9 else x
+
+    monkeypatch.setattr(LlamaMLP, "forward", looking)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0 \(LlamaDecoderLayer\).* model\.compile = false"):
+        gradients("llama", LayerCompiler("aot_eager"))
+
+
+def test_a_backend_that_fails_in_the_backward_is_named() -> None:
+    def failing(module: Any, inputs: Any) -> Any:
+        raise dynamo.exc.BackendCompilerFailed(failing, RuntimeError("no kernel for this"), None)  # as inductor does
+
+    def backend(module: Any, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=lambda m, _: make_boxed_func(m.forward), bw_compiler=failing)(module, inputs)
+
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\..*no kernel for this"):
+        gradients("llama", LayerCompiler(backend))  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""`model.mlp_rows`: which submodules run over pieces, the gradients they give, and the memory that it saves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from megatrain.engine.runner import LayerRunner
+from megatrain.engine.tiled import TiledForward, tile_mlps
+from megatrain.engine.trace import trace_visits
+from megatrain.models.graph import UnsupportedModelError, build_graph
+from megatrain.models.position_wise import find_position_wise, is_position_wise
+from reference import memory_of_mlp
+from reference.families import tiny_config
+from reference.memory_access import MemoryAccess
+from reference.tiered_run import TieredRun, config_text, run_config
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+class Mixing(nn.Module):
+    """Looks like an MLP, but centres each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(hidden - hidden.mean(dim=-2, keepdim=True))))
+
+
+def test_what_is_position_wise_is_tried() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    assert is_position_wise(mlp, 8)
+    assert not is_position_wise(Mixing(), 8)
+    assert not is_position_wise(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(2, 2, 1)), 8)  # refuses pieces
+
+
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("llama", "mlp"), ("gpt2", "mlp"), ("gemma3_text", "mlp"), ("phi3", "mlp"), ("gpt_neox", "mlp")],
+)
+def test_mlps_are_found_by_what_they_do(family: str, path: str) -> None:
+    graph = build_graph(tiny_config(family))
+    layers = [unit.name for unit in graph.units if unit.is_layer]
+    assert find_position_wise(graph) == tuple(f"{layer}.{path}" for layer in layers)
+
+
+def gradients(family: str, rows: int, **values: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    config = tiny_config(family)
+    for name, value in values.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    graph = build_graph(config)
+    if rows:
+        assert tile_mlps(graph, rows)
+    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    trace = trace_visits(graph, 2, 16, torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    loss = runner.forward_backward([batch, {**batch, "input_ids": ids.flip(0)}])
+    evaluated = runner.evaluate([batch])
+    return loss.loss + sum(evaluated.terms) / evaluated.num_tokens, access.finish()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("rows", [5, 16])
+def test_gradients_are_those_of_the_whole(family: str, rows: int) -> None:
+    loss, whole = gradients(family, 0)
+    tiled_loss, tiled = gradients(family, rows)
+    assert tiled_loss == pytest.approx(loss, rel=1e-6)
+    assert tiled.keys() == whole.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(tiled[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_dropout_inside_is_the_same_in_the_recompute_of_a_piece() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+    hidden = torch.randn(1, 12, 8, requires_grad=True)
+    out = TiledForward("mlp", mlp, 5)(hidden)
+    torch.rand(7)  # between forward and backward others draw numbers, too
+    found = torch.autograd.grad(out.sum(), [hidden, *mlp.parameters()])
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+    hidden = torch.randn(1, 12, 8, requires_grad=True)
+    expected = torch.cat([mlp(piece) for piece in hidden.split(5, dim=1)], dim=1)
+    assert torch.equal(out, expected)
+    for ours, plain in zip(found, torch.autograd.grad(expected.sum(), [hidden, *mlp.parameters()]), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_what_cannot_be_tiled_is_refused_with_a_reason() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no submodule of its layers .* Write mlp_rows = 0"):
+        tile_mlps(build_graph(tiny_config("opt")), 4)
+    config = tiny_config("mixtral")
+    config.output_router_logits = True
+    graph = build_graph(config)
+    tile_mlps(graph, 4)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\..*records what it computes"):
+        trace_visits(graph, 1, 16, torch.float32)
+
+
+def run(folder: Path, model: Path, rows: int, **tables: Any) -> TieredRun:
+    text = config_text(folder, model, **tables)
+    return run_config(text.replace("[data]", f"mlp_rows = {rows}\n[data]", 1), folder, num_steps=3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_at_every_placement(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
+    precision = f'compute_dtype = "{dtype}"'
+    kinds = ("weights", "gradients", "optimizer", "activations")
+    placement = "\n".join(f'{kind} = ["nvme"]' for kind in kinds)
+    in_ram = run(tmp_path / "ram", tiny_model, 48, nvme=0, precision=precision)
+    on_nvme = run(tmp_path / "nvme", tiny_model, 48, ram="7MiB", precision=precision, placement=placement)
+    major = 'micro_batch_order = "micro_batch"'
+    one_by_one = run(tmp_path / "order", tiny_model, 48, nvme=0, precision=precision, advanced=major)
+    for other in (on_nvme, one_by_one):
+        assert (other.losses, other.grad_norms) == (in_ram.losses, in_ram.grad_norms)
+        assert other.digests == in_ram.digests
+    assert on_nvme.moved is not None
+    moved = {link: stats.num_bytes for link, stats in on_nvme.moved.links.items()}
+    assert moved == on_nvme.plan.placement.run_traffic_bytes(3)
+    whole = run(tmp_path / "whole", tiny_model, 0, nvme=0, precision=precision)
+    assert in_ram.losses == pytest.approx(whole.losses, rel=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
+    """What the plan says that is saved, the process saves; twice the tokens need no more memory inside."""
+    found = {rows: memory(tmp_path, rows) for rows in (0, 256)}
+    planned = found[0]["planned"] - found[256]["planned"]
+    assert planned > 60 * MIB, found
+    assert found[0]["peak"] - found[256]["peak"] == pytest.approx(planned, rel=0.25), found
+    assert found[256]["peak"] < found[256]["planned"] + 24 * MIB, found
+
+
+def memory(folder: Path, rows: int) -> dict[str, int]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, str(Path(memory_of_mlp.__file__)), str(folder / str(rows)), str(rows)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, int] = json.loads(done.stdout)
+    return figures
