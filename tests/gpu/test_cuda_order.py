@@ -1,4 +1,4 @@
-"""Needs a CUDA device: each order that tests/tiered/test_cuda_order.py shows with a lazy device, with a busy real one."""
+"""Needs a CUDA device: the orders that tests/tiered/test_cuda_order.py shows with a lazy device, on a busy one."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.gpu_run import DEVICES, gpu_config_text, gpu_tier, no_waits_allowed
+from reference.gpu_run import DEVICES, GPU_TIER_BYTES, gpu_config_text, gpu_tier, no_waits_allowed
 from reference.tiered_run import make_loader
 from tiered.tiers.gpu import GpuTier
 from tiered.units import MiB
@@ -29,12 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def engine_on(
-    device: str, folder: Path, model: Path, num_steps: int, **tables: str
+    device: str, folder: Path, model: Path, num_steps: int, *, capacity_bytes: int = GPU_TIER_BYTES, **tables: str
 ) -> Iterator[tuple[StepEngine, Any, Session]]:
     """Yield an engine, its loader and its session."""
     (folder / "run.toml").write_text(gpu_config_text(folder, model, device, **tables))
     config = load_config(folder / "run.toml").config
-    with gpu_tier(device):
+    with gpu_tier(device, capacity_bytes):
         plan = plan_run(config)
         with Session(config, plan) as session:
             session.prepare()
@@ -74,6 +74,20 @@ def test_nothing_grows_over_fifty_steps(device: str, tiny_model: Path, tmp_path:
     rss = after.pop("rss") - warm.pop("rss")
     assert after == warm, "no allocation, no segment and no drop after the first steps"
     assert rss <= 16 * MiB, rss
+
+
+@pytest.mark.parametrize(("capacity_bytes", "is_tight"), [(5 * MiB, True), (12 * MiB, False)])
+def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
+    capacity_bytes: int, is_tight: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The largest tick needs 4.1 MiB. Where all sizes fit side by side, steps reuse what the first one made."""
+    with engine_on("cpu", tmp_path, tiny_model, 4, capacity_bytes=capacity_bytes) as (engine, loader, session):
+        tier = next(tier for tier in session._tiers if isinstance(tier, GpuTier))
+        for number in range(4):
+            before = tier.num_drops
+            engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            assert (tier.num_drops > before) == is_tight
+        engine.finish_updates()
 
 
 def memory_of(device: str, tier: GpuTier) -> dict[str, int]:

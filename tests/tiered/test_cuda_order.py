@@ -206,6 +206,18 @@ def test_an_error_after_the_copy_was_queued_waits_for_the_copy(
     link.close()
 
 
+def test_the_link_says_when_host_memory_is_not_page_locked(device: LazyDevice) -> None:
+    gpu, ram = device.gpu_tier(4 * NBYTES), RamTier(64 * KiB, pin_memory=True)
+    up, down = CudaLink(ram, gpu), CudaLink(gpu, ram)
+    assert up.path == down.path == "cuda"
+    slot = slot_of(ram)  # there is no device here that could lock it
+    if ram.num_unpinned_slabs:
+        assert up.path == down.path == up.usage().path == "cuda-pageable"
+    up.submit(slot, slot_of(gpu), NBYTES).wait(30)
+    up.close()
+    down.close()
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

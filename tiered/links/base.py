@@ -35,7 +35,7 @@ class Link(Protocol):
 
     @property
     def path(self) -> str:
-        """Return which way bytes take now: "host", "cuda", "posix-direct", "posix-buffered" or "gds"."""
+        """Return which way bytes take now: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
         ...
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:

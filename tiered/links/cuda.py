@@ -56,15 +56,21 @@ class CudaLink:
             )
         self.src = src_tier.name
         self.dst = dst_tier.name
-        self.path = "cuda"
         self._src_tier = src_tier
         self._dst_tier = dst_tier
+        self._host_tier = dst_tier if gpu is src_tier else src_tier
         self._device = gpu.device
         self._meter = Meter()
         self._enqueuer = Workers(1, f"tiered-{self.src}-{self.dst}-enqueue")
         self._free, self._waiting = (
             _Lane(Workers(1, f"tiered-{self.src}-{self.dst}-wait-{name}")) for name in ("free", "busy")
         )
+
+    @property
+    def path(self) -> str:
+        """Return ``cuda``, or ``cuda-pageable`` where host memory is not page-locked: the driver stages copies then."""
+        is_staged = isinstance(self._host_tier, RamTier) and self._host_tier.num_unpinned_slabs > 0
+        return "cuda-pageable" if is_staged else "cuda"
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start copying the first ``nbytes`` and return at once. ``transfer.event`` ends after the copy."""

@@ -71,10 +71,10 @@ class GpuTier:
     Buffers are made on a stream of the tier's own, so that torch never hands it bytes that queued kernels of another
     stream still use, nor the other way round: a new buffer is free at once, and a copy into it waits for nothing.
 
-    A buffer of another size is dropped to make room only where homes, reservations and one set of buffers of each
-    size do not fit the capacity together. Then the host waits for the buffer's last users, and giving the bytes back
-    to the device stops all streams for a moment; ``num_drops`` counts it. With that room every size stays pooled
-    after the first step, and no step allocates.
+    Slots of a size that was there before reuse its buffers, and then no step allocates or waits. Only where the
+    capacity cannot hold the homes and the buffers of all sizes that are ever in use together is a buffer of another
+    size dropped for room: the host waits for its last users, and giving the bytes back to the device stops all
+    streams for a moment. ``num_drops`` counts that.
 
     Args:
         capacity_bytes: bound on all slots and reservations together.
@@ -202,7 +202,8 @@ def _numbered(device: torch.device) -> torch.device:
     """
     if device.type != "cuda" or ":" in str(device):
         return device
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device() if is_initialized else 0)
 
 
 def buffer_of(slot: Slot) -> DeviceBuffer:
