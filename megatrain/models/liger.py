@@ -39,8 +39,8 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     """Let the modules of ``model`` compute with liger's kernels; parameters and their names stay.
 
-    Results are rounded in other places, at every placement in the same ones. A plan is made before: kernels cannot be
-    traced without memory, and need no more of it than what they replace.
+    Results are rounded in other places, at every placement in the same ones. A plan is made before, of the
+    modules as they were: these kernels cannot be traced without memory.
 
     Args:
         with_mlps: also the MLPs.
