@@ -39,14 +39,14 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     """Let the modules of ``model`` compute with liger's kernels; parameters and their names stay.
 
-    Results are rounded in other places, at every placement in the same ones. A plan is made before: kernels cannot be
-    traced without memory, and need no more of it than what they replace.
+    Results are rounded in other places, at every placement in the same ones. A plan is made before, of the
+    modules as they were: these kernels cannot be traced without memory.
 
     Args:
         with_mlps: also the MLPs.
 
     Raises:
-        UnsupportedModelError: as above.
+        UnsupportedModelError: as above, or its layers are not what liger takes them for.
     """
     function = _function_for(model)
     wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
@@ -56,6 +56,12 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     before = dict(namespace)
     try:
         function(model=model, **{name: value for name, value in wanted.items() if name in known})
+    except Exception as error:  # it takes for granted what layers look like, in its own way for each family
+        raise UnsupportedModelError(
+            _KEY,
+            f"liger-kernel does not fit {type(model).__name__} ({type(error).__name__}: {error}). "
+            "Write use_liger_kernel = false",
+        ) from error
     finally:
         namespace.update(before)
 

@@ -72,6 +72,15 @@ def test_a_model_without_kernels_is_refused(liger: None) -> None:
         check_liger_kernels(build_graph(tiny_config("gpt2")).model, CUDA)
 
 
+def test_layers_that_liger_does_not_know_are_refused(liger: None) -> None:
+    graph = build_graph(tiny_config("llama"))
+    before = dict(vars(modeling_llama))
+    del graph.model.model.layers[1].input_layernorm
+    with pytest.raises(UnsupportedModelError, match=r"does not fit LlamaForCausalLM \(AttributeError.*input_layernorm"):
+        apply_liger_kernels(graph.model, with_mlps=True)
+    assert dict(vars(modeling_llama)) == before
+
+
 def test_a_cpu_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="need a GPU"):
         check_liger_kernels(build_graph(tiny_config("llama")).model, torch.device("cpu"))
