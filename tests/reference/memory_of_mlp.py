@@ -35,6 +35,7 @@ def main() -> None:
             "training": {"per_device_train_batch_size": 1},
             "tiers": {"ram": {"size": "1GiB"}},
             "checkpoint": {"save_strategy": "no", "save_on_signal": False},
+            "advanced": {"keep_graphs": 0},
         }
     )
     plan = plan_run(run)
