@@ -47,7 +47,7 @@ ACCEPTED: dict[str, str] = {
 
 #: Switches of transformers 4 whose effect is always on here; accepted with a warning when true.
 ALWAYS_ON: dict[str, str] = {
-    "gradient_checkpointing": "every layer is recomputed once in the backward pass",
+    "gradient_checkpointing": "layers are recomputed in the backward pass but for advanced.keep_graphs",
     "activation_checkpointing": "every layer is recomputed once in the backward pass",
 }
 

@@ -77,6 +77,8 @@ def explain_error(detail: ErrorDetails, values: Mapping[str, Any]) -> Problem | 
         return Problem(
             key, f"{shown} is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'
         )
+    if name == "advanced.keep_graphs":
+        return Problem(key, f"{shown} is no number of layers", 'Write a whole number at least 0, or "auto"')
     if name in ("data.train.columns", "data.eval.columns") and detail["loc"][-1] == "[key]":
         return Problem(
             key,

@@ -59,3 +59,8 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
     for name, gradient in expected.gradients.items():
         error = (gradients[name] - gradient).abs().max()
         assert error <= max(noise, 1e-5 * gradient.abs().max()), (name, float(error))
+    kept_runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=range(1000))
+    kept_loss = kept_runner.forward_backward(batches, seed=SEED)
+    kept = access.finish()
+    assert kept_loss == loss and kept.keys() == gradients.keys()
+    assert all(torch.equal(kept[name], gradient) for name, gradient in gradients.items())

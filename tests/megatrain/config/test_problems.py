@@ -58,6 +58,8 @@ BAD = {
     "not finite": ("[optimizer]\nlearning_rate = nan", "line 8: optimizer.learning_rate = nan is not a finite number"),
     "one bracket": ('[tiers.nvme]\npath = "x"', "line 7: tiers.nvme is a table, not a list of tables. Write [[tiers.nvme]] with two brackets"),
     "not a list": ('[optimizer]\nweight_decay_exclude = "*.bias"', 'weight_decay_exclude = "*.bias" is not a list. Write ["*.bias"]'),
+    "graphs": ('[advanced]\nkeep_graphs = -2', 'line 8: advanced.keep_graphs = -2 is no number of layers. Write a whole number at least 0, or "auto"'),
+    "graphs in quotes": ('[advanced]\nkeep_graphs = "3"', 'line 8: advanced.keep_graphs = "3" is no number of layers. Write a whole number at least 0, or "auto"'),
     "tier": ('[placement]\nweights = ["disk"]', 'line 8: placement.weights = ["disk"] is not a placement. Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
     "no nvme": ('[placement]\noptimizer = ["ram", "nvme"]', 'line 8: placement.optimizer names "nvme", but there is no [[tiers.nvme]]'),
     "tier twice": ('[placement]\nweights = ["ram", "ram"]', "line 8: placement.weights names a tier twice"),

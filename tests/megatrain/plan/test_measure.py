@@ -153,6 +153,16 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
     assert "2 micro-batches each, the others by extrapolation" in ticks.note
 
 
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write, optim: str) -> None:
+    """Updates of later layers write there between a forward and its backward: wrong numbers, but no refusal."""
+    plan, config = planned(write(advanced="keep_graphs = 3", optimizer=f'optim = "{optim}"'))
+    assert plan.kept_bytes
+    ticks = measure_ticks(plan, config, budget_s=0.0, kind_bytes=0)
+    assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
+    assert ticks.memory_bytes > plan.kept_bytes
+
+
 def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
     path = write(advanced="keep_graphs = 0")
     calls: list[Plan] = []

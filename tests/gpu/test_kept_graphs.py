@@ -1,0 +1,68 @@
+"""Needs a CUDA device: graphs kept there give the bits of a recompute, and take no more memory than was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.runner import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.models.graph import build_graph
+from megatrain.plan.planner import workspace_bytes
+from reference.families import VOCAB, tiny_config
+from reference.huggingface import build_model
+from reference.memory_access import MemoryAccess
+from tiered.units import MiB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that add in any order would differ between any two steps."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def step(config: Any, dtype: torch.dtype, kept: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """Return the loss, the gradients, and the most memory that the step took beside weights and gradients."""
+    graph, model = build_graph(config, dtype=dtype), build_model(config, dtype).to("cuda")
+    access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
+    access._weights = {name: weight.to("cuda") for name, weight in access._weights.items()}
+    del model
+    runner = LayerRunner(graph, access, device="cuda", compute_dtype=dtype, kept=kept)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = runner.forward_backward([batch] * NUM_MICRO_BATCHES, seed=5)
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = access.finish()
+    return loss, gradients, peak - sum(gradient.nbytes for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
+def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype) -> None:
+    changes = {"max_position_embeddings": 512} if family != "gpt2" else {"n_positions": 512, "resid_pdrop": 0.1}
+    config = tiny_config(family, tied=False, **changes)
+    trace = trace_visits(build_graph(config, dtype=dtype), ROWS, LENGTH, dtype, device="cuda")
+    loss, gradients, _ = step(config, dtype, ())
+    kept_loss, kept_gradients, peak = step(config, dtype, range(1000))
+    assert kept_loss == loss and kept_gradients.keys() == gradients.keys()
+    assert all(torch.equal(kept_gradients[name], gradients[name]) for name in gradients)
+    graphs = NUM_MICRO_BATCHES * sum(visit.graph_nbytes for visit in trace.visits if not visit.is_head)
+    # The libraries' own workspaces come on top.
+    assert peak <= graphs + workspace_bytes(trace, NUM_MICRO_BATCHES) + 64 * MiB
