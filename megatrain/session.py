@@ -251,6 +251,7 @@ class Session:
             seed=self.config.seed,
             objective=Objective.of(self.config.training),
             timeline=self.timeline,
+            device_optimizer=plan.device_optimizer,
         )
         self._engine.num_updates = num_updates
         return self._engine

@@ -232,7 +232,7 @@ class LoggingConfig(Table):
 
 
 class GpuTierConfig(Table):
-    """``[tiers.gpu]``."""
+    """``[tiers.gpu]``: what fits best there has its home in GPU memory, the rest passes through."""
 
     size: Size = Field(default=AUTO_SIZE, description='GPU memory this run may use: "22GiB", "90%" or "auto".')
 
@@ -309,6 +309,11 @@ class AdvancedConfig(Table):
     )
     micro_batch_order: Literal["layer", "micro_batch"] = Field(
         default="layer", description="layer: each layer runs for all micro-batches before the next."
+    )
+    emulate_gpu: bool = Field(
+        default=False,
+        description='With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
+        "tests, and for trying a setup out; the processor computes.",
     )
 
 
