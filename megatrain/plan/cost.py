@@ -26,6 +26,7 @@ _BOUND = (
     "computing       at the rate of large matrix products, a bound; `plan --measure` times steps of this very model"
 )
 _STEPS_OF_WEAR = 1000
+_PROCESSORS = ("compute", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
 
 
@@ -53,8 +54,8 @@ class Estimate:
     Where steps of the model were timed, ``step_s`` is what a run should take, waits included.
 
     Attributes:
-        seconds: resource (``compute``, ``optimizer``, ``nvme``, ``ram->gpu``, ``gpu->ram``) -> seconds that it is
-            busy in a step.
+        seconds: resource (``compute``, ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu``,
+            ``gpu->ram``) -> seconds that it is busy in a step.
         unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
         step_s, bound_by: seconds per step, and the resource that decides it.
         crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always,
@@ -200,6 +201,7 @@ class _Costs:
         found = {
             "compute": self._compute_s(self.shape.tokens_per_step),
             "optimizer": self._optimizer_s(),
+            "gpu optimizer": self._gpu_optimizer_s(),
             **self._links_s(self._plan.traffic),
         }
         measured = {name: seconds for name, seconds in found.items() if seconds}
@@ -208,12 +210,15 @@ class _Costs:
     def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
         """Return the seconds of a step and what decides them."""
         compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
-        busy = self._busy_s(compute, optimizer)
-        links = {name: value for name, value in seconds.items() if name not in ("compute", "optimizer")}
+        on_gpu = seconds.get("gpu optimizer", 0.0)
+        busy = self._busy_s(compute, optimizer) + on_gpu
+        links = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
         slowest = max(links, key=links.__getitem__, default="")
         if slowest and links[slowest] > busy:
             return links[slowest], slowest
-        return busy, "compute" if compute >= optimizer else "optimizer"
+        return busy, max(("compute", compute), ("optimizer", optimizer), ("gpu optimizer", on_gpu), key=lambda p: p[1])[
+            0
+        ]
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
         """Return T*: from there on computing takes longer than the slowest link.
@@ -221,6 +226,7 @@ class _Costs:
         Bytes of activations grow with the tokens, all others do not.
         """
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
+        on_gpu = seconds.get("gpu optimizer", 0.0)
         per_token = seconds.get("compute", 0.0) / tokens
         fixed = self._links_s(self._traffic_without_activations())
         crossing = 0.0
@@ -231,7 +237,7 @@ class _Costs:
             if self._on_gpu:
                 terms = [(per_token, 0.0), (per_token * (1 - _FORWARD_SHARE), optimizer)]
             starts = [
-                max(0.0, (fixed_s or 0.0) - beside) / (slope - moved_per_token)
+                max(0.0, (fixed_s or 0.0) - beside - on_gpu) / (slope - moved_per_token)
                 for slope, beside in terms
                 if slope > moved_per_token
             ]
@@ -271,9 +277,21 @@ class _Costs:
         if type(self._plan.optimizer) is not AdamW or bytes_per_parameter(kinds) != _ADAMW_BYTES:
             return None
         rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
-        blocks = self._plan.program.blocks.values()
-        trained = sum(block.num_elements for block in blocks if block.key.endswith("/m"))
-        return None if rate is None else trained / rate
+        trained = self._plan.num_updated(on_gpu=False)
+        return None if rate is None and trained else trained / (rate or 1.0)
+
+    def _gpu_optimizer_s(self) -> float | None:
+        """Return the seconds of updates in the memory of a GPU: all that they read and write, at its own rate."""
+        plan, gpu = self._plan, self._machine.gpu
+        if not plan.num_updated(on_gpu=True):
+            return 0.0
+        rate = gpu.update_bytes_per_s if gpu else None
+        nbytes = sum(
+            plan.program.blocks[key].nbytes * (2 if mode == "rw" else 1)
+            for tick in plan.device_updates
+            for key, mode in tick.held
+        )
+        return None if rate is None else nbytes / rate
 
     def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
         """Return the seconds of every link that moves something; None for one that was not measured."""
@@ -281,7 +299,7 @@ class _Costs:
         read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
         if read or _into_nvme(traffic):
             seconds["nvme"] = self._nvme_s(read, _into_nvme(traffic))
-        gpu = self._machine.gpu
+        gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
             ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
