@@ -187,6 +187,8 @@ class Loop:
     def run(self) -> RunSummary:
         """Run the steps that are left, then export; or less, if somebody asks for a stop."""
         self._plan.optimizer.warm_up()
+        if self._plan.device_optimizer is not None and self._plan.device_updates:
+            self._plan.device_optimizer.warm_up()
         clip.warm_up()
         config, store = self._config, self._session.store
         places = config.rows_per_step * config.data.max_length

@@ -256,6 +256,7 @@ class Session:
             objective=Objective.of(self.config.training),
             compiler=LayerCompiler.of(self.config.model),
             timeline=self.timeline,
+            device_optimizer=plan.device_optimizer,
         )
         self._engine.num_updates = num_updates
         return self._engine

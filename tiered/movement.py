@@ -19,7 +19,7 @@ from tiered.events import Counters, Event, EventSink
 from tiered.links.base import Link
 from tiered.policies.base import Candidate, EvictionPolicy
 from tiered.prefetch import next_fetches
-from tiered.relay import submit_two_hops
+from tiered.relay import stops, submit_two_hops
 from tiered.schedule import NEVER, Access, Schedule
 from tiered.simulation import SimulatedClock
 from tiered.tiers.base import Slot, Tier
@@ -353,7 +353,8 @@ class Movement:
                 name: tier.capacity_bytes - self.home_bytes[name] - self.reserved_bytes[name] - self.pinned_bytes[name]
                 for name, tier in self.tiers.items()
             }
-            for access in next_fetches(self.schedule, self.now, self.lookahead_bytes, room, self._inspect):
+            passing = self._passing if len(self.order) > 2 else None
+            for access in next_fetches(self.schedule, self.now, self.lookahead_bytes, room, self._inspect, passing):
                 if self._inflight_bytes >= self._max_inflight_bytes:
                     return
                 if not self._prefetch(access):
@@ -369,6 +370,12 @@ class Movement:
         is_present = copy is not None and (copy.state.is_valid or copy.state is CopyState.FILLING)
         is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
         return is_present, 0 if is_pinned else self.tiers[access.tier].slot_bytes(block.spec.nbytes)
+
+    def _passing(self, access: Access) -> dict[str, int]:
+        block = self.blocks.get(access.key)
+        if block is None or (block.spec.home, access.tier) in self.links:
+            return {}
+        return {name: self.tiers[name].slot_bytes(block.spec.nbytes) for name in stops(self.order, block, access)}
 
     def _prefetch(self, access: Access) -> bool:
         """Start one fetch; False when room ran out, so that nothing later overtakes it."""

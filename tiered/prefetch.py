@@ -13,42 +13,70 @@ def next_fetches(
     lookahead_bytes: int | None,
     room_bytes: Mapping[str, int],
     inspect: Callable[[Access], tuple[bool, int]],
+    passing: Callable[[Access], Mapping[str, int]] | None = None,
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
 
     Two rules make a fetch never useless. A block that is written between now and the access is passed over:
     a copy fetched before that write would be the wrong version. And everything accessed from now up to the
-    fetched access must fit its tier together, so that no use in between has to push the fetched copy out
-    again; therefore the bytes moved do not depend on how fast they moved.
+    fetched access must fit its tier together, and what passes through other tiers must fit there as well, so that
+    no use in between has to push the fetched copy out again; therefore the bytes moved do not depend on how fast
+    they moved.
 
     Args:
         schedule: the known future. now: the trainer's tick; its own accesses are served on demand.
         lookahead_bytes: most bytes of distinct future copies to look ahead; None = no limit but the room.
         room_bytes: bytes of each tier that are open to copies (capacity less homes and reserved bytes).
         inspect: tells for an access whether its copy is there or on its way, and its size (0: needs no slot).
+        passing: tells for an access which room it needs in tiers between its own and the block's home; None: there
+            are none.
     """
     if lookahead_bytes == 0:
         return
-    left = dict(room_bytes)
+    room = _Room(room_bytes, passing)
     ahead_bytes = 0
     settled: set[str] = set()
     for access in schedule.at(now):
-        left[access.tier] -= inspect(access)[1]
+        room.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)
+    room.counted.clear()  # what is used now leaves, and comes once more
     for access in schedule.upcoming(now):
-        if access.key in settled:
-            continue
-        # Both a write and a fetch settle the key: a later access of it is looked at once this one is past.
-        settled.add(access.key)
+        if passing is None and access.key in settled and (access.key, access.tier) in room.counted:
+            continue  # nothing below would come of it
         is_present, nbytes = inspect(access)
-        left[access.tier] -= nbytes
-        if left[access.tier] < 0:
+        if not room.take(access, nbytes):
             return
-        if access.mode == "w":
+        # Both a write and a fetch settle the key: a later access of it is fetched for once this one is past.
+        is_settled = access.key in settled
+        settled.add(access.key)
+        if is_settled or access.mode == "w":
             continue
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
         if not is_present:
             yield access
+
+
+class _Room:
+    """Bytes of each tier that are left, while the copies of a schedule are counted.
+
+    Attributes:
+        counted: (key, tier) of copies whose room was taken.
+    """
+
+    def __init__(
+        self, room_bytes: Mapping[str, int], passing: Callable[[Access], Mapping[str, int]] | None = None
+    ) -> None:
+        self._left, self._passing = dict(room_bytes), passing
+        self.counted: set[tuple[str, str]] = set()
+
+    def take(self, access: Access, nbytes: int) -> bool:
+        """Take the room of an access, once for each copy; False if some tier does not have it."""
+        needs = {access.tier: nbytes, **(self._passing(access) if self._passing is not None else {})}
+        for tier, need_bytes in needs.items():
+            if (access.key, tier) not in self.counted:
+                self.counted.add((access.key, tier))
+                self._left[tier] -= need_bytes
+        return all(self._left[tier] >= 0 for tier in needs)

@@ -1,13 +1,28 @@
-"""A write-back that goes through a middle tier: GPU -> RAM -> NVMe."""
+"""Blocks that go through a middle tier: GPU -> RAM -> NVMe, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tiered.block import CopyState
 from tiered.copies import Block, Copy
 from tiered.links.base import Link
+from tiered.schedule import Access
 from tiered.transfer import Transfer
+
+
+def stops(order: Sequence[str], block: Block, access: Access) -> Sequence[str]:
+    """Return the tiers between a block's home and an access in which it has or will have a copy on its way.
+
+    Args:
+        order: names of the tiers, fast to slow.
+    """
+    first, last = sorted((order.index(access.tier), order.index(block.spec.home)))
+    between = order[first + 1 : last]
+    target = block.copies.get(access.tier)
+    if access.mode == "r" and target is not None and target.state.is_valid:  # it came by, and will not go back
+        return [name for name in between if name in block.copies and block.copies[name].slot is not None]
+    return between
 
 
 def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:

@@ -27,6 +27,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_kernels(config),
         *_check_checkpoint(config),
         *_check_tiers(config),
+        *_check_emulated_gpu(config),
         *_check_paths(config),
     ]
 
@@ -61,7 +62,7 @@ def find_warnings(config: RunConfig) -> list[str]:
         warnings.append(f'checkpoint.save_steps has no effect with save_strategy = "{checkpoint.save_strategy}"')
     if checkpoint.save_strategy == "no" and checkpoint.save_interval is not None:
         warnings.append('checkpoint.save_interval has no effect with save_strategy = "no"')
-    if config.device == "cpu" and not config.tiers.gpu.size.is_auto:
+    if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
     if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
         warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
@@ -259,6 +260,20 @@ def _check_checkpoint(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _may_have_gpu_tier(config: RunConfig) -> bool:
+    return config.device != "cpu" or config.advanced.emulate_gpu
+
+
+def _check_emulated_gpu(config: RunConfig) -> Iterator[Problem]:
+    key = "advanced.emulate_gpu"
+    if not config.advanced.emulate_gpu:
+        return
+    if config.device != "cpu":
+        yield Problem(key, f'{key} = true needs device = "cpu", but device = "{config.device}"', 'Write device = "cpu"')
+    if config.tiers.gpu.size.is_auto:
+        yield Problem(key, f"{key} = true needs tiers.gpu.size", 'Write below [tiers.gpu] for example size = "2GiB"')
+
+
 def _check_tiers(config: RunConfig) -> Iterator[Problem]:
     tiers = config.tiers
     for kind in ("weights", "gradients", "optimizer", "activations"):
@@ -274,7 +289,7 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
                 f'{key} names "nvme", but there is no [[tiers.nvme]]',
                 'Write [[tiers.nvme]] and below it path = "scratch/blocks"',
             )
-        if "gpu" in wanted and config.device == "cpu":
+        if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
     if tiers.safety_margin.is_auto:
         yield Problem(

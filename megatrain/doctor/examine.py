@@ -63,7 +63,11 @@ class Examination:
             adamw_params_per_s=dict(processor.adamw_params),
             matmul_flops_per_s=flops,
             gpu=GpuProfile(
-                name=gpu.name, memory_bytes=gpu.memory_bytes, h2d_bytes_per_s=gpu.h2d, d2h_bytes_per_s=gpu.d2h
+                name=gpu.name,
+                memory_bytes=gpu.memory_bytes,
+                h2d_bytes_per_s=gpu.h2d,
+                d2h_bytes_per_s=gpu.d2h,
+                update_bytes_per_s=gpu.update,
             )
             if gpu
             else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class GpuResult:
 
     Attributes:
         h2d, d2h: bytes per second from and to RAM. is_pinned: that RAM could be page-locked.
-        matmul_flops: dtype -> FLOP/s.
+        matmul_flops: dtype -> FLOP/s. update: bytes per second of an addition in place, in its own memory.
     """
 
     name: str
@@ -33,6 +33,7 @@ class GpuResult:
     h2d: float
     d2h: float
     matmul_flops: Mapping[str, float]
+    update: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def measure_gpu(*, seconds: float) -> GpuResult | None:
             h2d=_copy_rate(buffer, host),
             d2h=_copy_rate(host, buffer),
             matmul_flops=flops,
+            update=_update_rate(buffer),
         )
     finally:
         torch.cuda.synchronize(device)
@@ -77,16 +79,26 @@ def measure_gpu(*, seconds: float) -> GpuResult | None:
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    return target.numel() / _median_s(lambda: target.copy_(source, non_blocking=True))
+
+
+def _update_rate(buffer: torch.Tensor) -> float:
+    """Return the bytes per second of two reads and a write per element, as an optimizer streams its blocks."""
+    total, addend = buffer.zero_().view(torch.float32).chunk(2)
+    return 3 * total.numel() * total.itemsize / _median_s(lambda: total.add_(addend))
+
+
+def _median_s(work: Callable[[], object]) -> float:
     times: list[float] = []
     for number in range(_NUM_COPIES + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
-        target.copy_(source, non_blocking=True)
+        work()
         end.record()
         end.synchronize()
         if number:  # the first one may set the link up
             times.append(start.elapsed_time(end) / 1e3)
-    return target.numel() / statistics.median(times)
+    return statistics.median(times)
 
 
 def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult:

@@ -49,7 +49,7 @@ class Tick:
     """What the engine holds at one point of the step.
 
     Attributes:
-        phase: forward, head, backward (on the compute tier) or update (in RAM).
+        phase: forward, head, backward (on the compute tier) or update (where ``StepProgram.tier_of`` says).
         visit: ordinal of the unit call for the first three; index of the layout for ``update``.
         held: (key, mode) leased together for the whole tick.
         passing: (key, mode) leased one after the other within it (activations of the micro-batches).
@@ -86,6 +86,7 @@ class StepProgram:
     gradient.
 
     Attributes:
+        compute_tier: where layers run. updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs wait for their backward; their inputs are no blocks.
     """
 
@@ -93,6 +94,7 @@ class StepProgram:
     ticks: tuple[Tick, ...]
     compute_tier: str
     defers_updates: bool = True
+    updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
 
     def turns(self, stays: Stays, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
@@ -112,13 +114,22 @@ class StepProgram:
     def _is_deferred(self, tick: Tick) -> bool:
         return self.defers_updates and tick.phase == "update"
 
-    def tier_of(self, tick: Tick) -> str:
-        return "ram" if tick.phase == "update" else self.compute_tier
+    def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
+        """Return the tier whose copies a tick uses.
 
-    def accesses(self) -> Iterator[Access]:
+        An update runs where layers run if all that outlives it, weights and state, is at home there; else in RAM. So
+        homes alone decide, and no copy of state ever goes up to be updated.
+        """
+        if tick.phase != "update":
+            return self.compute_tier
+        lasting = [key for key, _ in tick.held if key not in tick.spent]
+        is_there = self.updates_in_compute_tier and all(homes[key] == self.compute_tier for key in lasting)
+        return self.compute_tier if is_there else "ram"
+
+    def accesses(self, homes: Mapping[str, str]) -> Iterator[Access]:
         """Yield every access of the step, in order."""
         for number, tick in enumerate(self.ticks):
-            tier = self.tier_of(tick)
+            tier = self.tier_of(tick, homes)
             for key, mode in (*tick.held, *tick.passing):
                 yield Access(number, key, tier, mode)
 
@@ -127,7 +138,7 @@ class StepProgram:
 
         Reads at home need no foresight. Writes do, wherever they happen: a copy must not be fetched before them.
         """
-        streamed = [access for access in self.accesses() if homes[access.key] != access.tier or access.mode != "r"]
+        streamed = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
         deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
         start, end = first_step * period, (first_step + num_steps) * period
@@ -178,7 +189,7 @@ class ProgramBuilder:
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
         compute_tier: name of the tier that layers run in. compute_dtype: of the weight blocks.
         state_kinds: what the optimizer keeps, the weight block too.
-        grad_dtype: of gradients at rest. defer_updates: see ``StepProgram``.
+        grad_dtype: of gradients at rest. defer_updates, updates_in_compute_tier: see ``StepProgram``.
     """
 
     def __init__(
@@ -193,12 +204,14 @@ class ProgramBuilder:
         state_kinds: Sequence[StateKind],
         grad_dtype: torch.dtype = torch.float32,
         defer_updates: bool = True,
+        updates_in_compute_tier: bool = False,
     ) -> None:
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
         self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
         self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
         self._grad_dtype, self._defer_updates = grad_dtype, defer_updates
+        self._updates_in_compute_tier = updates_in_compute_tier
         self._uses = uses_of_layouts(graph, trace)
         # A device computes while the host updates what comes next; on the CPU both take turns.
         self._lead = 0 if compute_tier == "ram" else 1
@@ -206,7 +219,8 @@ class ProgramBuilder:
     def build(self) -> StepProgram:
         """Return the program."""
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
-        return StepProgram(blocks, tuple(self._ticks()), self._compute_tier, self._defer_updates)
+        ticks = tuple(self._ticks())
+        return StepProgram(blocks, ticks, self._compute_tier, self._defer_updates, self._updates_in_compute_tier)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class StoreAccess:
         timeline: Timeline | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._stays = store, graph, program, stays
-        self._copies = Copies(store, homes)
+        self._homes, self._copies = homes, Copies(store, homes)
         self._uses = uses_of_layouts(graph, trace)
         self._tier = program.compute_tier
         self._threads = threads
@@ -159,6 +159,11 @@ class StoreAccess:
             yield list(group)
         for key, _ in requests:
             self._leave(key, tier)
+
+    @property
+    def tier(self) -> str:
+        """Return the tier that the present tick uses blocks in."""
+        return self._program.tier_of(self._tick, self._homes)
 
     @property
     def _tick(self) -> Tick:

@@ -67,6 +67,7 @@ class StepEngine:
     Args:
         store: holds every block of ``program``, with contents for weights and state.
         homes, stays: of the placement. segments: what of a layout is updated with which decay.
+        optimizer: makes updates in RAM. device_optimizer: those in the compute tier, if the program has any.
         max_grad_norm: largest global norm that is let through; 0: no clipping.
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
@@ -98,8 +99,11 @@ class StepEngine:
         compiler: LayerCompiler | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
+        device_optimizer: Optimizer | None = None,
     ) -> None:
-        self._graph, self._optimizer = graph, optimizer
+        self._graph = graph
+        self._optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
+        assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         self._access = StoreAccess(
             store, graph, trace, program, homes, stays, threads or KernelThreads(), self._update, timeline
@@ -180,20 +184,21 @@ class StepEngine:
         self._access.finish()
 
     def _update(self, index: int) -> None:
-        """Update one block group: called when its tick comes."""
+        """Update one block group where it lives: called when its tick comes."""
         assert self._pending is not None
+        tier = self._access.tier
         layout, segments = self._trained[index]
         keys = {kind: state_key(layout.name, kind) for kind in self._kinds}
         gradient = gradient_key(layout.name, 0)
         requests: list[tuple[str, Mode]] = [(key, "rw") for key in keys.values()]
-        with self._access.leases([*requests, (gradient, "r")], "ram") as leases:
+        with self._access.leases([*requests, (gradient, "r")], tier) as leases:
             tensors = {lease.key: lease.tensor for lease in leases}
             # As in torch, a parameter that got no gradient in this step is left alone: no decay, no moments.
             filled = self._pending.with_gradient[layout.name]
             starts = {entry.offset for entry in layout.entries if entry.name in filled}
             chosen = [segment for segment in segments if segment.start in starts]
             blocks = {kind: tensors[key] for kind, key in keys.items()}
-            self._optimizer.update(blocks, tensors[gradient], chosen, self._pending.update)
+            self._optimizers[tier].update(blocks, tensors[gradient], chosen, self._pending.update)
 
 
 def weight_is_split(graph: ModelGraph) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.base import bytes_per_parameter
+from megatrain.plan.drives import StepShape, nvme_seconds, split
 from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.profile import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
 from megatrain.plan.traffic import Traffic
@@ -27,24 +27,8 @@ _BOUND = (
     "computing       at the rate of large matrix products, a bound; `plan --measure` times steps of this very model"
 )
 _STEPS_OF_WEAR = 1000
+_PROCESSORS = ("compute", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What of a config the estimate depends on besides the plan.
-
-    Attributes:
-        tokens_per_step: T. num_steps: of the run; None where only the data tells.
-        paths: NVMe paths. weights: the shares of each in what is striped, in any unit.
-        has_rates: the config gives the weights.
-    """
-
-    tokens_per_step: int
-    num_steps: int | None
-    paths: Sequence[Path]
-    weights: Sequence[float]
-    has_rates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +38,8 @@ class Estimate:
     Where steps of the model were timed, ``step_s`` is what a run should take, waits included.
 
     Attributes:
-        seconds: resource (``compute``, ``optimizer``, ``nvme``, ``ram->gpu``, ``gpu->ram``) -> seconds that it is
-            busy in a step.
+        seconds: resource (``compute``, ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu``,
+            ``gpu->ram``) -> seconds that it is busy in a step.
         unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
         step_s, bound_by: seconds per step, and the resource that decides it.
         crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always,
@@ -167,33 +151,6 @@ def flops_per_token(plan: Plan) -> int:
     return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
 
 
-def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
-    """Return how long one drive is busy with reads and writes.
-
-    Reads and writes share one ceiling, the mixed rate, as far as both go on; what is left of one of them has its own
-    rate. A drive that slows under long writes cannot write more than it sustains.
-    """
-    both = min(read_bytes, written_bytes)
-    seconds = 2 * both / drive.mixed_bytes_per_s
-    seconds += (read_bytes - both) / drive.read_bytes_per_s + (written_bytes - both) / drive.write_bytes_per_s
-    if drive.sustained_write_bytes_per_s is None:
-        return seconds
-    return max(seconds, written_bytes / drive.sustained_write_bytes_per_s)
-
-
-def split(nbytes: int, shape: StepShape) -> dict[str, int]:
-    """Return the share of each NVMe path; blocks are striped so to within one file."""
-    total = sum(shape.weights)
-    return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
-
-
-def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
-    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
-    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
-    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
-    return rates if rates and len(rates) == len(paths) else None
-
-
 class _Costs:
     """Seconds of each resource for one plan."""
 
@@ -208,6 +165,7 @@ class _Costs:
         found = {
             "compute": self._compute_s(self.shape.tokens_per_step),
             "optimizer": self._optimizer_s(),
+            "gpu optimizer": self._gpu_optimizer_s(),
             **self._links_s(self._plan.traffic),
         }
         measured = {name: seconds for name, seconds in found.items() if seconds}
@@ -216,12 +174,15 @@ class _Costs:
     def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
         """Return the seconds of a step and what decides them."""
         compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
-        busy = self._busy_s(compute, optimizer)
-        links = {name: value for name, value in seconds.items() if name not in ("compute", "optimizer")}
+        on_gpu = seconds.get("gpu optimizer", 0.0)
+        busy = self._busy_s(compute, optimizer) + on_gpu
+        links = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
         slowest = max(links, key=links.__getitem__, default="")
         if slowest and links[slowest] > busy:
             return links[slowest], slowest
-        return busy, "compute" if compute >= optimizer else "optimizer"
+        return busy, max(("compute", compute), ("optimizer", optimizer), ("gpu optimizer", on_gpu), key=lambda p: p[1])[
+            0
+        ]
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
         """Return T*: from there on computing takes longer than the slowest link.
@@ -229,6 +190,7 @@ class _Costs:
         Bytes of activations grow with the tokens, all others do not.
         """
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
+        on_gpu = seconds.get("gpu optimizer", 0.0)
         per_token = seconds.get("compute", 0.0) / tokens
         fixed = self._links_s(self._traffic_without_activations())
         crossing = 0.0
@@ -239,7 +201,7 @@ class _Costs:
             if self._on_gpu:
                 terms = [(per_token, 0.0), (per_token * (1 - self._forward_share), optimizer)]
             starts = [
-                max(0.0, (fixed_s or 0.0) - beside) / (slope - moved_per_token)
+                max(0.0, (fixed_s or 0.0) - beside - on_gpu) / (slope - moved_per_token)
                 for slope, beside in terms
                 if slope > moved_per_token
             ]
@@ -283,9 +245,21 @@ class _Costs:
         if type(self._plan.optimizer) is not AdamW or bytes_per_parameter(kinds) != _ADAMW_BYTES:
             return None
         rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
-        blocks = self._plan.program.blocks.values()
-        trained = sum(block.num_elements for block in blocks if block.key.endswith("/m"))
-        return None if rate is None else trained / rate
+        trained = self._plan.num_updated(on_gpu=False)
+        return None if rate is None and trained else trained / (rate or 1.0)
+
+    def _gpu_optimizer_s(self) -> float | None:
+        """Return the seconds of updates in the memory of a GPU: all that they read and write, at its own rate."""
+        plan, gpu = self._plan, self._machine.gpu
+        if not plan.num_updated(on_gpu=True):
+            return 0.0
+        rate = gpu.update_bytes_per_s if gpu else None
+        nbytes = sum(
+            plan.program.blocks[key].nbytes * (2 if mode == "rw" else 1)
+            for tick in plan.device_updates
+            for key, mode in tick.held
+        )
+        return None if rate is None else nbytes / rate
 
     def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
         """Return the seconds of every link that moves something; None for one that was not measured."""
@@ -293,7 +267,7 @@ class _Costs:
         read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
         if read or _into_nvme(traffic):
             seconds["nvme"] = self._nvme_s(read, _into_nvme(traffic))
-        gpu = self._machine.gpu
+        gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
             ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),

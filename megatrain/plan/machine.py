@@ -44,9 +44,9 @@ def resolve_compute_dtype(config: RunConfig, device: torch.device) -> torch.dtyp
     return torch.bfloat16 if config.precision.compute_dtype == "bfloat16" else torch.float32
 
 
-def compute_tier(device: torch.device) -> str:
-    """Return the tier that layers run in: GPU memory with CUDA, else RAM itself."""
-    return "gpu" if device.type == "cuda" else "ram"
+def compute_tier(config: RunConfig, device: torch.device) -> str:
+    """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself."""
+    return "gpu" if device.type == "cuda" or config.advanced.emulate_gpu else "ram"
 
 
 def total_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -75,14 +75,18 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def ram_capacity_bytes(config: RunConfig) -> int:
-    """Return the capacity of the RAM tier; auto: what is free now less the margin."""
+    """Return the capacity of the RAM tier; auto: what is free now less the margin and an emulated GPU."""
     total = total_ram_bytes()
     margin = config.tiers.safety_margin.resolve(total)
+    if config.advanced.emulate_gpu:
+        margin += config.tiers.gpu.size.resolve(total)
     return config.tiers.ram.size.resolve(total, auto_bytes=max(0, available_ram_bytes() - margin))
 
 
 def gpu_capacity_bytes(config: RunConfig, device: torch.device) -> int:
-    """Return the capacity of the GPU tier; auto: what is free now less the margin."""
+    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured."""
+    if config.advanced.emulate_gpu:
+        return config.tiers.gpu.size.resolve(total_ram_bytes())
     free, total = torch.cuda.mem_get_info(device)
     margin = config.tiers.safety_margin.resolve(total)
     return config.tiers.gpu.size.resolve(total, auto_bytes=max(0, free - margin))

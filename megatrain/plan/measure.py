@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,8 @@ from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.optim import clip
 from megatrain.optim.factory import segment_builder
 from megatrain.optim.threads import KernelThreads
+from megatrain.plan.budgets import gradient_staging_bytes, workspace_bytes
 from megatrain.plan.machine import available_ram_bytes
-from megatrain.plan.planner import gradient_staging_bytes, workspace_bytes
 from megatrain.plan.shared_memory import KIND_BYTES, SharedMemoryTier, shared_bytes
 from megatrain.timeline import Timeline
 from tiered.policies import Belady
@@ -233,12 +233,14 @@ class _Steps:
         self._micro_batches = made_up_batches(plan, config)
         self._watch = _Watch(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
-        store.set_schedule(plan.program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead costs time, too
+        # Without a GPU, and with another part of RAM in its place, a step computes the same.
+        program = replace(plan.program, compute_tier="ram", updates_in_compute_tier=False)
+        store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead costs time, too
         self._engine = StepEngine(
             store,
             plan.graph,
             plan.trace,
-            plan.program,
+            program,
             homes,
             {},
             plan.optimizer,

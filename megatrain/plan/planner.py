@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, layouts_of_unit
+from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, Tick
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.models.liger import check_liger_kernels
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
+from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
-from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_drive_rates
+from megatrain.plan.budgets import gradient_staging_bytes, tier_budgets, with_residents, workspace_bytes
+from megatrain.plan.cost import Estimate, estimate_step
+from megatrain.plan.drives import StepShape, measured_drive_rates
 from megatrain.plan.kept import GraphKeeper, num_layers_kept, weights_stay
 from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import (
     DURABLE_KINDS,
-    MIN_GENERATIONS,
     DoesNotFitError,
     Placement,
     PlacementSolver,
     TierBudget,
 )
-from tiered.tiers.stripe import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, format_size, round_up
+from tiered.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,9 +43,7 @@ if TYPE_CHECKING:
 #: into micro-batches is part of the numbers and must not depend on the memory of the machine.
 MICRO_BATCH_TOKENS = 2048
 
-GPU_ALIGNMENT_BYTES = 512
-
-#: Shares of RAM that may be kept open to copies where not everything is at home, the usual one first
+#: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
 #: (docs/decisions/0008-open-room.md).
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
 #: Share of the open room that copies may take which wait for their next use (docs/decisions/0009-stays.md).
@@ -66,6 +65,8 @@ class Plan:
 
     Attributes:
         graph, trace, program, placement: the model, its visits, the ticks of a step, the homes of its blocks.
+        device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
+        host_updates: why all updates are made in RAM although there is a GPU tier, or "".
         budgets_by_tier: capacities, fast to slow. micro_batch_size, num_micro_batches: rows, and their number.
         nvme_rates: shares of the NVMe paths in what is striped, in any unit.
         estimate: time and wear of a step at the rates that were measured on this machine.
@@ -84,6 +85,8 @@ class Plan:
     num_micro_batches: int
     nvme_rates: Sequence[float]
     headline: str
+    device_optimizer: Optimizer | None = None
+    host_updates: str = ""
     fits: bool = True
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
@@ -140,20 +143,51 @@ class Plan:
     def messages(self) -> Sequence[str]:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        if not placement.working_bytes[compute]:
-            return (f"every block is at home in {compute}: nothing is fetched",)
+        updates = () if compute == "ram" else (self._where_updates_are_made(),)
+        if not any(self.traffic.values()):
+            return (f"every block is at home in {compute}: nothing is fetched", *updates)
         held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
         return (
             f"{format_size(capacity - held)} of {compute} are open to copies; half of the ticks need at most "
             f"{format_size(placement.median_working_bytes[compute])}, the rest is fetched ahead",
+            *updates,
         )
+
+    @property
+    def device_updates(self) -> Sequence[Tick]:
+        """The updates that are made in GPU memory."""
+        program, homes = self.program, self.placement.homes
+        return [tick for tick in self._updates if program.tier_of(tick, homes) == program.compute_tier != "ram"]
+
+    @property
+    def _updates(self) -> Sequence[Tick]:
+        return [tick for tick in self.program.ticks if tick.phase == "update"]
+
+    def num_updated(self, *, on_gpu: bool) -> int:
+        """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
+        there = self.device_updates if self.device.type == "cuda" else ()
+        return self._num_elements(there if on_gpu else [tick for tick in self._updates if tick not in there])
+
+    def _num_elements(self, updates: Iterable[Tick]) -> int:
+        blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.held]
+        return sum(block.num_elements for block in blocks if block.kind == "weights")
+
+    def _where_updates_are_made(self) -> str:
+        if self.host_updates:
+            return f"updates are made in ram: {self.host_updates}"
+        there = self.device_updates
+        share = 100 * self._num_elements(there) // max(1, self._num_elements(self._updates))
+        which = f"{len(there)} of {len(self._updates)} groups of blocks, {share} % of the trained parameters,"
+        return f"{which} live in gpu and are updated there"
 
     def _notes(self) -> dict[Kind, str]:
         notes: dict[Kind, str] = {}
+        homes = self.placement.homes
+        elsewhere = {access.key for access in self.program.accesses(homes) if homes[access.key] != access.tier}
         for kind in KINDS:
             blocks = [block for block in self.program.blocks.values() if block.kind == kind]
             dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
-            away = sum(self.placement.homes[block.key] != self.program.compute_tier for block in blocks)
+            away = sum(block.key in elsewhere for block in blocks)
             at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
             notes[kind] = at_home if blocks else "none"
         notes["activations"] += f"; micro-batches {self.num_micro_batches} x {self.micro_batch_size} rows"
@@ -177,21 +211,13 @@ def plan_run(config: RunConfig) -> Plan:
     objective = Objective.of(config.training)
     trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective)
     optimizer = make_optimizer(config.optimizer)
-    program = ProgramBuilder(
-        graph,
-        trace,
-        num_micro_batches=num_micro_batches,
-        order=config.advanced.micro_batch_order,
-        compute_tier=machine.compute_tier(device),
-        compute_dtype=dtype,
-        state_kinds=optimizer.state_kinds(dtype.itemsize == 2),
-        grad_dtype=getattr(torch, config.precision.grad_dtype),
-        defer_updates=defers_updates(config),
-    ).build()
+    on_device, host_updates = _on_device(config, optimizer, device)
+    program = _build_program(config, graph, trace, optimizer, machine.compute_tier(config, device), on_device)
     together = num_micro_batches if config.advanced.micro_batch_order == "layer" else 1
     workspace = workspace_bytes(trace, together) + gradient_staging_bytes(graph, trace, config)
-    rates = nvme_rates(config)
+    rates, profile = nvme_rates(config), load_profile()
     budgets = tier_budgets(config, device, workspace, rates)
+    budgets = with_residents(budgets, config, program, profile.machine if device.type == "cuda" else None)
     allowed = allowed_tiers(config, list(budgets))
     kept = GraphKeeper(graph, trace, program, budgets, allowed, together).solve(config.advanced.keep_graphs)
     plan = Plan(
@@ -207,8 +233,10 @@ def plan_run(config: RunConfig) -> Plan:
         nvme_rates=tuple(rates),
         headline=_headline(config, graph),
         kept_bytes=kept.nbytes,
+        device_optimizer=on_device,
+        host_updates=host_updates,
     )
-    shape, profile = step_shape(config, rates), load_profile()
+    shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))
     if not any(plan.traffic.values()):
         return plan
@@ -229,14 +257,46 @@ def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> 
     return graph
 
 
+def _build_program(
+    config: RunConfig,
+    graph: ModelGraph,
+    trace: VisitTrace,
+    optimizer: Optimizer,
+    compute_tier: str,
+    on_device: Optimizer | None,
+) -> StepProgram:
+    return ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=config.rows_per_step // micro_batch_rows(config),
+        order=config.advanced.micro_batch_order,
+        compute_tier=compute_tier,
+        compute_dtype=graph.dtype,
+        state_kinds=optimizer.state_kinds(graph.dtype.itemsize == 2),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        defer_updates=defers_updates(config),
+        updates_in_compute_tier=on_device is not None,
+    ).build()
+
+
+def _on_device(config: RunConfig, optimizer: Optimizer, device: torch.device) -> tuple[Optimizer | None, str]:
+    """Return what updates blocks in GPU memory; or None, and why there is nothing although there is such memory."""
+    if machine.compute_tier(config, device) == "ram":
+        return None, ""
+    try:
+        return device_optimizer(optimizer, device), ""
+    except DeviceKernelError as error:
+        return None, str(error)
+
+
 def with_open_room(plan: Plan, allowed: Mapping[Kind, Sequence[str]]) -> Iterator[Plan]:
-    """Yield the plan with more and more of RAM kept open to copies, the usual share first.
+    """Yield the plan with more and more of RAM and GPU memory kept open to copies, the usual share first.
 
     Homes save traffic; open room lets copies be fetched further ahead. Neither changes a number of the run.
     """
     budgets = list(plan.budgets_by_tier.values())
     for share in OPEN_SHARES:
-        room = {"ram": int(share * plan.budgets["ram"])}
+        room = {tier: int(share * plan.budgets[tier]) for tier in {"ram", plan.program.compute_tier}}
         try:
             placement = PlacementSolver(plan.program, budgets, allowed, room, STAY_SHARE).solve()
         except DoesNotFitError:  # the drive has no room for what RAM keeps open
@@ -281,53 +341,6 @@ def micro_batch_rows(config: RunConfig) -> int:
     return max(fitting, default=1)
 
 
-def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
-    """Return what the compute device holds outside blocks at its fullest.
-
-    All micro-batches' streams are there between two units, each with the input of one and the output of the other;
-    one micro-batch at a time is computed.
-    """
-    streams = max((visit.held_nbytes for visit in trace.visits), default=0)
-    inside = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits), default=0)
-    return round_up(2 * num_micro_batches * streams + max(inside, trace.head_nbytes), PAGE_BYTES)
-
-
-def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, config: RunConfig) -> int:
-    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit."""
-    if config.precision.grad_dtype == "float32":
-        return 0
-    nbytes_by_visit = [
-        sum(4 * graph.layouts[name].num_elements for name in layouts_of_unit(graph, visit.unit))
-        for visit in trace.visits
-    ]
-    head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
-    return max([head, *nbytes_by_visit])
-
-
-def tier_budgets(
-    config: RunConfig, device: torch.device, workspace: int, rates: Sequence[float]
-) -> dict[str, TierBudget]:
-    """Return the tiers of the run, fast to slow, with their capacities and roundings."""
-    on_gpu = machine.compute_tier(device) == "gpu"
-    budgets: dict[str, TierBudget] = {}
-    if on_gpu:
-        capacity = machine.gpu_capacity_bytes(config, device)
-        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, GPU_ALIGNMENT_BYTES), workspace)
-    capacity = machine.ram_capacity_bytes(config)
-    budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
-    if config.tiers.nvme:
-        shares = check_rates(rates, len(config.tiers.nvme))
-        capacity = machine.nvme_capacity_bytes(config)
-        file_size = config.advanced.file_size
-        budgets["nvme"] = TierBudget(
-            "nvme",
-            capacity,
-            lambda n: plan_chunks(n, shares, file_size).slot_bytes,
-            generations=max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0,
-        )
-    return budgets
-
-
 def nvme_rates(config: RunConfig) -> list[float]:
     """Return the relative weights of the NVMe paths: as configured, else as measured on this machine, else equal."""
     paths = [table.path for table in config.tiers.nvme]
@@ -349,7 +362,10 @@ def step_shape(config: RunConfig, rates: Sequence[float]) -> StepShape:
 
 
 def allowed_tiers(config: RunConfig, tiers: Sequence[str]) -> dict[Kind, Sequence[str]]:
-    """Return for each kind the tiers that may be its home, preferred first. GPU memory holds copies unless asked."""
+    """Return for each kind the tiers that may be its home, preferred first.
+
+    GPU memory is among them where the config names it; what else lives there is a matter of ``residency``.
+    """
     default = [tier for tier in tiers if tier != "gpu"]
     allowed: dict[Kind, Sequence[str]] = {}
     for kind in KINDS:

@@ -55,12 +55,17 @@ class DriveProfile(_Record):
 
 
 class GpuProfile(_Record):
-    """What one CUDA device did; rates between page-locked RAM and the device, in bytes per second."""
+    """What one CUDA device did; rates between page-locked RAM and the device, in bytes per second.
+
+    Attributes:
+        update_bytes_per_s: two reads and a write per element in its own memory; None where that was not measured.
+    """
 
     name: str
     memory_bytes: int
     h2d_bytes_per_s: Rate
     d2h_bytes_per_s: Rate
+    update_bytes_per_s: Rate | None = None
 
 
 class MachineProfile(_Record):

@@ -35,7 +35,8 @@ class SimulatedRates:
 
     Attributes:
         nvme_bytes_per_s: reads and writes together. bus_bytes_per_s: each direction between RAM and GPU.
-        flops_per_s: achieved in forward and backward. update_params_per_s: of the optimizer kernel.
+        flops_per_s: achieved in forward and backward. update_params_per_s: of the optimizer kernel on the host.
+        gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves. seconds_per_nvme_copy: what each
             of its copies costs the step's thread. Both are used where ticks were timed.
     """
@@ -46,6 +47,7 @@ class SimulatedRates:
     bus_bytes_per_s: float = 25e9
     computing_s_per_nvme_byte: float = 0.0
     seconds_per_nvme_copy: float = 0.0
+    gpu_update_params_per_s: float | None = None
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -54,15 +56,15 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     if estimate is None or estimate.step_s is None:
         return None
     seconds, traffic = estimate.seconds, plan.traffic
-    blocks = plan.program.blocks.values()
-    num_updated = sum(block.num_elements for block in blocks if block.key.endswith("/m"))
+    on_host, on_gpu = (plan.num_updated(on_gpu=there) for there in (False, True))
     flops = flops_per_token(plan) * estimate.tokens_per_step
     on_nvme = sum(nbytes for link, nbytes in traffic.items() if "nvme" in link)
     on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
     return SimulatedRates(
         nvme_bytes_per_s=on_nvme / seconds["nvme"] if "nvme" in seconds else 1e12,
         flops_per_s=flops / seconds["compute"],
-        update_params_per_s=num_updated / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
+        update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
+        gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if seconds.get("gpu optimizer") else None,
         bus_bytes_per_s=on_bus,
         computing_s_per_nvme_byte=estimate.computing_s_per_nvme_byte,
         seconds_per_nvme_copy=estimate.seconds_per_nvme_copy,
@@ -137,10 +139,11 @@ class _Replay:
         for block in plan.program.blocks.values():
             self.store.register(block.key, (block.num_elements,), block.dtype, home=homes[block.key])
         for key in plan.program.blocks:
-            with self.store.acquire(key, "ram", "w"):
+            tier = "ram" if homes[key] == "nvme" else homes[key]
+            with self.store.acquire(key, tier, "w"):
                 pass
-            if homes[key] != "ram":
-                self.store.evict(key, "ram")
+            if homes[key] != tier:
+                self.store.evict(key, tier)
         self.store.wait_idle()
         self._copies = Copies(self.store, homes)
         for tier, nbytes in plan.placement.workspace_bytes.items():
@@ -172,7 +175,7 @@ class _Replay:
 
     def _turn(self, turn: Turn) -> None:
         tick = turn.tick
-        tier = self._plan.program.tier_of(tick)
+        tier = self._plan.program.tier_of(tick, self._plan.placement.homes)
         seconds = self._seconds(turn) / (1 + len(tick.passing))
         with self.store.acquire_many([(key, tier, mode) for key, mode in tick.held]):
             self._copies.arrived(key for key, _ in tick.held)
@@ -207,7 +210,9 @@ class _Replay:
         tick, blocks = turn.tick, self._plan.program.blocks
         num_params = sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
         if tick.phase == "update":
-            return num_params / self._rates.update_params_per_s
+            is_there = self._plan.program.tier_of(tick, self._plan.placement.homes) != "ram"
+            on_gpu = self._rates.gpu_update_params_per_s if is_there else None
+            return num_params / (on_gpu or self._rates.update_params_per_s)
         again = 0 if tick.visit in self._plan.program.kept else _RECOMPUTE
         factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": again + _BACKWARD}[tick.phase]
         return factor * num_params * self._tokens / self._rates.flops_per_s

@@ -1,8 +1,9 @@
 """Placement: which tier is the home of which block, so that a step moves as few bytes as possible.
 
-Every block starts in the slowest tier it may live in; blocks then move up in the order of bytes saved per
-byte held, as long as the working set of every tick still fits beside the homes. For the cyclic scans of
-training such static residency is within one block of the optimum (docs/decisions/0002-static-residency.md).
+Every block starts in the slowest tier it may live in. Those that are worth it become residents of GPU memory
+(``megatrain.plan.resident``); the others move up in the order of bytes saved per byte held, as long as the working set
+of every tick still fits beside the homes. For the cyclic scans of training such static residency is within one block
+of the optimum (docs/decisions/0002-static-residency.md).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
+from megatrain.plan.resident import Residency, ResidentChooser
 from megatrain.plan.stays import choose_stays
 from megatrain.plan.traffic import Traffic, route
 from tiered.schedule import Mode
@@ -47,6 +49,8 @@ class TierBudget:
     Attributes:
         workspace_bytes: taken by what is no block.
         generations: committed sets of the durable blocks at home there, beside the live one.
+        filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
+        residency: of the compute tier, if it is not RAM.
     """
 
     name: str
@@ -54,6 +58,8 @@ class TierBudget:
     slot_bytes: SlotBytes
     workspace_bytes: int = 0
     generations: int = 0
+    filling_bytes: int = 0
+    residency: Residency | None = None
 
     def generation_bytes(self, block: BlockPlan) -> int:
         """Return what the generations of a block take that is at home here."""
@@ -66,7 +72,8 @@ class Placement:
 
     Attributes:
         homes: block key -> tier. home_bytes: tier -> kind -> slot bytes.
-        working_bytes: tier -> the largest working set of a tick that is not at home.
+        working_bytes: tier -> the largest working set of a tick that is not at home; where bringing in a layout's
+            weights takes more, that.
         median_working_bytes: tier -> what half of the ticks need at most.
         traffic_bytes: ``"src->dst"`` -> contents moved per step, between the first and the last.
         first_traffic_bytes: the same for a first step, which finds nothing to update.
@@ -130,6 +137,10 @@ class PlacementSolver:
         for number, tick in enumerate(program.ticks):
             for key, _ in (*tick.held, *tick.passing):
                 self._uses[key].append(number)
+        budget = self._tiers[program.compute_tier]
+        self._residents = (
+            None if budget.residency is None else ResidentChooser(program, budget.residency, budget.slot_bytes)
+        )
 
     def solve(self) -> Placement:
         """Return the placement.
@@ -160,11 +171,37 @@ class PlacementSolver:
         for ahead in (True, False):
             if state.overfull(ahead=ahead) in (None, self._order[-1]):
                 break
+        self._make_residents(state, ahead=ahead)
         for block in sorted(self._program.blocks.values(), key=order):
+            if self._is_resident(block, homes):
+                continue
             for tier in self._allowed[block.kind]:
-                if tier == homes[block.key] or state.try_move(block, tier, ahead=ahead):
+                if tier == homes[block.key] or state.try_move([block.key], tier, ahead=ahead):
                     break
+        if self._residents is not None and state.overfull(ahead=False) == self._order[-1]:
+            self._residents.choose(
+                homes,
+                lambda keys: state.try_move(keys, self._program.compute_tier, ahead=ahead),
+                lambda: state.overfull(ahead=False) == self._order[-1],
+            )
         return state, ahead
+
+    def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
+        """Make the compute tier the home of everything, if that fits, else of what saves most there."""
+        if self._residents is None:
+            return
+
+        def try_move(keys: Sequence[str]) -> bool:
+            return state.try_move(keys, self._program.compute_tier, ahead=ahead)
+
+        everything = self._residents.everything()
+        if not everything or not try_move(everything):
+            self._residents.choose(state.homes, try_move)
+
+    def _is_resident(self, block: BlockPlan, homes: Mapping[str, str]) -> bool:
+        residency = self._tiers[self._program.compute_tier].residency
+        is_there = homes[block.key] == self._program.compute_tier
+        return residency is not None and block.kind in residency.kinds and is_there
 
     def open_bytes(self, tier: str) -> int:
         """Return the bytes of a tier that no home may take besides what the ticks need."""
@@ -251,6 +288,7 @@ class _Fill:
         self._ticks = solver._program.ticks
         self._tiers = solver._tiers
         self._home_bytes = dict.fromkeys(solver._order, 0)
+        self._durable_bytes = dict.fromkeys(solver._order, 0)
         self._generation_bytes = dict.fromkeys(solver._order, 0)
         for key, block in solver._program.blocks.items():
             self._count(block, homes[key], 1)
@@ -262,7 +300,7 @@ class _Fill:
 
     def _passes_through(self, tier: str, tick: Tick, key: str) -> int:
         """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
-        used_in, home = self.solver._program.tier_of(tick), self.homes[key]
+        used_in, home = self.solver._program.tier_of(tick, self.homes), self.homes[key]
         if home in (used_in, tier):
             return 0
         stops = {used_in, *(b for _, b in self.solver.route(home, used_in))}
@@ -275,8 +313,9 @@ class _Fill:
     def largest_working_set(self, tier: str, *, ahead: bool) -> int:
         sets = self._working[tier]
         if ahead:
-            return max((a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)), default=0)
-        return max(sets, default=0)
+            sets = [a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)]
+        of_a_step = self._home_bytes[tier] - self._durable_bytes[tier] + self._tiers[tier].workspace_bytes
+        return max([*sets, self._tiers[tier].filling_bytes - of_a_step], default=0)
 
     def peak(self, tier: str, *, ahead: bool) -> int:
         beside = self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
@@ -305,13 +344,19 @@ class _Fill:
                 return name
         return None
 
-    def try_move(self, block: BlockPlan, tier: str, *, ahead: bool) -> bool:
-        """Make ``tier`` the block's home if everything still fits there; say whether it was done."""
-        before = self.homes[block.key]
-        self._move(block, tier)
-        if self.peak(tier, ahead=ahead) + self.solver.open_bytes(tier) <= self._tiers[tier].capacity_bytes:
+    def try_move(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
+        """Make ``tier`` the home of blocks if everything still fits, there and below; say whether it was done."""
+        blocks = [self.solver._program.blocks[key] for key in keys]
+        before = {key: self.homes[key] for key in keys}
+        below = self.solver._order[self.solver._order.index(tier) + 1 :]
+        most = {name: max(self._tiers[name].capacity_bytes, self.peak(name, ahead=ahead)) for name in below}
+        most[tier] = self._tiers[tier].capacity_bytes - self.solver.open_bytes(tier)
+        for block in blocks:
+            self._move(block, tier)
+        if all(self.peak(name, ahead=ahead) <= nbytes for name, nbytes in most.items()):
             return True
-        self._move(block, before)
+        for block in blocks:
+            self._move(block, before[block.key])
         return False
 
     def _move(self, block: BlockPlan, tier: str) -> None:
@@ -324,7 +369,9 @@ class _Fill:
                 self._working[name][number] = self._working_set(name, self._ticks[number])
 
     def _count(self, block: BlockPlan, tier: str, times: int) -> None:
-        self._home_bytes[tier] += times * self._tiers[tier].slot_bytes(block.nbytes)
+        nbytes = times * self._tiers[tier].slot_bytes(block.nbytes)
+        self._home_bytes[tier] += nbytes
+        self._durable_bytes[tier] += nbytes if block.kind in DURABLE_KINDS else 0
         self._generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
 
 

@@ -63,8 +63,8 @@ def _possible(
     for key, uses in _uses(program).items():
         for (start, _), (stop, mode) in zip(uses, uses[1:] + uses[:1], strict=True):
             tick, following = program.ticks[start], program.ticks[stop]
-            tier = program.tier_of(tick)
-            if start == stop or homes[key] == tier or tier != program.tier_of(following):
+            tier = program.tier_of(tick, homes)
+            if start == stop or homes[key] == tier or tier != program.tier_of(following, homes):
                 continue
             if key in tick.spent or mode == "w":  # dead by then, or not read
                 continue

@@ -61,7 +61,7 @@ class Traffic:
         moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in route(self._order, src, dst)}
         here = dict(waiting)
         for _, tick, kept in self._program.turns(self._stays, updates=updates, passes=passes):
-            tier = self._program.tier_of(tick)
+            tier = self._program.tier_of(tick, self._homes)
             for key, mode in (*tick.held, *tick.passing):
                 if self._homes[key] == tier:
                     continue

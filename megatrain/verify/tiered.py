@@ -124,7 +124,7 @@ def make_config(
             "engine": given.tiers.engine,
             "verify": given.tiers.verify,
         },
-        "advanced": given.advanced,
+        "advanced": given.advanced.model_copy(update={"emulate_gpu": False}),  # all in RAM, against all on drives
     }
     if drives:
         values["placement"] = {kind: ("nvme",) for kind in KINDS}

@@ -59,7 +59,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of the size in the config where there is none: a tier before RAM. Layers are traced on the CPU."""
     compute_tier = machine.compute_tier
-    wanted = machine.compute_tier(torch.device("cuda"))
     devices: list[str] = []
 
     def resolve(config: object) -> torch.device:
@@ -68,7 +67,9 @@ def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(machine, "resolve_device", resolve)
     monkeypatch.setattr(
-        machine, "compute_tier", lambda device: wanted if devices[-1] == "cuda" else compute_tier(device)
+        machine,
+        "compute_tier",
+        lambda config, device: "gpu" if devices[-1] == "cuda" else compute_tier(config, device),
     )
     monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: config.tiers.gpu.size.resolve(0))
 

@@ -39,6 +39,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "NVMe, much room": {"placement": ALL_NVME, "ram": "64MiB"},
     "mixed": {"placement": 'optimizer = ["nvme"]'},
     "tight": {"ram": "5500KiB"},
+    "GPU": {"gpu": "64MiB", "ram": "2MiB", "nvme": 0},
+    "some GPU": {"gpu": "12MiB", "ram": "7MiB"},
     "micro-batch-major": {"placement": ALL_NVME, "advanced": 'micro_batch_order = "micro_batch"'},
 }
 NUM_STEPS = 5

@@ -9,10 +9,19 @@ import torch
 
 from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer, Update
+from megatrain.optim.elementwise import ElementwiseOptimizer
+from megatrain.optim.lion import Lion, LionConfig
+from megatrain.optim.sgd import SGD, SGDConfig
 from megatrain.optim.threads import KernelThreads
 from reference.blocks import cut_segments, gradient_block, master_blocks, master_of, random_array, same_bits
 
-CONFIG = AdamWConfig(lr=1e-3, weight_decay=0.1)
+HOSTS: dict[str, ElementwiseOptimizer] = {
+    "adamw": AdamW(AdamWConfig(lr=1e-3, weight_decay=0.1), KernelThreads(1)),
+    "lion": Lion(LionConfig(lr=1e-3, weight_decay=0.1), KernelThreads(1)),
+    "sgd": SGD(SGDConfig(weight_decay=0.1), KernelThreads(1)),
+    "sgd, nesterov": SGD(SGDConfig(nesterov=True, weight_decay=0.1), KernelThreads(1)),
+    "sgd without momentum": SGD(SGDConfig(momentum=0.0, weight_decay=0.1), KernelThreads(1)),
+}
 #: (elements, where segments meet): one program and many, ends inside one, starts that no vector load is aligned to.
 SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (1, ()),
@@ -24,6 +33,7 @@ GRAD_SCALES = (1.0, 0.37, 1e-30)
 
 
 def differing_blocks(
+    host: ElementwiseOptimizer,
     on_device: Optimizer,
     device: str,
     *,
@@ -37,10 +47,10 @@ def differing_blocks(
     """Make three updates on the device and by the host; return the names of blocks that end with other bits."""
     generator = np.random.default_rng(size)
     blocks = master_blocks(random_array(generator, size, palette), split_master)
-    blocks |= {"m": torch.from_numpy(random_array(generator, size, palette))}
-    blocks |= {"v": torch.from_numpy(np.abs(random_array(generator, size, palette)))}
+    for kind in host.state:
+        state = random_array(generator, size, palette)
+        blocks[kind.name] = torch.from_numpy(np.abs(state) if kind.name == "v" else state)
     copies = {name: block.to(device, copy=True) for name, block in blocks.items()}
-    host = AdamW(CONFIG, KernelThreads(1))
     for step in (1, 2, 1000):
         gradient, _ = gradient_block(random_array(generator, size, palette), grad_dtype)
         update = Update(step=step, lr=1e-3, grad_scale=grad_scale)
@@ -49,5 +59,6 @@ def differing_blocks(
         with np.errstate(all="ignore"):  # where the device is an interpreter on numpy
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
-    differing = [name for name in ("m", "v") if not same_bits(blocks[name].numpy(), results[name].numpy())]
+    states = [kind.name for kind in host.state]
+    differing = [name for name in states if not same_bits(blocks[name].numpy(), results[name].numpy())]
     return differing if same_bits(master_of(blocks), master_of(results)) else ["master", *differing]

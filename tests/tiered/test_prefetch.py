@@ -53,3 +53,30 @@ def test_an_overwrite_needs_room_but_no_bytes() -> None:
 
 def test_nothing_is_left_at_the_end() -> None:
     assert picks("abc", room=9, now=2) == ""
+
+
+def picks_of_three(accesses: list[Access], room: dict[str, int], middle: str = "ram") -> list[tuple[str, str]]:
+    """Return (key, tier) to fetch where keys in capital letters have their home below the middle tier."""
+    fetches = next_fetches(
+        Schedule(accesses),
+        0,
+        None,
+        room,
+        lambda access: (False, 1),
+        lambda access: {middle: 1} if access.key.isupper() and access.tier != middle else {},
+    )
+    return [(access.key, access.tier) for access in fetches]
+
+
+def test_what_passes_through_a_tier_takes_room_there() -> None:
+    """Else a copy on its way to the GPU would push one out that was fetched for a later use in RAM."""
+    accesses = [Access(1, "A", "gpu", "r"), Access(2, "B", "gpu", "r"), Access(3, "C", "ram", "r")]
+    assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
+    assert picks_of_three(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]
+    assert picks_of_three(accesses, {"gpu": 9, "ram": 0}) == []
+
+
+def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> None:
+    accesses = [Access(1, "a", "gpu", "w"), Access(2, "a", "ram", "r"), Access(3, "b", "ram", "r")]
+    assert picks_of_three(accesses, {"gpu": 1, "ram": 2}) == [("b", "ram")]
+    assert picks_of_three(accesses, {"gpu": 1, "ram": 1}) == []

@@ -79,6 +79,8 @@ COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "interval without time": ({"checkpoint.save_strategy": '"epoch"', "checkpoint.save_interval": '"45min"'}, "checkpoint.save_interval", ("time",)),
     "tier twice": ({"placement.weights": '["ram", "ram"]'}, "placement.weights", ("twice",)),
     "tier of no GPU": ({"placement.weights": '["gpu"]'}, "placement.weights", ("cpu",)),
+    "emulated beside CUDA": ({"device": '"cuda"', "advanced.emulate_gpu": "true", "tiers.gpu.size": '"1GiB"'}, "advanced.emulate_gpu", ("cpu",)),
+    "emulated without a size": ({"device": '"cpu"', "advanced.emulate_gpu": "true"}, "advanced.emulate_gpu", ("tiers.gpu",)),
     "margin auto": ({"tiers.safety_margin": '"auto"'}, "tiers.safety_margin", ("5%",)),
     "pinned more than all": ({"tiers.ram.pinned": '"128MiB"'}, "tiers.ram.pinned", ("tiers.ram.size",)),
     "bfloat16 sums": ({"precision.grad_dtype": '"bfloat16"', "advanced.micro_batch_order": '"micro_batch"', "training.gradient_accumulation_steps": "2"}, "precision.grad_dtype", ("micro_batch_order",)),

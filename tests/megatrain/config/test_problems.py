@@ -181,6 +181,18 @@ def test_device_cpu_has_no_gpu(tmp_path: Path) -> None:
     assert found == ['line 9: placement.weights names "gpu", but device = "cpu". Leave "gpu" out']
 
 
+def test_an_emulated_gpu_needs_the_cpu_and_a_size(tmp_path: Path) -> None:
+    key = "advanced.emulate_gpu"
+    found = problems_of(tmp_path, 'device = "cuda"\n' + HEAD + "[advanced]\nemulate_gpu = true\n")
+    assert found == [
+        f'line 9: {key} = true needs device = "cpu", but device = "cuda". Write device = "cpu"',
+        f'line 9: {key} = true needs tiers.gpu.size. Write below [tiers.gpu] for example size = "2GiB"',
+    ]
+    sized = '[placement]\nweights = ["gpu"]\n[advanced]\nemulate_gpu = true\n[tiers.gpu]\nsize = "1GiB"\n'
+    (tmp_path / "run.toml").write_text('device = "cpu"\n' + HEAD + sized)
+    assert not load_config(tmp_path / "run.toml").warnings
+
+
 def test_lines_are_found_in_awkward_toml(tmp_path: Path) -> None:
     text = 'run_name = """\nseed = 3\n"""\n' + HEAD + 'columns = { "prompt" = "a" }\n[optimizer]\nweight_decay_exclude = [\n  "a=[", # ]\n  "b",\n]\n"adam_beta1" = 7\n'  # fmt: skip
     assert problems_of(tmp_path, text) == ["line 16: optimizer.adam_beta1 = 7 is out of range. It must be below 1"]

@@ -18,7 +18,7 @@ from megatrain.engine.runner import LayerRunner, StepLoss
 from megatrain.engine.trace import VisitTrace, _Ledger, trace_visits
 from megatrain.models.graph import ModelGraph, Unit, build_graph
 from megatrain.optim.adamw import AdamW, AdamWConfig
-from megatrain.plan.planner import workspace_bytes
+from megatrain.plan.budgets import workspace_bytes
 from reference.families import FAMILIES, padded_batches, tiny_config
 from reference.huggingface import build_model
 from reference.memory_access import MemoryAccess

@@ -15,9 +15,11 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.plan import profile
-from megatrain.plan.cost import Estimate, StepShape, estimate_step, measured_drive_rates, nvme_seconds, split
+from megatrain.plan.cost import Estimate, estimate_step
+from megatrain.plan.drives import StepShape, measured_drive_rates, nvme_seconds, split
 from megatrain.plan.planner import Plan, nvme_rates, plan_run, step_shape
 from megatrain.plan.profile import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, store_profile
+from megatrain.plan.simulate import measured_rates
 from reference.tiered_run import EXAMPLES, config_text
 from tiered.units import MiB
 
@@ -184,6 +186,24 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
     assert slow.step_s == pytest.approx(6.0 + 3.0, rel=0.02)
     fast = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 0.5})
     assert (fast.step_s, fast.bound_by) == (pytest.approx(2.0), "ram->gpu")
+
+
+def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
+    """Everything lives there: no bus, no update by the host, and the GPU makes updates after it has computed."""
+    planned = plan_run(load_config(config_at(tmp_path, nvme=0, gpu="64MiB")).config)
+    plan = replace(planned, device=torch.device("cuda"))
+    num_trained = sum(block.num_elements for block in plan.program.blocks.values() if block.key.endswith("/m"))
+    assert (plan.num_updated(on_gpu=True), plan.num_updated(on_gpu=False)) == (num_trained, 0)
+    flops = {"cuda/float32": 8 * plan.graph.num_parameters * 384 / 2}
+    gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
+    unknown = estimate(plan, tmp_path, gpu=gpu, matmul_flops_per_s=flops)
+    assert unknown.unmeasured == ("gpu optimizer",) and unknown.step_s is None
+    measured = gpu.model_copy(update={"update_bytes_per_s": 28.0 * num_trained})
+    found = estimate(plan, tmp_path, gpu=measured, matmul_flops_per_s=flops)
+    assert found.seconds == {"compute": pytest.approx(2.0), "gpu optimizer": pytest.approx(1.0)}  # 12 in, 12 out, 4 in
+    assert (found.step_s, found.bound_by) == (pytest.approx(3.0), "compute")
+    rates = measured_rates(replace(plan, estimate=found))
+    assert rates is not None and rates.gpu_update_params_per_s == pytest.approx(num_trained)
 
 
 def test_nothing_is_predicted_without_a_profile(plan: Plan, tmp_path: Path) -> None:

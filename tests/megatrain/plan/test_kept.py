@@ -12,7 +12,8 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.flops import step_flops
-from megatrain.plan.cost import StepShape, estimate_step, flops_per_token
+from megatrain.plan.cost import estimate_step, flops_per_token
+from megatrain.plan.drives import StepShape
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
 from megatrain.plan.planner import Plan, plan_run
 from megatrain.plan.profile import LoadedProfile, MachineProfile, cpu_name

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.plan import machine
 from megatrain.plan.planner import Plan, plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from reference.tiered_run import EXAMPLES, config_text
-from tiered.units import MiB
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 TOKENS = 2 * 3 * 64
@@ -48,10 +46,10 @@ def test_the_replay_moves_what_is_planned(tables: dict[str, Any], tmp_path: Path
     assert step.step_s == pytest.approx(step.compute_s + sum(step.stall_s.values()))
 
 
-def test_a_device_tier_is_replayed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "compute_tier", lambda device: "gpu")
-    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: 16 * MiB)
-    plan = make_plan(tmp_path, placement=ALL_NVME)
+@pytest.mark.parametrize(("gpu", "placement"), [("16MiB", ALL_NVME), ("12MiB", ""), ("32MiB", "")])
+def test_a_device_tier_is_replayed_too(gpu: str, placement: str, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, placement=placement, gpu=gpu, ram="7MiB")
+    assert plan.tiers == ("gpu", "ram", "nvme")
     assert simulate_step(plan, TOKENS, rates()).moved_bytes == plan.traffic
 
 

@@ -1,45 +1,50 @@
-"""AdamW on blocks that lie on a GPU: one pass, the same bits as on the CPU."""
+"""Element-wise optimizers on blocks that lie on a GPU: one pass, the same bits as on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, StateKind, Update
-from megatrain.optim.threads import KernelThreads
+from megatrain.optim.elementwise import ElementwiseOptimizer
 
-__all__ = ["DeviceKernelError", "TritonAdamW"]
+__all__ = ["DeviceKernelError", "TritonOptimizer"]
 
 
 class DeviceKernelError(RuntimeError):
-    """Updates on a GPU were asked for, and what compiles their kernels is missing."""
+    """Updates on a GPU were asked for, and there is no kernel, or what compiles it is missing."""
 
 
-class TritonAdamW:
-    """AdamW over flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract. 12 bytes per parameter.
+class TritonOptimizer:
+    """An optimizer over flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
-    The arithmetic is that of `AdamW`, bit for bit, so a block group may be updated here or there. Only the payload of
-    a NaN is up to the processor. What differs from the contract: `update` queues the work on the current stream of
-    the blocks' device and returns; it is done in the order of that stream, as with every operation of torch.
+    The arithmetic is that of the host's optimizer, bit for bit, so a block group may be updated here or there. Only
+    the payload of a NaN is up to the processor. What differs from the contract: `update` queues the work on the
+    current stream of the blocks' device and returns; it is done in the order of that stream, as with every operation
+    of torch.
 
     Args:
-        config: Settings.
+        host: Kinds of state, and scalars rounded as it rounds them. Its kernel has one of the same name here.
 
     Raises:
-        DeviceKernelError: Triton is not installed.
+        DeviceKernelError: Triton is not installed, or this optimizer has no kernel here.
     """
 
-    def __init__(self, config: AdamWConfig) -> None:
-        self.config = config
-        self._host = AdamW(config, KernelThreads(1))  # kinds of state, and scalars rounded as it rounds them
+    def __init__(self, host: ElementwiseOptimizer) -> None:
+        self._host = host
         self._kernels = _import_kernels()
+        self._kernel: Any = getattr(self._kernels, host.kernel_name, None)
+        if self._kernel is None:
+            raise DeviceKernelError(
+                f"there is no kernel of {host.kernel_name} for a GPU: let the host make the updates"
+            )
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of `AdamW`: the same blocks can be updated by either."""
+        """Return the kinds of the host's optimizer: the same blocks can be updated by either."""
         return self._host.state_kinds(split_master)
 
     def update(
@@ -55,8 +60,10 @@ class TritonAdamW:
         """
         num_elements = gradient.numel()
         kinds = {kind.name: kind.dtype for kind in self.state_kinds("low" in blocks)}
-        flats = {name: _flat(name, blocks[name], dtype, gradient) for name, dtype in kinds.items()}
-        flats["grad"] = _flat("gradient", gradient, gradient.dtype, gradient)
+        known = {name: _flat(name, blocks[name], dtype, gradient) for name, dtype in kinds.items()}
+        flats = [known["weight"], known.get("low"), *(known[kind.name] for kind in self._host.state)]
+        flats += [None] * (self._host.num_state_arguments - len(self._host.state))
+        flats.append(_flat("gradient", gradient, gradient.dtype, gradient))
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
         with torch.accelerator.device_index(gradient.device.index):  # launches go to the current device
@@ -65,12 +72,14 @@ class TritonAdamW:
                 count = segment.stop - segment.start
                 if count == 0:
                     continue
-                parts = {name: flat[segment.start : segment.stop] for name, flat in flats.items()}
-                arguments = [parts.get(name) for name in ("weight", "low", "m", "v", "grad")]
-                scalars = [float(scalar) for scalar in self._host.scalars(segment, update)]
+                parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
+                scalars = [
+                    scalar if isinstance(scalar, bool) else float(scalar)
+                    for scalar in self._host.scalars(segment, update)
+                ]
                 grid = (-(-count // block_elements),)
-                self._kernels.adamw[grid](
-                    *arguments, count, *scalars, block_elements=block_elements, **self._kernels.LAUNCH_OPTIONS
+                self._kernel[grid](
+                    *parts, count, *scalars, block_elements=block_elements, **self._kernels.LAUNCH_OPTIONS
                 )
 
     def warm_up(self) -> None:

@@ -1,4 +1,4 @@
-"""What can be said of the GPU kernel without a GPU. All but the first test need Triton, which torch for CPUs lacks."""
+"""What can be said of the GPU kernels without a GPU. All but the first test need Triton, which torch for CPUs lacks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megatrain.optim.base import Optimizer, Segment, Update
-from megatrain.optim.triton_adamw import DeviceKernelError, TritonAdamW
+from megatrain.optim.triton_elementwise import DeviceKernelError, TritonOptimizer
 from reference.blocks import PALETTES
-from reference.device_update import CONFIG, GRAD_SCALES, SHAPES, differing_blocks
+from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
 
 KERNELS = "megatrain.optim.triton_kernels"
 FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32, torch.bfloat16)]
@@ -53,19 +53,21 @@ def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     forget_kernels(monkeypatch)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(DeviceKernelError, match=r"updates on a GPU need Triton.*let the host make the updates"):
-        TritonAdamW(CONFIG)
+        TritonOptimizer(HOSTS["adamw"])
 
 
+@pytest.mark.parametrize("name", HOSTS)
 @pytest.mark.parametrize("palette", PALETTES)
 @pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
 def test_interpreted_bits_equal_the_host_kernel(
-    interpreter: ModuleType, split_master: bool, grad_dtype: torch.dtype, palette: str
+    interpreter: ModuleType, split_master: bool, grad_dtype: torch.dtype, palette: str, name: str
 ) -> None:
     assert interpreter.IS_INTERPRETED
     for size, cuts in SHAPES:
         for grad_scale in GRAD_SCALES:
             differing = differing_blocks(
-                TritonAdamW(CONFIG),
+                HOSTS[name],
+                TritonOptimizer(HOSTS[name]),
                 "cpu",
                 size=size,
                 cuts=cuts,
@@ -79,7 +81,7 @@ def test_interpreted_bits_equal_the_host_kernel(
 
 def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> None:
     assert interpreter.IS_INTERPRETED
-    optimizer, update = TritonAdamW(CONFIG), Update(step=1, lr=1e-2)
+    optimizer, update = TritonOptimizer(HOSTS["adamw"]), Update(step=1, lr=1e-2)
     assert isinstance(optimizer, Optimizer)
     optimizer.warm_up()
     assert [kind.name for kind in optimizer.state_kinds(True)] == ["weight", "low", "m", "v"]
@@ -96,37 +98,61 @@ def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> No
         optimizer.update({**blocks, "m": torch.zeros(64, dtype=torch.bfloat16)}, torch.zeros(64), [], update)
 
 
-def operations(kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype, **options: Any) -> Counter[str]:
+#: Kernel -> pointers that it takes besides weights, and scalars that it has no use for as fp32.
+STATES = {"adamw": ("m", "v"), "lion": ("m",), "sgd": ("m",)}
+FORMS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "lion": {},
+    "sgd": {"nesterov": False},
+    "sgd, nesterov": {"nesterov": True},
+    "sgd without momentum": {"nesterov": False, "m": None},
+}
+#: Operations of one element: what the numba loops write out, line by line.
+PER_ELEMENT = {
+    "adamw": {"mul": 7, "add": 3, "sub": 2, "div.rn": 2, "sqrt.rn": 1},
+    "lion": {"mul": 6, "add": 2, "sub": 1},
+    "sgd": {"mul": 4, "add": 2, "sub": 1},
+    "sgd, nesterov": {"mul": 5, "add": 3, "sub": 1},
+    "sgd without momentum": {"mul": 3, "add": 1, "sub": 1},
+}
+
+
+def operations(
+    kernels: ModuleType, form: str, split_master: bool, grad_dtype: torch.dtype, **options: Any
+) -> Counter[str]:
     """Return how often each fp32 operation occurs in the PTX of a device of compute capability 9.0."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     bits = {torch.float32: "*fp32", torch.bfloat16: "*i16"}
-    signature = dict.fromkeys(kernels.adamw.arg_names, "fp32")
+    name = form.split()[0].rstrip(",")
+    kernel = getattr(kernels, name)
+    signature = dict.fromkeys(kernel.arg_names, "fp32")
     signature |= {"weight": "*i16" if split_master else "*fp32", "low": "*i16" if split_master else "constexpr"}
-    signature |= {"m": "*fp32", "v": "*fp32", "grad": bits[grad_dtype], "num_elements": "i32"}
-    signature |= {"block_elements": "constexpr"}
-    constants: dict[str, Any] = {"block_elements": kernels.BLOCK_ELEMENTS}
+    signature |= dict.fromkeys(STATES[name], "*fp32") | {"grad": bits[grad_dtype], "num_elements": "i32"}
+    constants: dict[str, Any] = {"block_elements": kernels.BLOCK_ELEMENTS, **FORMS[form]}
     if not split_master:
         constants["low"] = None
-    source = triton.compiler.ASTSource(fn=kernels.adamw, signature=signature, constexprs=constants)
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options}).asm["ptx"]
     return Counter(re.findall(r"^\s+(?:@\S+ )?([a-z]+(?:\.[a-z0-9]+)*)\.f32\b", ptx, re.MULTILINE))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
 def test_machine_code_rounds_every_operation_to_nearest(
-    kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype
+    kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype, form: str
 ) -> None:
-    found = operations(kernels, split_master, grad_dtype)
+    found = operations(kernels, form, split_master, grad_dtype)
     # Without a rounding, these three round to nearest as well; for the others it must be said.
     arithmetic = Counter({name: found[name] + found[f"{name}.rn"] for name in ("mul", "add", "sub")})
-    others = {name for name in found if name.split(".")[0] not in ("mul", "add", "sub", "ld", "st", "mov")}
+    passing = ("mul", "add", "sub", "ld", "st", "mov", "setp", "selp", "neg")  # of these the last ones do not round
+    others = {name for name in found if name.split(".")[0] not in passing}
     arithmetic.update({name: found[name] for name in others})
     assert not any("ftz" in name or "approx" in name for name in found), found
-    per_element = {"mul": 7, "add": 3, "sub": 2, "div.rn": 2, "sqrt.rn": 1}
     elements = kernels.BLOCK_ELEMENTS // (32 * kernels.LAUNCH_OPTIONS["num_warps"])
-    assert arithmetic == {name: elements * count for name, count in per_element.items()}
+    assert arithmetic == {name: elements * count for name, count in PER_ELEMENT[form].items()}
 
 
 def test_without_the_launch_option_operations_would_be_fused(kernels: ModuleType) -> None:
-    assert operations(kernels, True, torch.float32, enable_fp_fusion=True)["fma.rn"] > 0
+    assert operations(kernels, "adamw", True, torch.float32, enable_fp_fusion=True)["fma.rn"] > 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatrain.optim.base import Optimizer, Segment, Update
-from megatrain.optim.triton_adamw import TritonAdamW
+from megatrain.optim.triton_elementwise import TritonOptimizer
 from reference.blocks import PALETTES
-from reference.device_update import CONFIG, GRAD_SCALES, SHAPES, differing_blocks
+from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,15 +19,17 @@ FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32
 LARGE = (3_000_017, (1 << 20, 2_000_001))
 
 
+@pytest.mark.parametrize("name", HOSTS)
 @pytest.mark.parametrize("palette", PALETTES)
 @pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
 @pytest.mark.parametrize(("size", "cuts"), [*SHAPES, LARGE])
 def test_bits_equal_the_host_kernel(
-    size: int, cuts: tuple[int, ...], split_master: bool, grad_dtype: torch.dtype, palette: str
+    size: int, cuts: tuple[int, ...], split_master: bool, grad_dtype: torch.dtype, palette: str, name: str
 ) -> None:
     for grad_scale in GRAD_SCALES:
         differing = differing_blocks(
-            TritonAdamW(CONFIG),
+            HOSTS[name],
+            TritonOptimizer(HOSTS[name]),
             "cuda",
             size=size,
             cuts=cuts,
@@ -41,7 +43,7 @@ def test_bits_equal_the_host_kernel(
 
 def test_every_pattern_of_a_split_master_survives_an_update_that_changes_nothing() -> None:
     """Every upper half of an fp32 number with some lower halves; with lr 0 a master keeps its bits."""
-    optimizer, lows = TritonAdamW(CONFIG), (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    optimizer, lows = TritonOptimizer(HOSTS["adamw"]), (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     for low in lows:
         bits = (torch.arange(1 << 16, dtype=torch.int64, device="cuda") << 16) + low
         master = bits.to(torch.int32).view(torch.float32)
@@ -59,8 +61,9 @@ def test_every_pattern_of_a_split_master_survives_an_update_that_changes_nothing
             assert torch.equal(left[finite], right[finite]), (name, low)
 
 
-def test_warm_up_compiles_every_variant() -> None:
-    optimizer = TritonAdamW(CONFIG)
+@pytest.mark.parametrize("name", HOSTS)
+def test_warm_up_compiles_every_variant(name: str) -> None:
+    optimizer = TritonOptimizer(HOSTS[name])
     assert isinstance(optimizer, Optimizer)
     optimizer.warm_up()
     torch.cuda.synchronize()
@@ -71,7 +74,7 @@ def test_work_is_queued_on_the_current_stream() -> None:
     size = 1 << 20
     blocks = {name: torch.zeros(size, device="cuda") for name in ("weight", "m", "v")}
     gradient = torch.zeros(size, device="cuda")
-    optimizer = TritonAdamW(CONFIG)
+    optimizer = TritonOptimizer(HOSTS["adamw"])
     optimizer.warm_up()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

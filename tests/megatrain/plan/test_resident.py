@@ -1,0 +1,154 @@
+"""Which blocks come to live in GPU memory: what is counted is what moves, and groups go up together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from megatrain.config import load_config
+from megatrain.engine.program import StepProgram
+from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.resident import Residency, ResidentChooser
+from megatrain.plan.solve import PlacementSolver
+from megatrain.plan.stays import choose_stays
+from megatrain.plan.traffic import Traffic
+from reference.saved_run import command_group
+from reference.tiered_run import EXAMPLES, config_text
+
+MODEL = EXAMPLES / "quickstart" / "model"
+NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
+ALL_KINDS = frozenset({"weights", "optimizer", "gradients", "activations"})
+#: The program's forms: updates before the forward and during the backward, both orders, both formats.
+FORMS: dict[str, dict[str, str]] = {
+    "usual": {},
+    "bfloat16": {"precision": 'compute_dtype = "bfloat16"'},
+    "updates at once": {"optimizer": NO_CHECKS},
+    "micro-batch-major": {"advanced": 'micro_batch_order = "micro_batch"'},
+}
+
+
+def make_plan(folder: Path, gpu: str = "64MiB", **tables: str) -> Plan:
+    (folder / "run.toml").write_text(config_text(folder, MODEL, nvme=0, gpu=gpu, **tables))
+    return plan_run(load_config(folder / "run.toml").config)
+
+
+def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
+    """Return what a step moves between GPU and RAM where copies stay from one tick to the very next alone."""
+    sizes = {tier: (lambda nbytes: nbytes) for tier in ("gpu", "ram")}
+    stays = choose_stays(program, homes, sizes, {tier: [0] * len(program.ticks) for tier in sizes})
+    within_a_step = {(start, key): stop for (start, key), stop in stays.items() if stop > start}
+    return sum(Traffic(program, ["gpu", "ram"], homes, within_a_step).of_step().values())
+
+
+def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[str, str]:
+    """Return the homes that a chooser gives with so much room and nothing else in it."""
+    homes = dict.fromkeys(program.blocks, "ram")
+
+    def try_move(keys: object) -> bool:
+        wanted = {*(key for key, tier in homes.items() if tier == "gpu"), *keys}  # type: ignore[misc]
+        if sum(program.blocks[key].nbytes for key in wanted) > room:
+            return False
+        homes.update(dict.fromkeys(wanted, "gpu"))
+        return True
+
+    ResidentChooser(program, residency, lambda nbytes: nbytes).choose(homes, try_move)
+    return homes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_move_saves_what_it_was_counted_for(form: str, tmp_path: Path) -> None:
+    """Seconds of the chooser against the traffic of whole steps, after each of its moves."""
+    program = make_plan(tmp_path, **FORMS[form]).program
+    homes = dict.fromkeys(program.blocks, "ram")
+    chooser = ResidentChooser(program, Residency(ALL_KINDS), lambda nbytes: nbytes)
+    moved = [bus_bytes(program, homes)]
+
+    def move(keys: object) -> bool:
+        homes.update(dict.fromkeys(keys, "gpu"))  # type: ignore[call-overload]
+        moved.append(bus_bytes(program, homes))
+        assert moved[-1] < moved[-2], keys
+        assert moved[-1] == sum(chooser._seconds({key: None}, homes) for key in program.blocks)
+        return True
+
+    chooser.choose(homes, move)
+    assert len(moved) > 5
+    assert moved[-1] == 0
+    left = {program.blocks[key].kind for key, tier in homes.items() if tier == "ram"}
+    assert left <= ({"gradients"} if form == "updates at once" else set())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_state_never_comes_without_its_weights(form: str, tmp_path: Path) -> None:
+    program = make_plan(tmp_path, **FORMS[form]).program
+    total = sum(block.nbytes for block in program.blocks.values())
+    for share in (0.1, 0.3, 0.5, 0.8):
+        homes = homes_after(program, int(share * total), Residency(ALL_KINDS))
+        for tick in program.ticks:
+            if tick.phase == "update":
+                lasting = [key for key, _ in tick.held if key not in tick.spent]
+                state = {homes[key] for key in lasting if program.blocks[key].kind == "optimizer"}
+                assert state == {"ram"} or {homes[key] for key in lasting} == {"gpu"}
+                assert (program.tier_of(tick, homes) == "gpu") == (state == {"gpu"})
+
+
+def test_gradients_stay_behind_where_updates_do_not_wait(tmp_path: Path) -> None:
+    """A gradient that is used at once never leaves: its home in GPU memory would save nothing."""
+    program = make_plan(tmp_path, optimizer=NO_CHECKS).program
+    blocks = program.blocks.values()
+    lasting = sum(block.nbytes for block in blocks if block.kind in ("weights", "optimizer"))
+    homes = homes_after(program, lasting, Residency(frozenset({"weights", "optimizer", "gradients"})))
+    updates = [tick for tick in program.ticks if tick.phase == "update"]
+    assert sum(program.tier_of(tick, homes) == "gpu" for tick in updates) >= len(updates) - 1
+    held = {kind: [key for key in homes if program.blocks[key].kind == kind] for kind in ("weights", "gradients")}
+    assert (
+        sum(homes[key] == "gpu" for key in held["gradients"]) <= 2 < sum(homes[key] == "gpu" for key in held["weights"])
+    )
+
+
+def test_what_an_update_in_ram_takes_can_put_groups_first(tmp_path: Path) -> None:
+    program = make_plan(tmp_path).program
+    room = sum(block.nbytes for block in program.blocks.values() if block.kind == "activations")
+    by_bytes = homes_after(program, room, Residency(ALL_KINDS))
+    slow_updates = Residency(ALL_KINDS, bus_s_per_byte=1e-11, host_update_s_per_element=1e-8)
+    by_seconds = homes_after(program, room, slow_updates)
+    kinds = [{program.blocks[key].kind for key in h if h[key] == "gpu"} for h in (by_bytes, by_seconds)]
+    assert kinds[0] == {"activations"}
+    assert {"weights", "optimizer"} <= kinds[1]
+
+
+def test_the_same_plan_every_time(tmp_path: Path) -> None:
+    first, again = (make_plan(tmp_path, gpu="12MiB") for _ in range(2))
+    assert first.placement == again.placement
+
+
+def test_without_a_kernel_no_state_lives_there(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    tiers = dict(plan.budgets_by_tier)
+    tiers["gpu"] = replace(tiers["gpu"], residency=Residency(ALL_KINDS - {"optimizer"}))
+    program = replace(plan.program, updates_in_compute_tier=False)
+    allowed = {kind: ["ram"] for kind in ALL_KINDS}
+    placement = PlacementSolver(program, list(tiers.values()), allowed).solve()
+    assert not placement.home_bytes["gpu"]["optimizer"] and placement.home_bytes["gpu"]["activations"]
+    assert {program.tier_of(tick, placement.homes) for tick in program.ticks if tick.phase == "update"} == {"ram"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "lines"),
+    [
+        (
+            "64MiB",
+            ["every block is at home in gpu: nothing is fetched", "6 of 6 groups of blocks, 100 % of the trained"],
+        ),
+        ("12MiB", ["moved per step  gpu->ram", "of gpu are open to copies", "3 of 6 groups of blocks,"]),
+    ],
+)
+def test_the_plan_says_what_lives_there(gpu: str, lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(config_text(tmp_path, MODEL, nvme=0, gpu=gpu))
+    result = CliRunner().invoke(command_group(), ["plan", str(tmp_path / "run.toml")])
+    assert result.exit_code == 0, result.output
+    for line in lines:
+        assert line in result.output, result.output

@@ -1,0 +1,219 @@
+"""GPU memory as a home of blocks, with a second part of RAM in its place: three tiers, layers run in the fastest one.
+
+Every copy in and out of the compute tier, the two-hop routes to files, updates where groups live and the planned
+traffic of all links are those of a GPU run; only the device is missing. The numbers must be those of a run in RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
+from reference.tiered_run import TieredRun, config_text, run_config
+from reference.tiny_model import write_tiny_model
+from tiered.units import MiB
+
+NUM_STEPS = 4
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+ALL_RAM = ALL_NVME.replace("nvme", "ram")
+#: Nothing needs the norm of all gradients: a group is updated as soon as its gradient is there.
+NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
+SIZES = ("barely", "6MiB", "8MiB", "10MiB", "13MiB", "16MiB", "20MiB", "64MiB")
+
+Baseline = Callable[..., TieredRun]
+
+
+def given(text: str, freeze: str) -> str:
+    return text.replace("[data]", f"freeze = {freeze}\n[data]", 1) if freeze else text
+
+
+def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any) -> TieredRun:
+    """Run with a GPU tier of some size; "barely": the smallest that the planner accepts."""
+    folder.mkdir(exist_ok=True)
+    size = "4KiB" if gpu == "barely" else gpu
+    for _ in range(8):
+        text = given(config_text(folder, model, gpu=size, **tables), freeze)
+        if gpu != "barely":
+            break
+        (folder / "plan.toml").write_text(text)
+        try:
+            plan_run(load_config(folder / "plan.toml").config)
+            break
+        except DoesNotFitError as error:
+            size = f"{error.need_bytes}B"
+    return run_config(text, folder, num_steps=NUM_STEPS)
+
+
+def groups_on_gpu(result: TieredRun) -> tuple[int, int]:
+    """Return how many groups are updated in the GPU tier, and of how many."""
+    updates = [tick for tick in result.plan.program.ticks if tick.phase == "update"]
+    return len(result.plan.device_updates), len(updates)
+
+
+@pytest.fixture(scope="module")
+def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    """Return runs with everything in RAM, by their tables; each is made once."""
+    known: dict[str, TieredRun] = {}
+
+    def find(model: Path = tiny_model, freeze: str = "", **tables: str) -> TieredRun:
+        name = repr((model, freeze, sorted(tables.items())))
+        if name not in known:
+            folder = tmp_path_factory.mktemp("baseline")
+            known[name] = run_config(given(config_text(folder, model, nvme=0, **tables), freeze), folder, num_steps=4)
+        return known[name]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nvme", "dtype"),
+    [(gpu, nvme, "float32") for gpu in SIZES for nvme in (0, 1)]
+    + [(gpu, 1, "bfloat16") for gpu in ("barely", "10MiB", "64MiB")],
+)
+def test_any_size_gives_the_same_bits(
+    gpu: str, nvme: int, dtype: str, tiny_model: Path, tmp_path: Path, baseline: Baseline
+) -> None:
+    precision = f'compute_dtype = "{dtype}"'
+    below = {"ram": "7MiB"} if nvme else {}
+    result = run(tmp_path, tiny_model, gpu=gpu, nvme=nvme, precision=precision, **below)
+    assert result.plan.tiers == ("gpu", "ram", "nvme")[: 2 + nvme]
+    result.assert_same(baseline(precision=precision))
+    result.assert_as_planned()
+
+
+@pytest.mark.parametrize("optimizer", ["", NO_CHECKS], ids=["updates wait", "updates at once"])
+def test_what_fits_entirely_moves_nothing(optimizer: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+    result = run(tmp_path, tiny_model, gpu="64MiB", optimizer=optimizer, ram="2MiB")
+    assert set(result.plan.placement.homes.values()) == {"gpu"}
+    assert groups_on_gpu(result)[0] == groups_on_gpu(result)[1] > 0
+    assert result.moved is not None
+    assert {link: stats.num_bytes for link, stats in result.moved.links.items()} == dict.fromkeys(
+        result.plan.traffic, 0
+    )
+    result.assert_same(baseline(optimizer=optimizer))
+    result.assert_as_planned()
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+@pytest.mark.parametrize("optimizer", ["max_grad_norm = 0.01", "max_grad_norm = 0", NO_CHECKS])
+@pytest.mark.parametrize("gpu", ["9MiB", "13MiB"])
+def test_updates_before_the_forward_and_during_the_backward(
+    gpu: str, optimizer: str, order: str, tiny_model: Path, tmp_path: Path, baseline: Baseline
+) -> None:
+    advanced = f'micro_batch_order = "{order}"'
+    result = run(tmp_path, tiny_model, gpu=gpu, ram="8MiB", optimizer=optimizer, advanced=advanced)
+    assert result.plan.program.defers_updates == (optimizer != NO_CHECKS)
+    assert 0 < groups_on_gpu(result)[0] < groups_on_gpu(result)[1]
+    result.assert_same(baseline(optimizer=optimizer))
+    result.assert_as_planned()
+
+
+@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])
+@pytest.mark.parametrize(("gpu", "dtype"), [("10MiB", "float32"), ("10MiB", "bfloat16"), ("64MiB", "bfloat16")])
+def test_every_optimizer(
+    gpu: str, optim: str, dtype: str, tiny_model: Path, tmp_path: Path, baseline: Baseline
+) -> None:
+    tables = {"precision": f'compute_dtype = "{dtype}"', "optimizer": f'optim = "{optim}"'}
+    result = run(tmp_path, tiny_model, gpu=gpu, ram="8MiB", **tables)
+    result.assert_same(baseline(**tables))
+    result.assert_as_planned()
+    there, all_groups = groups_on_gpu(result)
+    if optim == "adafactor":
+        assert there == 0 and "updates are made in ram: Adafactor has no kernel for a GPU" in result.plan.messages
+        assert not result.plan.placement.home_bytes["gpu"]["optimizer"]
+    else:
+        assert there > 0 and (gpu != "64MiB" or there == all_groups)
+
+
+@pytest.mark.parametrize("gpu", ["barely", "10MiB", "64MiB"])
+def test_plain_sgd_has_no_state(gpu: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+    table = 'optim = "sgd"\nsgd_momentum = 0.0'
+    result = run(tmp_path, tiny_model, gpu=gpu, ram="8MiB", optimizer=table)
+    result.assert_same(baseline(optimizer=table))
+    result.assert_as_planned()
+
+
+@pytest.mark.parametrize("gpu", ["barely", "12MiB"])
+@pytest.mark.parametrize(
+    ("changes", "freeze"),
+    [
+        ({"tie_word_embeddings": False}, ""),
+        ({}, '["model.layers.0.*", "model.layers.2.*"]'),
+        ({}, '["model.embed_tokens.*"]'),
+        ({"tie_word_embeddings": False}, '["lm_head.*"]'),
+    ],
+    ids=["untied", "frozen layers", "frozen tied embedding", "frozen head"],
+)
+def test_shared_and_frozen_parameters(
+    changes: dict[str, Any], freeze: str, gpu: str, tmp_path: Path, baseline: Baseline, models: dict[str, Path]
+) -> None:
+    model = models["untied" if changes else "tied"]
+    result = run(tmp_path, model, gpu=gpu, ram="9MiB", freeze=freeze)
+    result.assert_same(baseline(model, freeze=freeze))
+    result.assert_as_planned()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        "tied": write_tiny_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True),
+        "untied": write_tiny_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False),
+    }
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        ALL_RAM.replace('optimizer = ["ram"]', 'optimizer = ["nvme"]'),
+        ALL_NVME,
+        'optimizer = ["nvme"]',
+        'optimizer = ["gpu"]\nweights = ["ram"]',
+        'weights = ["gpu"]\noptimizer = ["ram"]',
+        'weights = ["gpu", "ram"]\nactivations = ["nvme"]',
+        'gradients = ["gpu"]',
+        'gradients = ["ram"]',
+        'activations = ["gpu"]\nweights = ["ram", "gpu"]',
+        ALL_NVME.replace("nvme", "gpu"),
+    ],
+)
+def test_homes_that_were_asked_for(placement: str, tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+    result = run(tmp_path, tiny_model, gpu="24MiB", ram="12MiB", placement=placement)
+    for line in placement.splitlines():
+        kind, _, tiers = line.partition(" = ")
+        assert all(name in tiers for name, held in result.plan.placement.home_bytes.items() if held[kind])  # type: ignore[index]
+    result.assert_same(baseline())
+    result.assert_as_planned()
+
+
+@pytest.mark.parametrize("advanced", ["prefetch = 0", 'prefetch = "unlimited"', 'eviction_policy = "lru"'])
+def test_neither_prefetch_nor_eviction_decides(
+    advanced: str, tiny_model: Path, tmp_path: Path, baseline: Baseline
+) -> None:
+    result = run(tmp_path, tiny_model, gpu="9MiB", ram="7MiB", advanced=advanced)
+    result.assert_same(baseline())
+    result.assert_as_planned()
+
+
+def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
+    """Neither of the two could hold the blocks, and there is no drive."""
+    blocks = baseline().plan.program.blocks.values()
+    assert sum(block.nbytes for block in blocks) > 12 * MiB
+    with pytest.raises(DoesNotFitError):
+        run(tmp_path / "small", tiny_model, nvme=0, ram="5MiB", gpu="5MiB")
+    result = run(tmp_path / "both", tiny_model, nvme=0, ram="8MiB", gpu="12MiB")
+    result.assert_same(baseline())
+    result.assert_as_planned()
+
+
+def test_more_gpu_memory_never_moves_more(tiny_model: Path, tmp_path: Path) -> None:
+    moved = []
+    for size in range(6, 24):
+        (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, gpu=f"{size}MiB"))
+        moved.append(sum(plan_run(load_config(tmp_path / "run.toml").config).traffic.values()))
+    assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1] == 0
