@@ -42,7 +42,7 @@ size = "3GiB"
 """
 
 PROGRAM = """
-import json, resource, sys
+import json, re, sys
 from megatrain.config import load_config
 from megatrain.metrics import Observers
 from megatrain.trainer import Trainer
@@ -54,7 +54,8 @@ else:
     from megatrain.optim import clip
     import megatrain.data.tokenizer
     trainer.make_loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss: a child begins with that of the process that started it.
+peak = int(re.search(r"VmHWM:\\s+([0-9]+) kB", open("/proc/self/status").read())[1]) * 1024
 state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind in ("weights", "optimizer"))
 kept = trainer.plan.kept_bytes
 print(json.dumps({"peak": peak, "ram_total": trainer.plan.totals["ram"], "state": state, "kept": kept}))
