@@ -277,7 +277,8 @@ class AdvancedConfig(Table):
     keep_graphs: GraphCount = Field(
         default="auto",
         description="Layers, counted from the last one, that the backward does not run again, as the graph of their "
-        "forward is kept in the compute tier. auto: as many as fit where every block is at home there; 0: none.",
+        "forward is kept in the compute tier. auto: as many as fit where every block is at home there, none with "
+        "compile or use_liger_kernel; 0: none.",
     )
     emulate_gpu: bool = Field(
         default=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -219,7 +219,7 @@ def plan_run(config: RunConfig) -> Plan:
     budgets = tier_budgets(config, device, workspace, rates)
     budgets = with_residents(budgets, config, program, profile.machine if device.type == "cuda" else None)
     allowed = allowed_tiers(config, list(budgets))
-    kept = GraphKeeper(graph, trace, program, budgets, allowed, together).solve(config.advanced.keep_graphs)
+    kept = GraphKeeper(graph, trace, program, budgets, allowed, together).solve(_graphs_wanted(config))
     plan = Plan(
         graph=graph,
         trace=trace,
@@ -255,6 +255,12 @@ def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> 
     if table.mlp_rows:
         tile_mlps(graph, table.mlp_rows)
     return graph
+
+
+def _graphs_wanted(config: RunConfig) -> Literal["auto"] | int:
+    """Return the layers whose graphs are to be kept. Nobody knows what graphs of kernels take that were not traced."""
+    wanted, has_other_kernels = config.advanced.keep_graphs, config.model.compile or config.model.use_liger_kernel
+    return 0 if wanted == "auto" and has_other_kernels else wanted
 
 
 def _build_program(
