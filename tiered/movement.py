@@ -78,6 +78,7 @@ class Movement:
         self.home_bytes = dict.fromkeys(self.order, 0)
         self.pinned_bytes = dict.fromkeys(self.order, 0)
         self.reserved_bytes = dict.fromkeys(self.order, 0)
+        self._relayed_bytes = dict.fromkeys(self.order, 0)  # write-backs that pass through a tier now
         self.failed_write_backs: list[BaseException] = []
         self.unsaved: dict[Block, BaseException] = {}
         self._max_inflight_bytes = max_inflight_bytes
@@ -196,6 +197,7 @@ class Movement:
         if middle is None:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
+            self._relayed_bytes[middle.tier] += middle.slot_bytes
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
         transfer.add_done_callback(lambda done: self._drained(block, copy, middle, done))
@@ -244,6 +246,7 @@ class Movement:
 
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
         """Let go of the copy that a write-back went through; one that was made for it goes with it."""
+        self._relayed_bytes[middle.tier] -= middle.slot_bytes
         middle.readers -= 1
         if middle.state is CopyState.FILLING and transfer.error is not None:
             self._release_slot(middle)
@@ -349,10 +352,8 @@ class Movement:
             return
         self._is_pumping = True
         try:
-            room = {
-                name: tier.capacity_bytes - self.home_bytes[name] - self.reserved_bytes[name] - self.pinned_bytes[name]
-                for name, tier in self.tiers.items()
-            }
+            taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
+            room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
             passing = self._passing if len(self.order) > 2 else None
             for access in next_fetches(self.schedule, self.now, self.lookahead_bytes, room, self._inspect, passing):
                 if self._inflight_bytes >= self._max_inflight_bytes:
