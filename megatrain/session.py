@@ -15,6 +15,7 @@ from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.compiled import LayerCompiler
+from megatrain.engine.determinism import deterministic_kernels
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
@@ -92,12 +93,18 @@ class Session:
             raise
 
     def __enter__(self) -> Session:
+        model_type = type(self.plan.graph.model).__name__
+        self._kernels = deterministic_kernels(self.plan.device, model_type, enabled=self.config.full_determinism)
+        self._kernels.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.store.__exit__(kind, error, trace)
+        try:
+            self.store.__exit__(kind, error, trace)
+        finally:
+            self._kernels.__exit__(kind, error, trace)
 
     # -- before training ---------------------------------------------------------------------------------------
 

@@ -158,7 +158,6 @@ NOT_YET: frozenset[str] = frozenset(
         "placement.override",
         "precision.master_dtype",
         "precision.optimizer_dtype",
-        "full_determinism",
     }
 )
 

@@ -24,6 +24,7 @@ ALTERS_RESULTS: Mapping[str, bool] = {
     "seed": True,
     "data_seed": True,
     "device": True,
+    "full_determinism": True,
     "model.model_name_or_path": False,
     "model.tokenizer_name_or_path": False,
     "model.chat_template": False,

@@ -38,6 +38,7 @@ _SAME_NAME = {
     )},
     **{f"logging.{name}": "transformers, TRL, LLaMA-Factory" for name in ("logging_steps", "report_to")},
     **{name: "transformers, TRL, LLaMA-Factory" for name in ("output_dir", "run_name", "seed", "data_seed")},
+    "full_determinism": "transformers",
     "model.model_name_or_path": "TRL, LLaMA-Factory",
     "model.use_liger_kernel": "transformers, TRL",
     "model.attn_implementation": "transformers, TRL, Axolotl, MegaTrain",

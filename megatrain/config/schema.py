@@ -305,6 +305,11 @@ class RunConfig(Table):
     seed: int = Field(default=42, ge=0, description="Dropout and random weights.")
     data_seed: int = Field(ge=0, description="Order of the data. Default: seed.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when there is one.")
+    full_determinism: bool = Field(
+        default=True,
+        description="On a GPU: only kernels that give the same bits at every run. false: any kernel; bits then depend on "
+        "timing.",
+    )
     model: ModelConfig = Field(description="What is trained.")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Number formats.")
     data: DataConfig = Field(description="Rows, masks and their arrangement.")
