@@ -34,9 +34,9 @@ def tree() -> str:
         for path in files:
             name = path.relative_to(ROOT).as_posix()
             if path.read_text(encoding="utf-8").strip():
-                lines.append(f"{name:36}{summary(path)}")
+                lines.append(f"{name:39} {summary(path)}")
         lines.append("")
-    lines += [f"{name:36}{text}" for name, text in OTHERS.items() if has_content(ROOT / name)]
+    lines += [f"{name:39} {text}" for name, text in OTHERS.items() if has_content(ROOT / name)]
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 

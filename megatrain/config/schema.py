@@ -307,7 +307,7 @@ class RunConfig(Table):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when there is one.")
     full_determinism: bool = Field(
         default=True,
-        description="On a GPU: only kernels that give the same bits at every run. false: any kernel; bits then depend on "
+        description="On a GPU: only kernels that give the same bits at every run. false: any; bits then depend on "
         "timing.",
     )
     model: ModelConfig = Field(description="What is trained.")
