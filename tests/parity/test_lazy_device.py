@@ -30,7 +30,7 @@ def test_a_run_over_cuda_links_gives_the_bits_of_ram(
     tables = {"precision": f'compute_dtype = "{dtype}"', "advanced": f'micro_batch_order = "{order}"'}
     expected = run_config(config_text(tmp_path, tiny_model, nvme=0, **tables), tmp_path / "ram", num_steps=NUM_STEPS)
     device = LazyDevice()
-    monkeypatch.setattr(machine, "compute_tier", lambda device: "gpu")
+    monkeypatch.setattr(machine, "compute_tier", lambda config, device: "gpu")
     monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: 16 * MiB)
     monkeypatch.setattr(session, "GpuTier", lambda capacity_bytes, device: lazy.gpu_tier(capacity_bytes))
     submitted: list[str] = []

@@ -159,9 +159,14 @@ class LazyStream:
                     work()
                 finally:
                     self._runner = before
+                    self.work[self.num_done] = _done
                     self.num_done += 1
                     self._device.num_run += counts
                     lock.notify_all()
+
+
+def _done() -> None:
+    """Stand where work was that has run: what it held is free."""
 
 
 class LazyEvent:

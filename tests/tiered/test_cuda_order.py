@@ -244,14 +244,14 @@ def test_a_new_buffer_waits_for_no_kernel(device: LazyDevice) -> None:
 def test_a_buffer_forgets_what_is_done(device: LazyDevice) -> None:
     buffer, first, second = DeviceBuffer(torch.empty(0)), device.event(), device.event()
     first.record()
-    buffer.add_event(first)
+    buffer.add_event(first, device.default)
     assert buffer.is_idle(), "nothing was queued before it"
     device.launch(lambda: None)
     second.record()
-    buffer.add_event(second)
+    buffer.add_event(second, device.default)
     assert not buffer.is_idle()
     buffer.wait()
-    assert buffer.is_idle() and buffer.pending_events == []
+    assert buffer.is_idle() and buffer.pending_events == {}
 
 
 # -- all together ------------------------------------------------------------------------------------------------------

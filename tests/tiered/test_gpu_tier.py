@@ -52,16 +52,18 @@ class Stream:
 
 def test_a_buffer_remembers_the_work_that_uses_it_until_it_is_done() -> None:
     buffer, first, second, stream = DeviceBuffer(torch.empty(0)), Event(), Event(), Stream()
-    buffer.add_event(first)
-    buffer.add_event(second)
+    buffer.add_event(first, "compute")
+    buffer.add_event(second, "copies")
     buffer.order_before(stream)
     assert stream.waited_for == [first, second]
     first.is_done = True
-    third = Event()
-    buffer.add_event(third)
-    assert buffer.pending_events == [second, third]
+    third, fourth = Event(), Event()
+    buffer.add_event(third, "compute")
+    assert buffer.pending_events == {"copies": second, "compute": third}
+    buffer.add_event(fourth, "copies")
+    assert buffer.pending_events == {"copies": fourth, "compute": third}, "of a stream, the last one stands for all"
     buffer.wait()
-    assert second.is_done and third.is_done and buffer.pending_events == []
+    assert fourth.is_done and third.is_done and buffer.pending_events == {}
 
 
 def test_a_reused_buffer_keeps_its_pending_work() -> None:
@@ -69,10 +71,10 @@ def test_a_reused_buffer_keeps_its_pending_work() -> None:
     slot = tier.allocate(512, name="a", home=False)
     assert slot is not None
     event = Event()
-    buffer_of(slot).add_event(event)
+    buffer_of(slot).add_event(event, "compute")
     tier.free(slot)
     again = tier.allocate(512, name="b", home=False)
-    assert again is not None and buffer_of(again).pending_events == [event]
+    assert again is not None and buffer_of(again).pending_events == {"compute": event}
     tier.free(again)
     assert tier.allocate(4096, name="c", home=False) is not None
     assert event.is_done, "memory goes only after the work that uses it"

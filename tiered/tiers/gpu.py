@@ -27,39 +27,43 @@ class DeviceBuffer:
 
     Attributes:
         tensor: all bytes, 1-D uint8 on the device.
-        pending_events: recorded events of work that still uses the bytes; whoever copies into the buffer, or
+        pending_events: stream -> the last event recorded there, after work that still uses the bytes: what a stream
+            did before is done by then, so that nothing grows where nobody waits; whoever copies into the buffer, or
             hands it out, waits for them first (on the device, not on the host). Guarded by ``lock``: links, the
             trainer and whoever prefetches come to it from threads of their own.
     """
 
     tensor: torch.Tensor
-    pending_events: list[Any] = field(default_factory=list)
+    pending_events: dict[Any, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add_event(self, event: Any) -> None:
+    def add_event(self, event: Any, stream: Any) -> None:
         """Remember recorded work; forget what the device has finished."""
         with self.lock:
-            self.pending_events = [pending for pending in self.pending_events if not pending.query()]
-            self.pending_events.append(event)
+            self._forget_what_is_done()
+            self.pending_events[stream] = event
 
     def is_idle(self) -> bool:
         """Return whether the device has finished all remembered work. Asks, does not wait."""
         with self.lock:
-            self.pending_events = [pending for pending in self.pending_events if not pending.query()]
+            self._forget_what_is_done()
             return not self.pending_events
+
+    def _forget_what_is_done(self) -> None:
+        self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
 
     def order_before(self, stream: Any) -> None:
         """Make later work of ``stream`` wait for all remembered work."""
         with self.lock:
-            for event in self.pending_events:
+            for event in self.pending_events.values():
                 stream.wait_event(event)
 
     def wait(self) -> None:
         """Wait on the host for all remembered work."""
         with self.lock:
-            for event in self.pending_events:
+            for event in self.pending_events.values():
                 event.synchronize()
-            self.pending_events = []
+            self.pending_events = {}
 
 
 class GpuTier:
@@ -133,7 +137,8 @@ class GpuTier:
     def record_use(self, slot: Slot, stream: Any = None) -> None:
         """Remember the work queued so far on ``stream`` (default: the current one) as a user of the slot."""
         if self._is_cuda:
-            buffer_of(slot).add_event(self._recorded_event(stream if stream is not None else self.current_stream()))
+            stream = stream if stream is not None else self.current_stream()
+            buffer_of(slot).add_event(self._recorded_event(stream), stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
         """Make later work of ``stream`` wait for all remembered users of the slot, and of those before it there."""
