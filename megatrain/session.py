@@ -332,7 +332,8 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
     tiers: list[Tier] = []
     for name, budget in plan.budgets_by_tier.items():
         if name == "gpu":
-            tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device)))
+            alignment = budget.slot_bytes(1)
+            tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
         else:
@@ -343,6 +344,7 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
                     rates=plan.nvme_rates,
                     chunk_bytes=config.advanced.file_size,
                     engine=config.tiers.engine,
+                    past_ram=bool(budget.direct_to),
                     verify=config.tiers.verify,
                     on_full=config.tiers.on_disk_full,
                     on_notice=on_notice,
