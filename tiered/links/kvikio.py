@@ -110,7 +110,7 @@ class KvikioMover:
 
     def _move(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, is_write: bool) -> None:
         # cuFile takes device memory as it is; files are read into host memory by plain system calls as well.
-        address = 0 if isinstance(view, torch.Tensor) else np.frombuffer(view, dtype=np.uint8).ctypes.data
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data if isinstance(view, memoryview) else 0
         place = (address, offset, len(view))
         assert not any(number % PAGE_BYTES for number in place), f"not aligned to {PAGE_BYTES}: {place}"
         if os.getpid() != self._process_id:
