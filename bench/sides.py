@@ -120,7 +120,7 @@ class Ours:
         self.plan = replace(plan, optimizer=self.optimizer)
         self.windows: list[StoreStats] = []
         self._num_steps = 0
-        self._session = Session(config, self.plan)
+        self._session = Session(config, self.plan).__enter__()
         self._store = self._session.store
         self._session.prepare()
         self._store.wait_idle()

@@ -126,7 +126,8 @@ def _datasets(
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
     """Return the bytes that each link moves in an evaluation of so many passes: exactly what will be moved."""
     program = evaluation_program(plan.program)
-    moved = Traffic(program, list(plan.budgets_by_tier), plan.placement.homes, {}).of_first_step()
+    placement = plan.placement
+    moved = Traffic(program, list(plan.budgets_by_tier), placement.homes, {}, placement.direct).of_first_step()
     return {link: num_passes * nbytes for link, nbytes in moved.items()}
 
 

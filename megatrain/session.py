@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,7 @@ class Session:
         self.config, self.plan = config, plan
         self._on_notice = on_notice or (lambda text: None)
         self.timeline = Timeline()
+        self._kernels: AbstractContextManager[None] = nullcontext()
         self._engine: StepEngine | None = None
         self._weights: WeightLoader | None = None
         if not config.model.train_from_scratch:
@@ -94,8 +95,9 @@ class Session:
 
     def __enter__(self) -> Session:
         model_type = type(self.plan.graph.model).__name__
-        self._kernels = deterministic_kernels(self.plan.device, model_type, enabled=self.config.full_determinism)
-        self._kernels.__enter__()
+        kernels = deterministic_kernels(self.plan.device, model_type, enabled=self.config.full_determinism)
+        kernels.__enter__()
+        self._kernels = kernels
         return self
 
     def __exit__(
@@ -332,7 +334,8 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
     tiers: list[Tier] = []
     for name, budget in plan.budgets_by_tier.items():
         if name == "gpu":
-            tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device)))
+            alignment = budget.slot_bytes(1)
+            tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
         else:
@@ -343,6 +346,7 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
                     rates=plan.nvme_rates,
                     chunk_bytes=config.advanced.file_size,
                     engine=config.tiers.engine,
+                    past_ram=bool(budget.direct_to),
                     verify=config.tiers.verify,
                     on_full=config.tiers.on_disk_full,
                     on_notice=on_notice,

@@ -146,6 +146,7 @@ def test_comparison_without_deepspeed_says_so() -> None:
     assert "/nowhere/python" in rows[0]["value"]
 
 
+@pytest.mark.slow
 def test_sides_on_one_device_compute_the_same_and_move_what_was_planned() -> None:
     rows = {row["name"]: row for row in run("gpu")}
     assert rows["7b_4k.ratio.ours/megatrain"]["target"] == 2.5 and rows["plain.ratio.ours/plain"]["target"] == 1.0

@@ -19,7 +19,7 @@ from tiered.events import Counters, Event, EventSink
 from tiered.links.base import Link
 from tiered.policies.base import Candidate, EvictionPolicy
 from tiered.prefetch import next_fetches
-from tiered.relay import stops, submit_two_hops
+from tiered.relay import route, stops, submit_two_hops
 from tiered.schedule import NEVER, Access, Schedule
 from tiered.simulation import SimulatedClock
 from tiered.tiers.base import Slot, Tier
@@ -140,11 +140,7 @@ class Movement:
 
     def _hop_towards(self, src: str, dst: str) -> str:
         """Return the tier from which ``dst`` is filled on the way from ``src``: ``src`` itself or a neighbour."""
-        if (src, dst) in self.links:
-            return src
-        here = self.order.index(dst)
-        step = 1 if self.order.index(src) > here else -1
-        return self.order[here + step]
+        return route(self.order, src, dst, self.links)[-1][0]
 
     def _fill(self, block: Block, source: Copy, target: Copy) -> None:
         assert source.slot is not None and target.slot is not None

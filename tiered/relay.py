@@ -1,14 +1,28 @@
-"""Blocks that go through a middle tier: GPU -> RAM -> NVMe, and back."""
+"""Which tiers a copy passes: GPU -> RAM -> NVMe and back, or straight where a link goes past the tiers between."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from tiered.block import CopyState
 from tiered.copies import Block, Copy
 from tiered.links.base import Link
 from tiered.schedule import Access
 from tiered.transfer import Transfer
+
+
+def route(order: Sequence[str], src: str, dst: str, direct: Container[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+    """Return the links that a copy takes: the direct one, else neighbour by neighbour. Plans use the same rule.
+
+    Args:
+        order: names of the tiers, fast to slow. direct: pairs of tiers with a link between them; neighbours need
+            not be named.
+    """
+    if (src, dst) in direct:
+        return [(src, dst)]
+    a, b = order.index(src), order.index(dst)
+    step = 1 if b > a else -1
+    return [(order[i], order[i + step]) for i in range(a, b, step)]
 
 
 def stops(order: Sequence[str], block: Block, access: Access) -> Sequence[str]:

@@ -45,7 +45,7 @@ class TieredStore:
     Args:
         tiers: fast to slow; a tier's ``capacity_bytes`` is never exceeded.
         policy: ranks what to evict; default ``LRU()``. ``Belady()`` uses the schedule.
-        links: default: the cheapest known link between neighbouring tiers.
+        links: default: the cheapest known link between neighbouring tiers, and what a tier asks for beside them.
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: how many of the last generations a commit leaves.
         on_full: when the drive of ``path`` is full, where no tier owns it: ``pause`` until there is room, or ``error``.
@@ -128,6 +128,10 @@ class TieredStore:
         Called at every commit, from its thread. What they hold comes on top of the capacity of a tier of files.
         """
         self._generations.keep_also = named
+
+    def is_linked(self, src: str, dst: str) -> bool:
+        """Return whether a copy goes from one tier to the other without passing a third."""
+        return (src, dst) in self._movement.links
 
     # -- declare -----------------------------------------------------------------------------------------------
 

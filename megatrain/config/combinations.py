@@ -291,6 +291,8 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             )
         if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
+    if tiers.direct == "on":
+        yield from _check_direct(config)
     if tiers.safety_margin.is_auto:
         yield Problem(
             "tiers.safety_margin", 'tiers.safety_margin = "auto" is not a choice', 'Write for example "5%" or "2GiB"'
@@ -313,6 +315,17 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             )
     if len({drive.rate is None for drive in tiers.nvme}) > 1:
         yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Give a rate to all of them or to none")
+
+
+def _check_direct(config: RunConfig) -> Iterator[Problem]:
+    key, advice = "tiers.direct", 'Write direct = "auto"'
+    if not config.tiers.nvme:
+        yield Problem(key, f'{key} = "on", but there is no [[tiers.nvme]]', advice)
+    if not _may_have_gpu_tier(config):
+        yield Problem(key, f'{key} = "on", but device = "cpu": there is no GPU memory', advice)
+    if config.tiers.verify == "always":
+        text = f'{key} = "on" moves bytes that RAM never sees; tiers.verify = "always" compares them there'
+        yield Problem(key, text, f'{advice}, or verify = "resume"')
 
 
 def _check_paths(config: RunConfig) -> Iterator[Problem]:

@@ -51,6 +51,11 @@ class TiersConfig(Table):
         default="posix",
         description="How files are read and written. auto: kvikio where GPUDirect Storage works, else posix.",
     )
+    direct: Literal["auto", "off", "on"] = Field(
+        default="auto",
+        description="Blocks go between drives and GPU memory without passing RAM. auto: where kvikio's probe shows "
+        'that GPUDirect Storage does it, and verify is not "always"; on: an error where it does not.',
+    )
     verify: Literal["resume", "always", "off"] = Field(
         default="resume",
         description="When files are compared with the checksums taken as they were written. resume: when a generation "

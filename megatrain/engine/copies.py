@@ -37,7 +37,8 @@ class Copies:
         if key in turn.tick.spent:
             self._store.discard(key)
         elif self._homes[key] != tier:
-            if tier == "gpu" and self._homes[key] == "nvme" and not has_waited:
+            passed_ram = tier == "gpu" and self._homes[key] == "nvme" and not self._store.is_linked("nvme", "gpu")
+            if passed_ram and not has_waited:
                 # The middle copy first: with it still there, the prefetcher could bring the next use from it. One that
                 # waited has none: what is in RAM then was fetched for a use there.
                 self._store.evict(key, "ram")

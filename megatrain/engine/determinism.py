@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    deterministic = torch.utils.deterministic  # type: ignore[attr-defined]
+    deterministic: Any = torch.utils.deterministic  # a module whose attributes are set: no type knows them
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     deterministic.fill_uninitialized_memory = False  # a second pass over every new tensor, which all are written anyway

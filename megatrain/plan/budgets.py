@@ -54,10 +54,12 @@ def tier_budgets(
 ) -> dict[str, TierBudget]:
     """Return the tiers of the run, fast to slow, with their capacities and roundings."""
     on_gpu = machine.compute_tier(config, device) == "gpu"
+    is_direct = machine.moves_past_ram(config, device)
     budgets: dict[str, TierBudget] = {}
     if on_gpu:
         capacity = machine.gpu_capacity_bytes(config, device)
-        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, GPU_ALIGNMENT_BYTES), workspace)
+        alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
+        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
     capacity = machine.ram_capacity_bytes(config)
     budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
     if config.tiers.nvme:
@@ -69,6 +71,7 @@ def tier_budgets(
             capacity,
             lambda n: plan_chunks(n, shares, file_size).slot_bytes,
             generations=max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0,
+            direct_to=frozenset({"gpu"} if is_direct else ()),
         )
     return budgets
 

@@ -302,7 +302,8 @@ class _Costs:
         stays = {
             (n, key): stop for (n, key), stop in placement.stays.items() if program.blocks[key].kind != "activations"
         }
-        return Traffic(fixed, list(self._plan.budgets_by_tier), placement.homes, stays).of_step()
+        order = list(self._plan.budgets_by_tier)
+        return Traffic(fixed, order, placement.homes, stays, placement.direct).of_step()
 
     @property
     def computing_note(self) -> str:

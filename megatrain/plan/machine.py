@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.run_folder import CHECKPOINTS_NAME
+from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
 from tiered.tiers.directory import files_below, reusable_bytes
 from tiered.tiers.ownership import read_owner, read_store_id, snapshot_folders
 
@@ -47,6 +49,36 @@ def resolve_compute_dtype(config: RunConfig, device: torch.device) -> torch.dtyp
 def compute_tier(config: RunConfig, device: torch.device) -> str:
     """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself."""
     return "gpu" if device.type == "cuda" or config.advanced.emulate_gpu else "ram"
+
+
+def moves_past_ram(config: RunConfig, device: torch.device) -> bool:
+    """Return whether blocks go straight between files and GPU memory: where kvikio has shown that it does that.
+
+    In the memory that takes a GPU's place files are read by plain system calls, but only if the config says so.
+
+    Raises:
+        ConfigError: the config wants it, and it does not work here.
+    """
+    tiers = config.tiers
+    if tiers.direct == "off" or not tiers.nvme or compute_tier(config, device) != "gpu":
+        return False
+    if config.advanced.emulate_gpu:
+        return tiers.direct == "on"
+    if tiers.direct == "auto" and (tiers.verify == "always" or not may_open_driver()):
+        return False
+    for table in tiers.nvme:
+        if reason := _probed(existing_parent(table.path)).reason:
+            if tiers.direct == "auto":
+                return False
+            text = f'tiers.direct = "on", but GPUDirect Storage does not work on {table.path}: {reason}'
+            raise ConfigError("the config", [Problem("tiers.direct", text, 'Write "auto" or "off"')])
+    return True
+
+
+@functools.cache
+def _probed(folder: Path) -> KvikioProbe:
+    """Ask once in a process: the answer takes a second, and is the machine's."""
+    return probe_kvikio(folder)
 
 
 def total_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -143,7 +143,9 @@ class Plan:
     def messages(self) -> Sequence[str]:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        updates = () if compute == "ram" else (self._where_updates_are_made(),)
+        updates: tuple[str, ...] = () if compute == "ram" else (self._where_updates_are_made(),)
+        if placement.direct:
+            updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
         if not any(self.traffic.values()):
             return (f"every block is at home in {compute}: nothing is fetched", *updates)
         held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)

@@ -156,6 +156,8 @@ class _Replay:
         if "nvme" in tiers:
             self._drive = drive = SimulatedChannel(self.clock, self._rates.nvme_bytes_per_s)
             links += [SimulatedLink("nvme", "ram", drive), SimulatedLink("ram", "nvme", drive, priority=1)]
+            for src, dst in sorted(self._plan.placement.direct):  # at the drive's pace: the bus is faster
+                links.append(SimulatedLink(src, dst, drive, priority=int(dst == "nvme")))
         if "gpu" in tiers:
             for src, dst in (("ram", "gpu"), ("gpu", "ram")):
                 links.append(SimulatedLink(src, dst, SimulatedChannel(self.clock, self._rates.bus_bytes_per_s)))

@@ -15,7 +15,8 @@ from statistics import median_low
 from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
 from megatrain.plan.resident import Residency, ResidentChooser
 from megatrain.plan.stays import choose_stays
-from megatrain.plan.traffic import Traffic, route
+from megatrain.plan.traffic import Traffic
+from tiered.relay import route
 from tiered.schedule import Mode
 from tiered.units import format_size
 
@@ -51,6 +52,7 @@ class TierBudget:
         generations: committed sets of the durable blocks at home there, beside the live one.
         filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
         residency: of the compute tier, if it is not RAM.
+        direct_to: tiers, not neighbours, that copies come from and go to without passing those between.
     """
 
     name: str
@@ -60,6 +62,7 @@ class TierBudget:
     generations: int = 0
     filling_bytes: int = 0
     residency: Residency | None = None
+    direct_to: frozenset[str] = frozenset()
 
     def generation_bytes(self, block: BlockPlan) -> int:
         """Return what the generations of a block take that is at home here."""
@@ -81,6 +84,7 @@ class Placement:
         lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
         workspace_bytes: tier -> bytes outside blocks. stays: copies that wait for their next use.
         generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
+        direct: pairs of tiers that are no neighbours and have a link between them.
     """
 
     homes: Mapping[str, str]
@@ -94,6 +98,7 @@ class Placement:
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     stays: Stays = field(default_factory=dict)
     generation_bytes: Mapping[str, int] = field(default_factory=dict)
+    direct: frozenset[tuple[str, str]] = frozenset()
 
     def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
         """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
@@ -130,6 +135,8 @@ class PlacementSolver:
         self._program = program
         self._tiers = {tier.name: tier for tier in tiers}
         self._order = [tier.name for tier in tiers]
+        ends = [(tier.name, other) for tier in tiers for other in tier.direct_to]
+        self._direct = frozenset(pair for a, b in ends for pair in ((a, b), (b, a)))
         self._allowed = allowed
         self._open_bytes = dict(open_bytes or {})
         self._stay_share = stay_share
@@ -221,8 +228,8 @@ class PlacementSolver:
         return (block.kind not in DURABLE_KINDS, *self._promotion_key(block))
 
     def route(self, src: str, dst: str) -> list[tuple[str, str]]:
-        """Return the links that a copy takes from one tier to another, neighbour by neighbour."""
-        return route(self._order, src, dst)
+        """Return the links that a copy takes from one tier to another."""
+        return route(self._order, src, dst, self._direct)
 
     def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
         have = self._tiers[tier].capacity_bytes
@@ -264,7 +271,7 @@ class PlacementSolver:
         slot_bytes = {name: tier.slot_bytes for name, tier in self._tiers.items()}
         room = {name: state.room_for_stays(name, self._stay_share) for name in self._order}
         stays = choose_stays(self._program, state.homes, slot_bytes, room)
-        traffic = Traffic(self._program, self._order, state.homes, stays)
+        traffic = Traffic(self._program, self._order, state.homes, stays, self._direct)
         return Placement(
             homes=state.homes,
             home_bytes=home_bytes,
@@ -277,6 +284,7 @@ class PlacementSolver:
             stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
             generation_bytes={name: state.generation_bytes(name) for name in self._order},
+            direct=self._direct,
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from tiered.relay import route
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Stays, StepProgram
@@ -12,26 +14,24 @@ if TYPE_CHECKING:
 Waiting = dict[str, tuple[str, bool]]
 
 
-def route(order: Sequence[str], src: str, dst: str) -> list[tuple[str, str]]:
-    """Return the links that a copy takes from one tier to another, neighbour by neighbour.
-
-    Args:
-        order: names of the tiers, fast to slow.
-    """
-    a, b = order.index(src), order.index(dst)
-    step = 1 if b > a else -1
-    return [(order[i], order[i + step]) for i in range(a, b, step)]
-
-
 class Traffic:
     """Counts contents by ``"src->dst"``.
 
     Args:
         order: names of the tiers, fast to slow. homes: block key -> tier. stays: copies that wait for their next use.
+        direct: pairs of tiers that are no neighbours and have a link between them.
     """
 
-    def __init__(self, program: StepProgram, order: Sequence[str], homes: Mapping[str, str], stays: Stays) -> None:
+    def __init__(
+        self,
+        program: StepProgram,
+        order: Sequence[str],
+        homes: Mapping[str, str],
+        stays: Stays,
+        direct: Collection[tuple[str, str]] = (),
+    ) -> None:
         self._program, self._order, self._homes, self._stays = program, order, homes, stays
+        self._direct = direct
 
     def of_first_step(self) -> dict[str, int]:
         """Return what a step moves that finds nothing waiting and nothing to update."""
@@ -58,7 +58,7 @@ class Traffic:
     def _count(self, waiting: Waiting, *, updates: bool = True, passes: bool = True) -> tuple[dict[str, int], Waiting]:
         """Return what the turns of a step move, and the copies that wait after it."""
         pairs = [(a, b) for a in self._order for b in self._order if a != b]
-        moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in route(self._order, src, dst)}
+        moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in route(self._order, src, dst, self._direct)}
         here = dict(waiting)
         for _, tick, kept in self._program.turns(self._stays, updates=updates, passes=passes):
             tier = self._program.tier_of(tick, self._homes)
@@ -77,5 +77,5 @@ class Traffic:
         return moved, here
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
-        for a, b in route(self._order, src, dst):
+        for a, b in route(self._order, src, dst, self._direct):
             moved[f"{a}->{b}"] += self._program.blocks[key].nbytes

@@ -122,6 +122,7 @@ def make_config(
             "ram": {"size": _AMPLE_RAM},
             "on_disk_full": "error",
             "engine": given.tiers.engine,
+            "direct": "off" if given.tiers.direct == "off" else "auto",  # one of the two runs has no drives
             "verify": given.tiers.verify,
         },
         "advanced": given.advanced.model_copy(update={"emulate_gpu": False}),  # all in RAM, against all on drives

@@ -29,6 +29,7 @@ ON_NVME: dict[str, Any] = {"placement": ALL_NVME, "ram": "7MiB"}
 STRIPED: dict[str, Any] = {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)}
 STATE_ON_NVME: dict[str, Any] = {"placement": 'optimizer = ["nvme"]'}
 ON_GPU: dict[str, Any] = {"gpu": "64MiB", "ram": "2MiB", "nvme": 0}
+PAST_RAM: dict[str, Any] = {"gpu": "9MiB", "ram": "7MiB", "placement": ALL_NVME, "tiers": 'direct = "on"'}
 PARTLY_ON_GPU: dict[str, Any] = {"gpu": "12MiB", "ram": "7MiB"}
 TIGHT: dict[str, Any] = {"ram": "5500KiB", "advanced": 'eviction_policy = "lru"'}
 
@@ -131,10 +132,13 @@ def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Outc
         (ON_GPU, ON_GPU),
         (ON_GPU, PARTLY_ON_GPU, IN_RAM),
         (STRIPED, PARTLY_ON_GPU, ON_GPU),
+        (PAST_RAM, PAST_RAM),
+        (PAST_RAM, PARTLY_ON_GPU, PAST_RAM),
     ],
     ids=[
         *("RAM", "NVMe", "mixed", "RAM to NVMe to striped", "striped to tight to RAM", "mixed to NVMe to mixed"),
         *("GPU", "GPU to less of it to RAM", "striped to some GPU to GPU"),
+        *("past RAM", "past RAM to some GPU to past RAM"),
     ],
 )
 def test_continued_in_any_placement(
@@ -152,8 +156,8 @@ def test_continued_in_any_placement(
 
 @pytest.mark.parametrize(
     "placement",
-    [IN_RAM, ON_NVME, STATE_ON_NVME, ON_GPU, PARTLY_ON_GPU],
-    ids=["RAM", "NVMe", "mixed", "GPU", "some GPU"],
+    [IN_RAM, ON_NVME, STATE_ON_NVME, ON_GPU, PARTLY_ON_GPU, PAST_RAM],
+    ids=["RAM", "NVMe", "mixed", "GPU", "some GPU", "past RAM"],
 )
 @pytest.mark.parametrize("mode", ["", "async_save = false"], ids=["async", "sync"])
 def test_saving_every_step_changes_no_bit(
@@ -168,7 +172,7 @@ def test_saving_every_step_changes_no_bit(
     first = saved.watcher.checkpoints[0]
     assert first.nbytes == first.written_bytes + first.linked_bytes
     assert (first.linked_bytes > 0) == ("nvme" in saved.plan.placement.homes.values())
-    assert (first.written_bytes > 0) == (placement is not ON_NVME)
+    assert (first.written_bytes > 0) == (placement not in (ON_NVME, PAST_RAM))
 
 
 @pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])

@@ -31,7 +31,7 @@ def gpu_tier(device: str, capacity_bytes: int = GPU_TIER_BYTES) -> Iterator[None
         LazyDevice().in_place() as lazy,
         mock.patch.object(machine, "compute_tier", return_value="gpu"),
         mock.patch.object(machine, "gpu_capacity_bytes", return_value=capacity_bytes),
-        mock.patch.object(session, "GpuTier", lambda capacity, device: lazy.gpu_tier(capacity)),
+        mock.patch.object(session, "GpuTier", lambda capacity, **options: lazy.gpu_tier(capacity)),
     ):
         yield
 

@@ -82,9 +82,9 @@ class LazyDevice:
     def _trim(self) -> None:
         self.num_trims += 1
 
-    def gpu_tier(self, capacity_bytes: int) -> GpuTier:
+    def gpu_tier(self, capacity_bytes: int, alignment_bytes: int = 512) -> GpuTier:
         """Return a tier that takes its host memory for memory of this device."""
-        tier = GpuTier(capacity_bytes, device="cpu")
+        tier = GpuTier(capacity_bytes, device="cpu", alignment_bytes=alignment_bytes)
         tier.device, tier._is_cuda = DEVICE, True
         return tier
 

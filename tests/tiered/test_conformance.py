@@ -15,6 +15,7 @@ import torch
 from tiered.links.base import Link
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
 from tiered.links.posix import PosixMover
+from tiered.links.route import direct_links
 from tiered.memory import slab as slab_module
 from tiered.policies import LRU, Belady, EvictionPolicy
 from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite
@@ -106,6 +107,23 @@ class TestBufferedFileLinks(Nvme, LinkSuite):
 
 
 class TestStoreOfFiles(Nvme, StoreSuite): ...
+
+
+class PastRam(Nvme):
+    """The same files beside memory that takes the place of a GPU's."""
+
+    def make_neighbour(self, capacity_bytes: int) -> Tier:
+        return GpuTier(capacity_bytes, device="cpu", alignment_bytes=4 * KiB)
+
+    def make_links(self, fast: Tier, slow: Tier) -> list[Link]:
+        assert isinstance(fast, GpuTier) and isinstance(slow, NvmeTier)
+        return direct_links(fast, slow, FileEngine(slow, PosixMover(slow), part_bytes=16 * KiB))
+
+
+class TestLinksPastRam(PastRam, LinkSuite): ...
+
+
+class TestStorePastRam(PastRam, StoreSuite): ...
 
 
 class TestMemoryTier(TierSuite):

@@ -81,6 +81,7 @@ COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "tier of no GPU": ({"placement.weights": '["gpu"]'}, "placement.weights", ("cpu",)),
     "emulated beside CUDA": ({"device": '"cuda"', "advanced.emulate_gpu": "true", "tiers.gpu.size": '"1GiB"'}, "advanced.emulate_gpu", ("cpu",)),
     "emulated without a size": ({"device": '"cpu"', "advanced.emulate_gpu": "true"}, "advanced.emulate_gpu", ("tiers.gpu",)),
+    "direct without a GPU": ({"tiers.direct": '"on"'}, "tiers.direct", ("cpu",)),
     "margin auto": ({"tiers.safety_margin": '"auto"'}, "tiers.safety_margin", ("5%",)),
     "pinned more than all": ({"tiers.ram.pinned": '"128MiB"'}, "tiers.ram.pinned", ("tiers.ram.size",)),
     "bfloat16 sums": ({"precision.grad_dtype": '"bfloat16"', "advanced.micro_batch_order": '"micro_batch"', "training.gradient_accumulation_steps": "2"}, "precision.grad_dtype", ("micro_batch_order",)),

@@ -1,4 +1,4 @@
-"""Host memory <-> files: transfers cut into large parts, moved by a few threads, checked on the way.
+"""Memory <-> files: transfers cut into large parts, moved by a few threads, checked on the way.
 
 How one part is moved is the business of a ``PartMover``: plain system calls (``posix.py``) or kvikio (``kvikio.py``).
 """
@@ -21,6 +21,7 @@ from tiered.links.workers import Workers
 from tiered.memory.slab import HostSlab
 from tiered.tiers.base import Slot
 from tiered.tiers.files import ChunkFile, HomeFiles, files_of, place_of
+from tiered.tiers.gpu import DeviceBuffer, GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
@@ -30,10 +31,15 @@ PART_BYTES = 16 * MiB
 _MIN_THREADS = 6
 _THREADS_PER_PATH = 3
 _PATIENT_SHARE = 3  # a third of the threads is left to writes that wait
+#: What a transfer reads or fills: the resource of a slot.
+Memory = HostSlab | DeviceBuffer
 
 
 class PartMover(Protocol):
-    """Moves bytes between memory and one file of a tier. Called by several threads at once."""
+    """Moves bytes between memory and one file of a tier. Called by several threads at once.
+
+    What moves device memory as well gets a tensor on the device, 1-D uint8, in the place of a memoryview.
+    """
 
     @property
     def path(self) -> str:
@@ -67,8 +73,8 @@ class Part:
 class _Job:
     """A transfer under way: how many parts are left, the first error, and which pieces have all their bytes."""
 
-    def __init__(self, transfer: Transfer, slab: HostSlab, home: HomeFiles, parts: list[Part], meter: Meter) -> None:
-        self.transfer, self.slab, self.home, self.meter = transfer, slab, home, meter
+    def __init__(self, transfer: Transfer, memory: Memory, home: HomeFiles, parts: list[Part], meter: Meter) -> None:
+        self.transfer, self.memory, self.home, self.meter = transfer, memory, home, meter
         self.error: BaseException | None = None
         self.found: dict[int, str] = {}  # checksums by the start of their piece
         self._lock = threading.Lock()
@@ -109,7 +115,7 @@ class _Job:
 
     def digest(self, piece: tuple[int, int]) -> str:
         """Return the checksum of a piece as it is in memory."""
-        with self.slab.view(*piece) as view:
+        with self.memory.view(*piece) as view:
             return checksum(view)
 
     def task_done(self, error: BaseException | None) -> bool:
@@ -128,7 +134,12 @@ class FileEngine:
     A transfer ends when all its parts did, so that its slots are untouched from then on even after an error.
 
     Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared with
-    them when they are read (``always``); both on the same threads, without the interpreter's lock.
+    them when they are read (``always``); both on the same threads, without the interpreter's lock. What is written from
+    a GpuTier gets none: its bytes are not in RAM.
+
+    No stream of a device knows of files. So parts of a GpuTier's slot move once the device has finished all work that
+    was recorded as using the slot; two threads wait for that, not those that move bytes. When a read has ended its
+    bytes are in device memory, and kernels that are queued later need no further order.
     """
 
     def __init__(
@@ -139,20 +150,36 @@ class FileEngine:
         self._part_bytes = part_bytes
         num_threads = num_threads or max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
         self._workers = Workers(num_threads, f"tiered-{tier.name}", num_patient=num_threads // _PATIENT_SHARE)
+        self._order = Workers(2, f"tiered-{tier.name}-order", num_patient=1)
         self._counting = threading.Lock()
         self._num_links = 0
 
     # -- transfers ---------------------------------------------------------------------------------------------
 
-    def start(self, files_slot: Slot, ram_slot: Slot, transfer: Transfer, meter: Meter, *, is_write: bool) -> None:
+    def start(self, files_slot: Slot, fast_slot: Slot, transfer: Transfer, meter: Meter, *, is_write: bool) -> None:
         """Queue all parts of a transfer between the two slots."""
-        slab, home = ram_slot.resource, files_of(files_slot)
-        assert isinstance(slab, HostSlab), ram_slot
-        assert transfer.nbytes <= min(files_slot.nbytes, ram_slot.nbytes), (transfer.nbytes, files_slot, ram_slot)
+        memory, home = fast_slot.resource, files_of(files_slot)
+        assert isinstance(memory, Memory), fast_slot
+        assert transfer.nbytes <= min(files_slot.nbytes, fast_slot.nbytes), (transfer.nbytes, files_slot, fast_slot)
         parts = list(self._parts(home.files, transfer.nbytes))
         meter.start(transfer.nbytes)
-        job = _Job(transfer, slab, home, parts, meter)
-        digests = list(pieces(transfer.nbytes)) if is_write and self.tier.verify != "off" else []
+        job = _Job(transfer, memory, home, parts, meter)
+        if isinstance(memory, HostSlab) or memory.is_idle():
+            self._queue(job, parts, is_write)
+        else:
+            self._order.submit(lambda: self._queue_after(memory, job, parts, is_write), urgent=not is_write)
+
+    def _queue_after(self, buffer: DeviceBuffer, job: _Job, parts: list[Part], is_write: bool) -> None:
+        try:
+            buffer.wait()
+        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+            job.error = TransferError(f"the device failed: {cause}", tier=f"{job.transfer.src}->{job.transfer.dst}")
+            job.error.__cause__ = cause
+        self._queue(job, parts, is_write)
+
+    def _queue(self, job: _Job, parts: list[Part], is_write: bool) -> None:
+        home, is_checked = job.home, self.tier.verify != "off" and isinstance(job.memory, HostSlab)
+        digests = list(pieces(job.transfer.nbytes)) if is_write and is_checked else []
         if is_write:
             home.checksums, home.is_flushed = None, False  # until all the new ones are known
         tasks: list[tuple[Part | None, tuple[int, int] | None]]
@@ -209,7 +236,7 @@ class FileEngine:
     # -- one part ----------------------------------------------------------------------------------------------
 
     def _move(self, job: _Job, part: Part, is_write: bool) -> None:
-        with job.slab.view(part.start, part.stop) as view:
+        with job.memory.view(part.start, part.stop) as view:
             if not is_write:
                 with self._measured(part, is_write=False):
                     self.mover.read(part.file, part.start - part.file.offset, view)
@@ -271,6 +298,7 @@ class FileEngine:
             self._num_links -= 1
             is_last = self._num_links == 0
         if is_last:
+            self._order.close()
             self._workers.close()
             self.mover.close()
 
@@ -303,10 +331,10 @@ class _FileLink:
 
 
 class FileReadLink(_FileLink):
-    """Reads home slots of an NvmeTier into slots of a RamTier."""
+    """Reads home slots of an NvmeTier into slots of a RamTier, or of a GpuTier whose alignment is 4096."""
 
-    def __init__(self, nvme: NvmeTier, ram: RamTier, engine: FileEngine) -> None:
-        super().__init__(nvme.name, ram.name, engine)
+    def __init__(self, nvme: NvmeTier, fast: RamTier | GpuTier, engine: FileEngine) -> None:
+        super().__init__(nvme.name, fast.name, engine)
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start reading the first ``nbytes`` of the files and return at once."""
@@ -316,10 +344,13 @@ class FileReadLink(_FileLink):
 
 
 class FileWriteLink(_FileLink):
-    """Writes slots of a RamTier to home slots of an NvmeTier. Files that a snapshot holds are replaced, not written."""
+    """Writes slots of a RamTier or a GpuTier to home slots of an NvmeTier.
 
-    def __init__(self, ram: RamTier, nvme: NvmeTier, engine: FileEngine) -> None:
-        super().__init__(ram.name, nvme.name, engine)
+    Files that a snapshot holds are replaced, not written.
+    """
+
+    def __init__(self, fast: RamTier | GpuTier, nvme: NvmeTier, engine: FileEngine) -> None:
+        super().__init__(fast.name, nvme.name, engine)
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start writing all contents of the slot (``nbytes`` must be the slot's) and return at once."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from tiered.errors import TieredError, TransferError
 from tiered.tiers.files import ChunkFile
@@ -75,11 +76,11 @@ class KvikioMover:
         by_backend = self._monitor.get().by_backend
         return "kvikio-gds" if by_backend["GDS"]["bytes_transferred"] else "kvikio-posix"
 
-    def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+    def read(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor) -> None:
         """Fill ``view`` from the file; see ``PartMover``."""
         self._with_fallback(file, offset, view, is_write=False)
 
-    def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+    def write(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor) -> None:
         """Write ``view`` to the file; see ``PartMover``."""
         self._with_fallback(file, offset, view, is_write=True)
 
@@ -94,7 +95,7 @@ class KvikioMover:
 
     # -- one part ----------------------------------------------------------------------------------------------
 
-    def _with_fallback(self, file: ChunkFile, offset: int, view: memoryview, *, is_write: bool) -> None:
+    def _with_fallback(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, *, is_write: bool) -> None:
         was_direct = self._tier.is_direct
         try:
             self._move(file, offset, view, is_write)
@@ -107,8 +108,9 @@ class KvikioMover:
                 raise
             self._move(file, offset, view, is_write)
 
-    def _move(self, file: ChunkFile, offset: int, view: memoryview, is_write: bool) -> None:
-        address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    def _move(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, is_write: bool) -> None:
+        # cuFile takes device memory as it is; files are read into host memory by plain system calls as well.
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data if isinstance(view, memoryview) else 0
         place = (address, offset, len(view))
         assert not any(number % PAGE_BYTES for number in place), f"not aligned to {PAGE_BYTES}: {place}"
         if os.getpid() != self._process_id:

@@ -1,10 +1,11 @@
-"""The links between neighbouring tiers."""
+"""The links between neighbouring tiers, and those that go past the tiers between."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+from tiered.errors import TieredError
 from tiered.links.base import Link, LinkedTier
 from tiered.links.cuda import CudaLink
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover
@@ -16,10 +17,13 @@ from tiered.tiers.base import Tier
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
+from tiered.units import PAGE_BYTES
 
 
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
-    """Return both directions between each two neighbours of ``tiers`` (fast to slow).
+    """Return both directions between each two neighbours of ``tiers`` (fast to slow), then those past others.
+
+    Links past others are made between an ``NvmeTier`` that is told so (``past_ram``) and each ``GpuTier``.
 
     A tier with a method ``links_with`` is asked first, the slower of two before the faster.
 
@@ -28,18 +32,45 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
     Raises:
         ValueError: two neighbours that nothing connects, or a tier whose ``links_with`` returns something else than
             one link each way.
-        TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here.
+        TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here, or GPUDirect Storage,
+            which does not work here.
     """
-    return [link for fast, slow in pairwise(tiers) for link in _links_between(fast, slow)]
+    has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
+    links = [link for fast, slow in pairwise(tiers) for link in _links_between(fast, slow, has_device)]
+    known = {(link.src, link.dst) for link in links}
+    for nvme in tiers:
+        if isinstance(nvme, NvmeTier) and nvme.past_ram:
+            engine = next(link.engine for link in links if isinstance(link, FileReadLink) and link.src == nvme.name)
+            for gpu in tiers:
+                if isinstance(gpu, GpuTier) and (nvme.name, gpu.name) not in known:
+                    links += direct_links(gpu, nvme, engine)
+    return links
 
 
-def _links_between(fast: Tier, slow: Tier) -> Sequence[Link]:
+def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]:
+    """Return both directions between files and GPU memory, or what takes its place.
+
+    Args:
+        engine: of the tier of files, which its other links use, too.
+
+    Raises:
+        ValueError: files are read in whole 4096s, but slots of the GPU tier are not multiples of that.
+    """
+    if gpu.alignment_bytes % PAGE_BYTES:
+        raise ValueError(
+            f"tier '{nvme.name}' is to read files straight into tier '{gpu.name}', whose slots are multiples of "
+            f"{gpu.alignment_bytes} bytes: make it with alignment_bytes={PAGE_BYTES}"
+        )
+    return [FileReadLink(nvme, gpu, engine), FileWriteLink(gpu, nvme, engine)]
+
+
+def _links_between(fast: Tier, slow: Tier, has_device: bool) -> Sequence[Link]:
     for tier, neighbour in ((slow, fast), (fast, slow)):
         if isinstance(tier, LinkedTier) and (links := tier.links_with(neighbour)) is not None:
             _check_directions(tier, neighbour, links)
             return links
     if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
-        engine = FileEngine(slow, make_mover(slow))
+        engine = FileEngine(slow, make_mover(slow, needs_gds=has_device and slow.past_ram))
         return FileReadLink(slow, fast, engine), FileWriteLink(fast, slow, engine)
     if isinstance(fast, GpuTier) and isinstance(slow, RamTier) and not _is_host_memory(fast):
         return CudaLink(slow, fast), CudaLink(fast, slow)
@@ -61,12 +92,17 @@ def _check_directions(tier: Tier, neighbour: Tier, links: Sequence[Link]) -> Non
         )
 
 
-def make_mover(tier: NvmeTier) -> PartMover:
-    """Return what moves the bytes of a tier's files, as its ``engine`` says.
+def make_mover(tier: NvmeTier, *, needs_gds: bool = False) -> PartMover:
+    """Return what moves the bytes of a tier's files, as its ``engine`` says; for GPU memory always kvikio.
 
     Raises:
-        TieredError: ``engine`` is ``kvikio``, which is missing or does not work here.
+        TieredError: ``engine`` is ``kvikio``, which is missing or does not work here; or GPUDirect Storage does not.
     """
+    if needs_gds:
+        for path in tier.paths:
+            if reason := probe_kvikio(path).reason:
+                raise TieredError(f"nothing moves between '{path}' and GPU memory without passing RAM: {reason}")
+        return KvikioMover(tier, has_gds=True)
     if tier.engine == "posix":
         return PosixMover(tier)
     has_gds = may_open_driver() and all(probe_kvikio(path).carries_gds for path in tier.paths)

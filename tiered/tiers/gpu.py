@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,15 +60,25 @@ class DeviceBuffer:
                 stream.wait_event(event)
 
     def wait(self) -> None:
-        """Wait on the host for all remembered work."""
+        """Wait on the host for the work remembered so far. More can be remembered meanwhile."""
         with self.lock:
-            for event in self.pending_events.values():
-                event.synchronize()
-            self.pending_events = {}
+            waited_for = dict(self.pending_events)
+        for event in waited_for.values():
+            event.synchronize()
+        with self.lock:
+            self.pending_events = {
+                stream: event for stream, event in self.pending_events.items() if event is not waited_for.get(stream)
+            }
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[Any]:
+        """Yield bytes ``start`` to ``stop``: as a memoryview of host memory, as a tensor of device memory."""
+        part = self.tensor[start:stop]
+        yield part if part.is_cuda else part.numpy().data
 
 
 class GpuTier:
-    """Device memory of at most ``capacity_bytes``; every slot is its own buffer of exact size (rounded to 512).
+    """Device memory of at most ``capacity_bytes``; every slot is its own buffer of exact size (rounded up).
 
     Touches no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its
     own segments: leave a few percent of the device outside the tier.
@@ -82,6 +93,8 @@ class GpuTier:
 
     Args:
         capacity_bytes: bound on all slots and reservations together.
+        alignment_bytes: what slots are rounded up to, a power of two, 512 at least; 4096 where files are read straight
+            into them.
         device: a CUDA device, without a number the one that is current here; or ``"cpu"``: then it is a second tier
             of host memory, for tests and for trying out a three-tier setup without a device.
 
@@ -89,10 +102,19 @@ class GpuTier:
         num_drops: buffers whose bytes went back to the device, for another size or at the end.
     """
 
-    def __init__(self, capacity_bytes: int, *, name: str = "gpu", device: str | torch.device = "cuda") -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        name: str = "gpu",
+        device: str | torch.device = "cuda",
+        alignment_bytes: int = _ALIGNMENT_BYTES,
+    ) -> None:
+        if alignment_bytes < _ALIGNMENT_BYTES or alignment_bytes & (alignment_bytes - 1):
+            raise ValueError(f"alignment_bytes must be a power of two, {_ALIGNMENT_BYTES} at least: {alignment_bytes}")
         self.name = name
         self.capacity_bytes = capacity_bytes
-        self.alignment_bytes = _ALIGNMENT_BYTES
+        self.alignment_bytes = alignment_bytes
         self._device = _numbered(torch.device(device))
         self.device: torch.device | None = self._device
         self.durable = False
@@ -104,7 +126,9 @@ class GpuTier:
 
     def _make(self, nbytes: int) -> DeviceBuffer:
         if not self._is_cuda:
-            return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            whole = torch.empty(nbytes + self.alignment_bytes, dtype=torch.uint8, device=self._device)
+            start = -whole.data_ptr() % self.alignment_bytes
+            return DeviceBuffer(whole[start : start + nbytes])
         # torch hands out memory in the order of the stream it was freed on. On the tier's own stream nothing runs, and
         # _drop frees only what nobody uses any more: whoever gets the buffer need not wait for anything.
         with torch.cuda.stream(self._allocating_stream()):
@@ -126,7 +150,8 @@ class GpuTier:
             return self._own_stream
 
     def _recorded_event(self, stream: Any) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # blocking=True: a host thread that waits sleeps instead of spinning on a core that computes
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -146,8 +171,8 @@ class GpuTier:
             buffer_of(slot).order_before(stream)
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return ``nbytes`` rounded up to 512."""
-        return round_up(nbytes, _ALIGNMENT_BYTES)
+        """Return ``nbytes`` rounded up to the alignment."""
+        return round_up(nbytes, self.alignment_bytes)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         """Return a slot (resource: a ``DeviceBuffer``), or None when there is no room now.

@@ -52,6 +52,9 @@ class NvmeTier:
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
         engine: who moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
+        past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio
+            moves all bytes then, and GPUDirect Storage must work; in place of one the engine does as ever. Device
+            memory gets no checksums: blocks written from there get theirs at a commit, by reading back.
         direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
         verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
             ``always``: also compared on every read; ``off``: taken by reading back at a commit.
@@ -61,7 +64,7 @@ class NvmeTier:
 
     Raises:
         LockedError: another process uses one of the paths. TieredError: a directory holds foreign files.
-        ValueError: no path, one path twice, or rates or chunk_bytes that make no sense.
+        ValueError: no path, one path twice, or rates, chunk_bytes or past_ram that make no sense.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class NvmeTier:
         rates: Sequence[float] | None = None,
         chunk_bytes: int | None = None,
         engine: Engine = "posix",
+        past_ram: bool = False,
         direct_io: bool = True,
         verify: Verify = "resume",
         on_full: OnFull = "error",
@@ -83,6 +87,8 @@ class NvmeTier:
             raise ValueError(f"tier '{name}' needs one or more different paths, got {[str(path) for path in paths]}")
         if chunk_bytes is not None and (chunk_bytes <= 0 or chunk_bytes % PAGE_BYTES):
             raise ValueError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, got {chunk_bytes}")
+        if past_ram and verify == "always":
+            raise ValueError("checksums need bytes in RAM: past_ram goes with verify 'resume' or 'off', not 'always'")
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.alignment_bytes = PAGE_BYTES
@@ -92,6 +98,7 @@ class NvmeTier:
         self._rates = check_rates(rates if rates is not None else [1.0] * len(paths), len(paths))
         self._chunk_bytes = chunk_bytes
         self.engine: Engine = engine
+        self.past_ram = past_ram
         self._is_direct = direct_io
         self.verify: Verify = verify
         self.full = FullDrives(on_full, self.notice)

@@ -193,6 +193,17 @@ def test_an_emulated_gpu_needs_the_cpu_and_a_size(tmp_path: Path) -> None:
     assert not load_config(tmp_path / "run.toml").warnings
 
 
+def test_the_direct_way_needs_both_ends_and_no_checksums(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, 'device = "cpu"\n' + HEAD + '[tiers]\ndirect = "on"\nverify = "always"\n')
+    key = 'line 9: tiers.direct = "on"'
+    assert found == [
+        f'{key}, but there is no [[tiers.nvme]]. Write direct = "auto"',
+        f'{key}, but device = "cpu": there is no GPU memory. Write direct = "auto"',
+        f'{key} moves bytes that RAM never sees; tiers.verify = "always" compares them there. '
+        'Write direct = "auto", or verify = "resume"',
+    ]
+
+
 def test_lines_are_found_in_awkward_toml(tmp_path: Path) -> None:
     text = 'run_name = """\nseed = 3\n"""\n' + HEAD + 'columns = { "prompt" = "a" }\n[optimizer]\nweight_decay_exclude = [\n  "a=[", # ]\n  "b",\n]\n"adam_beta1" = 7\n'  # fmt: skip
     assert problems_of(tmp_path, text) == ["line 16: optimizer.adam_beta1 = 7 is out of range. It must be below 1"]

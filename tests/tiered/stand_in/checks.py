@@ -8,7 +8,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,16 +24,17 @@ from tiered.errors import TransferError
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover
 from tiered.links.kvikio import KvikioMover
 from tiered.links.posix import PosixMover
-from tiered.links.probe import may_open_driver
+from tiered.links.probe import _DeviceMemory, may_open_driver
 from tiered.links.route import make_mover
 from tiered.memory.slab import HostSlab
 from tiered.store import TieredStore
 from tiered.testing import LinkSuite
 from tiered.tiers.base import Slot, Tier
 from tiered.tiers.files import ChunkFile, files_of
+from tiered.tiers.gpu import DeviceBuffer
 from tiered.tiers.nvme import NvmeTier, Verify
 from tiered.tiers.ram import RamTier
-from tiered.units import KiB, MiB
+from tiered.units import KiB, MiB, round_up
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -131,6 +132,52 @@ def test_bytes_are_those_of_posix_and_zarr_reads_them(
     rig.close_links()
     rig.use(KvikioMover(rig.nvme))
     assert torch.equal(rig.load(home), raw.flip(0))
+    rig.close()
+
+
+class _Range:
+    """A part of device memory, as a slice of a tensor on a device is one."""
+
+    def __init__(self, whole: _DeviceMemory, start: int, stop: int) -> None:
+        self._nbytes = stop - start
+        address = whole.__cuda_array_interface__["data"][0] + start
+        self.__cuda_array_interface__ = {
+            **whole.__cuda_array_interface__,
+            "shape": (stop - start,),
+            "data": (address, False),
+        }
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+
+class _OnDevice(DeviceBuffer):
+    """A slot in memory of the driver, which torch does not know of where the driver is the stand-in."""
+
+    memory: _DeviceMemory
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[Any]:
+        yield _Range(self.memory, start, stop)
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 64 * KiB, 262_145, 1_000_003])
+def test_device_memory_and_files_exchange_bytes(tmp_path: Path, direct_io: bool, nbytes: int) -> None:
+    """In several parts and files, by the engine's own way of device memory; the driver alone copies to it and back."""
+    rig = Rig([tmp_path / "a", tmp_path / "b"], direct_io=direct_io)
+    slot_bytes = round_up(nbytes, 4 * KiB)
+    buffer = _OnDevice(torch.empty(0))
+    buffer.memory = _DeviceMemory(ctypes.CDLL(os.environ.get("STAND_IN_LIBCUDA") or "libcuda.so.1"), slot_bytes)
+    slot, home, raw = Slot("gpu", nbytes, slot_bytes, buffer), rig.home(nbytes), random_bytes(nbytes)
+    rig.store(raw, home)
+    rig.read.submit(home, slot, nbytes).wait(30)
+    assert buffer.memory.read()[:nbytes] == raw.numpy().tobytes()
+    assert files_of(home).checksums is not None
+    buffer.memory.write(raw.flip(0).numpy().tobytes() + bytes(slot_bytes - nbytes))
+    rig.write.submit(slot, home, nbytes).wait(30)
+    assert torch.equal(rig.load(home), raw.flip(0))
+    assert files_of(home).checksums is None, "its bytes were never in RAM"
     rig.close()
 
 
