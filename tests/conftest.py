@@ -28,9 +28,33 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+#: Folders whose matrices take minutes, and how many cases of one test run without `-m slow`: evenly spread.
+LONG_MATRICES = ("tests/parity/", "tests/gpu/", "tests/megatrain/engine/", "tests/megatrain/embed/")
+SHARE, FEWEST = 4, 6
+#: Benches that other tests of test_benches.py run as well, or whose parts do.
+LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_long_matrices(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def mark_long_matrices(items: list[pytest.Item]) -> None:
+    """Mark as slow what the first cases of a test show already; `-m slow` runs all of it."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.nodeid.startswith(LONG_MATRICES):
+            cases.setdefault(name, []).append(item)
+        if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
+            item.add_marker(pytest.mark.slow)
+    for group in cases.values():
+        for number, item in enumerate(group if len(group) >= FEWEST else ()):
+            if number % SHARE:
+                item.add_marker(pytest.mark.slow)

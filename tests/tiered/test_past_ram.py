@@ -230,7 +230,7 @@ def test_a_device_that_fails_ends_the_transfer(tmp_path: Path) -> None:
     read, write = direct_links(tier, nvme, FileEngine(nvme, PosixMover(nvme)))
     home, slot = nvme.allocate(100, name="a", home=True), tier.allocate(100, name="a", home=False)
     assert home is not None and slot is not None
-    buffer_of(slot).add_event(mock.Mock(query=lambda: False, synchronize=_raising()))
+    buffer_of(slot).add_event(mock.Mock(query=lambda: False, synchronize=_raising()), "compute")
     for transfer in (write.submit(slot, home, 100), read.submit(home, slot, 100)):
         with pytest.raises(TransferError, match="the device failed: an illegal memory access"):
             transfer.wait(30)
