@@ -8,7 +8,7 @@ run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM ti
 	$(BIN)/python examples/quickstart/fetch_smollm2.py
 	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
 
-test: $(VENV)/.kvikio-installed ## the whole CPU test suite
+test: $(VENV)/.kvikio-installed ## the CPU test suite
 	$(BIN)/python -m pytest $(ARGS)
 
 # For development

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatrain.models.layout import TensorEntry
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
 from megatrain.session import Session
 from tiered.events import StoreStats
 
@@ -41,6 +42,19 @@ class StepTimes:
     parts_s: Mapping[str, float]
     loss: float
     grad_norm: float
+
+
+def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
+    """Return the config whose RAM tier is a quarter above the least that works.
+
+    Args:
+        config_with_ram: makes the config of a size, such as "1MiB".
+    """
+    try:
+        plan_run(config_with_ram("1MiB"))
+    except DoesNotFitError as error:
+        return config_with_ram(f"{error.need_bytes * 5 // 4}B")
+    return config_with_ram("1MiB")
 
 
 def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, /, **tables: Any) -> RunConfig:

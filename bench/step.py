@@ -28,11 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.common import QUICKSTART, Report, step_shape
-from bench.sides import Ours, Plain, StepTimes, batches, run_config
+from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 
 #: A step of ours in RAM may take this many times a plain one.
 TARGET_RATIO = 1.10
@@ -138,13 +136,7 @@ class Bench:
     def _nvme_config(self) -> RunConfig:
         """Return the config whose RAM tier holds little more than the largest working set."""
         ram = self._arguments.ram
-        if ram is None:
-            try:
-                plan_run(self._config_with_ram("1MiB"))
-                ram = "1MiB"
-            except DoesNotFitError as error:
-                ram = f"{error.need_bytes * 5 // 4}B"
-        return self._config_with_ram(ram)
+        return with_tight_ram(self._config_with_ram) if ram is None else self._config_with_ram(ram)
 
     def _config_with_ram(self, ram: str) -> RunConfig:
         tiers = {"ram": {"size": ram}, "nvme": [{"path": str(self._folder / "nvme")}]}

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, Steps
-from bench.sides import Ours, run_config
+from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
-from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 
 
 class OursSide:
@@ -42,13 +41,7 @@ class OursSide:
 
 def nvme_config(job: Job) -> RunConfig:
     """Return the config of a run whose RAM tier is the job's, or a quarter above the least that works."""
-    if job.ram:
-        return _config(job, job.ram)
-    try:
-        plan_run(_config(job, "1MiB"))
-    except DoesNotFitError as error:
-        return _config(job, f"{error.need_bytes * 5 // 4}B")
-    return _config(job, "1MiB")
+    return _config(job, job.ram) if job.ram else with_tight_ram(partial(_config, job))
 
 
 def _config(job: Job, ram: str) -> RunConfig:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.gpu_sides.job import SEED, Job
-from bench.sides import Ours, run_config
+from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.flops import step_flops
-from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from megatrain.plan.what_if import step_seconds
 from megatrain.timeline import COMPUTE
 
@@ -87,13 +86,7 @@ class OursSide:
 
 def run_config_of(job: Job) -> RunConfig:
     """Return the config of our run; a "tight" RAM tier is a quarter above the least that works."""
-    if job.ram != "tight":
-        return _config(job, job.ram)
-    try:
-        plan_run(_config(job, "1MiB"))
-    except DoesNotFitError as error:
-        return _config(job, f"{error.need_bytes * 5 // 4}B")
-    return _config(job, "1MiB")
+    return with_tight_ram(partial(_config, job)) if job.ram == "tight" else _config(job, job.ram)
 
 
 def _config(job: Job, ram: str) -> RunConfig:

@@ -93,14 +93,18 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
     calls: list[Callable[[], None]] = []
     for dtype in GRADIENT_DTYPES:
         rows = [
-            (gradient.data_ptr() + start * dtype.itemsize, stop - start, end - count + start // block, 0)
+            (
+                gradient.data_ptr() + start * dtype.itemsize,
+                stop - start,
+                end - count + start // block,
+                end - count - (-stop // block),
+            )
             for gradient, count, end in zip(gradients, counts, ends, strict=True)
             if gradient.dtype == dtype
             for start, stop in cut(0, gradient.numel(), elements=4 * block)
         ]
         like = flat_gradient(torch.empty(0, dtype=dtype))
         table = np.array(rows, np.int64).reshape(len(rows), 4)
-        table[:, 3] = table[:, 2] - -table[:, 1] // block  # rounded up
         for first, last in share_out([row[1] for row in rows], RANGE_ELEMENTS):
             calls.append(partial(kernels.squared_norms_rows, table[first:last], like, partials))
     threads.run(calls)
