@@ -8,8 +8,8 @@ run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM ti
 	$(BIN)/python examples/quickstart/fetch_smollm2.py
 	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
 
-test: $(VENV)/.kvikio-installed ## the CPU test suite
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # For development
 

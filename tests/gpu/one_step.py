@@ -12,13 +12,14 @@ import argparse
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from reference.gpu_run import gpu_config_text, gpu_tier  # noqa: E402
+from reference.gpu_run import gpu_config_text, virtual_gpu  # noqa: E402
 from reference.tiered_run import run_config  # noqa: E402
 from reference.tiny_model import write_tiny_model  # noqa: E402
 
@@ -27,14 +28,14 @@ STATE_ON_NVME = 'optimizer = ["nvme"]'
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--virtual", action="store_true", help="on a device in software")
     parser.add_argument("--folder", type=Path, default=None, help="for the model and the files of the run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         model = write_tiny_model(folder / "model")
-        text = gpu_config_text(folder, model, options.device, placement=STATE_ON_NVME)
-        with gpu_tier(options.device):
+        text = gpu_config_text(folder, model, placement=STATE_ON_NVME)
+        with virtual_gpu() if options.virtual else nullcontext():
             run = run_config(text, folder / "run", num_steps=2)
         print(f"{len(run.losses)} steps, losses {run.losses}")
 

@@ -1,56 +1,88 @@
-"""Runs on a GPU, or with a lazy device and host memory in its place where there is none: the same tests for both."""
+"""Runs on a GPU, or on a device in software where there is none: the same tests for both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import pytest
 import torch
+from torch import Tensor
 
-from megatrain import session
-from megatrain.plan import machine
-from reference.lazy_device import LazyDevice
+from megatrain.engine import units
+from megatrain.engine.absent import AbsentWeight, absent_weight
+from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.optim.base import Segment, Update
+from megatrain.optim.elementwise import ElementwiseOptimizer
+from megatrain.optim.on_device import DeviceKernelError
+from megatrain.plan import planner
+from reference.lazy_device import DEVICE
 from reference.tiered_run import config_text
+from reference.virtual_cuda import VirtualCuda, VirtualTensor
 from tiered.units import MiB
 
-#: For ``pytest.mark.parametrize``: the device itself with ``-m gpu``, its stand-in in every run of the tests.
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GPU_TIER_BYTES = 64 * MiB
 
 
 @contextmanager
-def gpu_tier(device: str, capacity_bytes: int = GPU_TIER_BYTES) -> Iterator[None]:
-    """Let runs on ``device`` have a GPU tier; on "cpu" it is host memory behind CUDA links of a lazy device."""
-    if device != "cpu":
-        yield
-        return
-    with (
-        LazyDevice().in_place() as lazy,
-        mock.patch.object(machine, "compute_tier", return_value="gpu"),
-        mock.patch.object(machine, "gpu_capacity_bytes", return_value=capacity_bytes),
-        mock.patch.object(session, "GpuTier", lambda capacity, **options: lazy.gpu_tier(capacity)),
-    ):
-        yield
+def virtual_gpu() -> Iterator[VirtualCuda]:
+    """Let ``device = "cuda"`` mean a device in software, for the whole product."""
+    device = VirtualCuda()
+    patches = [
+        # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process.
+        mock.patch.object(planner, "trace_visits", _trace_on_cpu),
+        # Made inside of torch, by its own idea of the device.
+        mock.patch.object(units, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
+        mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
+        mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
+    ]
+    with device.in_place(), ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield device
 
 
-def gpu_config_text(folder: Path, model: Path, device: str, **tables: str) -> str:
-    """Return ``config_text`` for a device, with a GPU tier of ``GPU_TIER_BYTES``."""
-    text = config_text(folder, model, **tables).replace('device = "cpu"', f'device = "{device}"')
-    return text + (f'[tiers.gpu]\nsize = "{GPU_TIER_BYTES // MiB}MiB"\n' if device != "cpu" else "")
+_CPU = torch.device("cpu")
+
+
+def _trace_on_cpu(*args: Any, device: Any, **options: Any) -> VisitTrace:
+    return trace_visits(*args, device=_CPU, **options)
+
+
+class QueuedOptimizer:
+    """Makes updates of device memory as a Triton kernel does: by kernels on the stream, with the host's bits."""
+
+    def __init__(self, host: Any, device: VirtualCuda) -> None:
+        if not isinstance(host, ElementwiseOptimizer):
+            raise DeviceKernelError(f"{type(host).__name__} has no kernel for a GPU")
+        self._host, self._device = host, device
+        self.state_kinds = host.state_kinds
+
+    def update(
+        self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
+    ) -> None:
+        assert all(isinstance(tensor, VirtualTensor) for tensor in (*blocks.values(), gradient))
+        memories = {name: tensor.memory for name, tensor in blocks.items()}  # type: ignore[attr-defined]
+        memory, segments = gradient.memory, tuple(segments)  # type: ignore[attr-defined]
+        self._device.launch(lambda: self._host.update(memories, memory, segments, update))
+
+    def warm_up(self) -> None:
+        self._host.warm_up()
+
+
+def gpu_config_text(folder: Path, model: Path, *, gpu_bytes: int = GPU_TIER_BYTES, **tables: Any) -> str:
+    """Return ``config_text`` for a GPU, with a GPU tier of ``gpu_bytes``."""
+    return config_text(folder, model, device="cuda", gpu=f"{gpu_bytes}B", **tables)
 
 
 @contextmanager
-def deterministic(device: str) -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Let torch choose kernels that add in a fixed order, where it has a choice: what differs then, placement did.
 
     CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS: ``tests/gpu/conftest.py`` does.
     """
-    if device == "cpu":
-        yield
-        return
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
@@ -60,11 +92,8 @@ def deterministic(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def no_waits_allowed(device: str) -> Iterator[None]:
+def no_waits_allowed() -> Iterator[None]:
     """Let torch raise where an operation makes the host wait for the GPU."""
-    if device == "cpu":
-        yield
-        return
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
