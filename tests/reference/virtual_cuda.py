@@ -1,13 +1,13 @@
 """A CUDA device in software: tensors that say ``cuda``, whose kernels run as late as they may.
 
-What a test with host memory in the place of the GPU's cannot see, this device refuses, as a real one would: an operation
-that mixes tensors of host and device, host code that takes the address of device memory, and, with
-``torch.cuda.set_sync_debug_mode("error")``, an operation that makes the host wait. Kernels and copies are queued on the
-current stream, as by ``reference.lazy_device``, and run when the host waits for something behind them: a copy
+What a test with host memory in the place of the GPU's cannot see, this device refuses, as a real one would: an
+operation that mixes tensors of host and device, host code that takes the address of device memory, and, with
+``torch.cuda.set_sync_debug_mode("error")``, an operation that makes the host wait. Kernels and copies are queued on
+the current stream, as by ``reference.lazy_device``, and run when the host waits for something behind them: a copy
 that did not wait for its kernel moves what was there before.
 
-The arithmetic is the CPU's. Not covered: memory freed on one stream and handed out on another, kernels with atomics, what
-libraries take inside of a kernel, and the speed of anything.
+The arithmetic is the CPU's. Not covered: memory freed on one stream and handed out on another, kernels with atomics,
+what libraries take inside of a kernel, and the speed of anything.
 """
 
 from __future__ import annotations
