@@ -1,4 +1,4 @@
-"""Needs a CUDA device: the device tier and its links pass the suites."""
+"""The device tier and its links pass the suites."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from unittest import mock
 import pytest
 import torch
 
+from reference.virtual_cuda import VirtualCuda
 from tiered.testing import LinkSuite, StoreSuite, TierSuite
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import GpuTier
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+
+@pytest.fixture(autouse=True)
+def device(virtual: VirtualCuda | None) -> None:
+    if virtual is not None:
+        virtual.tells_addresses = True
 
 
 class Gpu:

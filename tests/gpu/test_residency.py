@@ -1,19 +1,15 @@
-"""Needs a CUDA device: blocks that live and are updated in its memory give the bits of blocks that live in RAM."""
+"""Blocks that live and are updated in GPU memory give the bits of blocks that live in RAM."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from reference.tiered_run import config_text, run_config
 from reference.tiny_model import write_tiny_model
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from reference.virtual_cuda import VirtualCuda
+from tiered.units import parse_size
 
 NUM_STEPS = 4
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
@@ -24,14 +20,20 @@ NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
 @pytest.mark.parametrize("gpu", ["12MiB", "16MiB", "24MiB", "128MiB"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["", NO_CHECKS, 'optim = "lion"', 'optim = "sgd"', 'optim = "adafactor"'])
-def test_homes_in_gpu_memory_change_no_bit(optimizer: str, dtype: str, gpu: str, nvme: int, tmp_path: Path) -> None:
+def test_homes_in_gpu_memory_change_no_bit(
+    optimizer: str, dtype: str, gpu: str, nvme: int, virtual: VirtualCuda | None, tmp_path: Path
+) -> None:
     model = write_tiny_model(tmp_path / "model")
     tables = {"optimizer": optimizer, "precision": f'compute_dtype = "{dtype}"'}
     in_ram = config_text(tmp_path, model, nvme=0, device="cuda", gpu="128MiB", placement=ALL_RAM, **tables)
     expected = run_config(in_ram, tmp_path / "ram", num_steps=NUM_STEPS)
     below = {"ram": "9MiB"} if nvme else {}
     text = config_text(tmp_path, model, nvme=nvme, device="cuda", gpu=gpu, **below, **tables)
+    if virtual is not None:
+        virtual.peak_bytes = virtual.allocated_bytes
     result = run_config(text, tmp_path / "gpu", num_steps=NUM_STEPS)
+    if virtual is not None:
+        assert virtual.peak_bytes <= parse_size(gpu), "all tensors on the device, those inside of layers too"
     result.assert_same(expected)
     result.assert_as_planned()
     if gpu == "128MiB" and "adafactor" not in optimizer:

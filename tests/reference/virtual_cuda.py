@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from reference.lazy_device import DEVICE, LazyDevice, LazyEvent, LazyStream
@@ -34,6 +35,7 @@ aten = torch.ops.aten
 #: How torch's C++ code knows such a tensor. No kernel of torch is registered for it, so that none can run by mistake.
 _INSIDE = torch.device("lazy", 0)
 _NUM_DEVICE_TYPES, _LAZY, _META = 24, 13, 14
+_FLASH = 1  # what `_fused_sdp_choice` calls it
 #: The host needs their result at once.
 _LOOKS = {
     aten._local_scalar_dense.default,
@@ -86,7 +88,8 @@ class VirtualTensor(Tensor):
         return 0
 
     def data_ptr(self) -> int:
-        raise AssertionError("host code took the address of device memory")
+        assert self.allocation.device.tells_addresses, "host code took the address of device memory"
+        return self.memory.data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -121,6 +124,7 @@ class VirtualCuda(LazyDevice):
     Attributes:
         allocated_bytes: Of live tensors. peak_bytes: The most there were.
         waits: Operations that made the host wait, by name.
+        tells_addresses: Tests may ask tensors where they are; nobody else has use for that.
     """
 
     def __init__(self, total_bytes: int = 1 << 30) -> None:
@@ -128,6 +132,7 @@ class VirtualCuda(LazyDevice):
         self.total_bytes = total_bytes
         self.allocated_bytes = self.peak_bytes = 0
         self.waits: list[str] = []
+        self.tells_addresses = False
         self._forbids_waits = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
@@ -150,6 +155,7 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
             stack.enter_context(mock.patch.object(Tensor, "to", _to))
             stack.enter_context(mock.patch.object(torch, "tensor", _tensor))
+            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
             stack.enter_context(_Dispatch(self))
             yield self
             self.synchronize()
@@ -456,6 +462,34 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _torch_to(tensor, *args, **kwargs)
 
 
+_torch_attention = functional.scaled_dot_product_attention
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stand for sdpa, which chooses a kernel by device and knows none for ours: take the one of the CPU."""
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        inputs = _memories((query, key, value, attn_mask))
+        choice = torch._fused_sdp_choice(*inputs, dropout_p, enable_gqa=enable_gqa, **options)
+    if choice != _FLASH or not isinstance(query, VirtualTensor):
+        return _torch_attention(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    result: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return result
+
+
 _to.__name__ = "to"  # function modes are handed what they find under the name of the method that was called
 _torch_tensor = torch.tensor
 
@@ -506,7 +540,11 @@ def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if _is_ours(kwargs.get("device")) or (kwargs.get("device") is None and not args):
         kwargs["device"] = "meta"
     with _disable_current_modes():  # type: ignore[no-untyped-call]
-        return func(*_map(shape, _memories(args)), **_map(shape, _memories(kwargs)))
+        found = func(*_map(shape, _memories(args)), **_map(shape, _memories(kwargs)))
+        if func is aten.native_layer_norm.default:  # the CPU's means are what the weights are, a GPU's fp32
+            dtype = (args[0] if args[2] is None else args[2]).dtype
+            return found[0], found[1].to(dtype), found[2].to(dtype)
+        return found
 
 
 def _like(shape: Tensor) -> Tensor:
