@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain, islice
+from types import FrameType
 from typing import Any
 
 __all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads", "elements_per_call", "share_out"]
@@ -110,7 +113,8 @@ class KernelThreads:
         errors: list[BaseException] = []
         call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
         assert self._openmp is not None
-        self._openmp(call, None, num_threads, 0)  # returns when every thread of the team is done
+        with _interrupts_held():
+            self._openmp(call, None, num_threads, 0)  # returns when every thread of the team is done
         return errors
 
     def close(self) -> None:
@@ -125,6 +129,26 @@ class KernelThreads:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="optimizer")
             return self._pool
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Answer a Ctrl-C that comes inside at the end: what it raises in a function that C calls is printed and lost.
+
+    Only the main thread answers signals; in another one there is nothing to hold.
+    """
+    answer = signal.getsignal(signal.SIGINT)
+    if not callable(answer) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, answer)
+        if came:
+            answer(*came[0])
 
 
 _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from functools import partial
@@ -66,6 +67,28 @@ def test_an_error_on_a_thread_of_torchs_operations_is_raised_after_the_others_ha
     assert number not in done
     threads.run([partial(call, 100 + index) for index in range(10)])
     assert {100 + index for index in range(10)} <= set(done)
+
+
+def test_an_interrupt_among_torchs_operations_is_never_lost_and_leaves_no_call_out() -> None:
+    """What a signal raises in a function that C calls is printed and forgotten: it must not be raised there."""
+    threads, num_answered, num_tries = KernelThreads(2, among_operations=True), 0, 40
+    before = signal.getsignal(signal.SIGINT)
+    for number in range(num_tries):
+        done = list[int]()
+        timer = threading.Timer(1e-4 * number, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        try:
+            timer.start()
+            while timer.is_alive():
+                done.clear()
+                threads.run([partial(done.append, 1)] * 8)
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            num_answered += 1
+            assert len(done) in (0, 8)
+        timer.join()
+        assert signal.getsignal(signal.SIGINT) is before
+    assert num_answered == num_tries
+    threads.close()
 
 
 def test_calls_run_at_the_same_time() -> None:
