@@ -50,6 +50,7 @@ class HostMirror(TorchFunctionMode):
         self.num_answers = 0
         self._max_elements = 0
         self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
+        self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # on the device
 
     def know(self, tensor: Tensor, host: Tensor) -> None:
         """Note that a device tensor has the contents of a host tensor, which nobody may change from now on."""
@@ -76,6 +77,8 @@ class HostMirror(TorchFunctionMode):
                 return func(*args, **kwargs)
             self.num_answers += 1
             return _look(name, host, func, args[1:])
+        if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self._known:
+            args = (args[0], self._with_lists_on(args[0].device, args[1]))
         result = func(*args, **kwargs)
         self._mirror(func, name, args, kwargs, result)
         return result
@@ -97,6 +100,19 @@ class HostMirror(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             self._known[result] = (func(*host_args, **host_kwargs), result._version)
+
+    def _with_lists_on(self, device: torch.device, index: Any) -> Any:
+        """Return an index whose lists are tensors of the device, made once: torch would copy them there, and wait."""
+        if not isinstance(index, tuple):
+            return index
+        return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
+
+    def _list_on(self, device: torch.device, numbers: list[int]) -> Tensor:
+        key = device, tuple(numbers)
+        if key not in self._lists:
+            self._lists[key] = torch.tensor(numbers, device=device)
+        self.know(self._lists[key], torch.tensor(numbers))
+        return self._lists[key]
 
     def _host_of(self, value: Any) -> Any:
         """Return what stands for an argument on the host, or `_NOT_MIRRORED`."""
@@ -123,6 +139,10 @@ class HostMirror(TorchFunctionMode):
 
 
 _HANDLED = _EXACT | _CREATED | _LOOKS
+
+
+def _is_list_of_int(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _is_exact(tensor: Tensor) -> bool:

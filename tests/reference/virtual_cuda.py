@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from reference.lazy_device import DEVICE, LazyDevice, LazyEvent, LazyStream
@@ -48,6 +49,8 @@ _LOOKS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
+#: Views by a mark on the tensor, which ours do not carry: made at once.
+_MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 #: May have tensors of the host among their arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -154,6 +157,7 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(mock.patch.multiple(torch.cuda, **self._functions()))
             stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
             stack.enter_context(mock.patch.object(Tensor, "to", _to))
+            stack.enter_context(mock.patch.object(Tensor, "__getitem__", _getitem))
             stack.enter_context(mock.patch.object(torch, "tensor", _tensor))
             stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
             stack.enter_context(_Dispatch(self))
@@ -268,6 +272,7 @@ class VirtualCuda(LazyDevice):
         if func in _LOOKS or self._looks_at_mask(func, args):
             self.wait(str(func))
             return self._wrap_new(self._run(func, args, kwargs))
+        func = _MADE.get(func, func)
         args, kwargs = self._from_host(func, args), dict(kwargs)
         if func.is_view:
             return self._view(func, args, kwargs)
@@ -491,6 +496,18 @@ def _attention(
 
 
 _to.__name__ = "to"  # function modes are handed what they find under the name of the method that was called
+_torch_getitem = Tensor.__getitem__
+
+
+def _getitem(tensor: Tensor, index: Any) -> Tensor:
+    """Stand for indexing: torch makes tensors of lists inside, and copies them to the device while the host waits."""
+    # A function mode is asked first, as it would be: it then calls this again.
+    if isinstance(tensor, VirtualTensor) and isinstance(index, tuple) and _get_current_function_mode() is None:
+        index = tuple(_torch_tensor(part) if isinstance(part, list) else part for part in index)
+    return _torch_getitem(tensor, index)
+
+
+_getitem.__name__ = "__getitem__"
 _torch_tensor = torch.tensor
 
 

@@ -30,6 +30,7 @@ ANSWERED: dict[str, Look] = {
     "moved": lambda positions, mask: positions.to("cpu").unsqueeze(0).expand(1, 2, 5).max().item(),
     "as an index": lambda positions, mask: list(range(mask[0].sum())),  # type: ignore[call-overload]
     "as a list": lambda positions, mask: positions[:, 1].tolist(),
+    "by a list": lambda positions, mask: positions[:, [-1, 0]].tolist(),
     "contains": lambda positions, mask: (4 in positions, 7 in positions),
 }
 NOT_ANSWERED: dict[str, Look] = {
@@ -96,6 +97,18 @@ def test_an_input_that_was_changed_is_not_known_any_more() -> None:
     with mirror:
         assert positions.max().item() == 5
     assert mirror.num_answers == 0
+
+
+def test_a_list_goes_to_the_device_once() -> None:
+    mirror, positions = HostMirror(), POSITIONS.clone()
+    indices = []
+    for _ in range(2):  # passes
+        mirror.know(positions, POSITIONS)
+        with mirror:
+            assert 4 in positions[:, [-1, 0]]
+        indices += mirror._lists.values()
+        mirror.forget()
+    assert indices[0] is indices[1] and mirror.num_answers == 2
 
 
 def test_errors_are_those_of_torch() -> None:
