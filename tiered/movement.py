@@ -73,6 +73,7 @@ class Movement:
         self.counters = Counters()
         self.on_event = on_event
         self.schedule: Schedule | None = None
+        self._travelling: Schedule | None = None  # of the schedule: what `_travels` returns, until homes change
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.home_bytes = dict.fromkeys(self.order, 0)
@@ -85,6 +86,16 @@ class Movement:
         self._inflight_bytes = 0
         self._num_uses = 0
         self._is_pumping = False
+
+    def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
+        """Fetch ahead by another schedule."""
+        self.schedule, self.lookahead_bytes, self._travelling = schedule, lookahead_bytes, None
+
+    def add(self, block: Block) -> None:
+        """Take a registered block, which the schedule may speak of already."""
+        self.blocks[block.spec.key] = block
+        if self.schedule is not None and block.spec.key in self.schedule.keys:
+            self._travelling = None
 
     # -- bringing a copy in ------------------------------------------------------------------------------------
 
@@ -351,13 +362,26 @@ class Movement:
             taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
             room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
             passing = self._passing if len(self.order) > 2 else None
-            for access in next_fetches(self.schedule, self.now, self.lookahead_bytes, room, self._inspect, passing):
+            for access in next_fetches(self._travels(), self.now, self.lookahead_bytes, room, self._inspect, passing):
                 if self._inflight_bytes >= self._max_inflight_bytes:
                     return
                 if not self._prefetch(access):
                     return
         finally:
             self._is_pumping = False
+
+    def _travels(self) -> Schedule:
+        """Return the schedule of those blocks that are ever used away from home: the others need no fetch, and no room.
+
+        A walk through the future is made at every change; where most blocks stay at home it would be nearly all of the
+        work of a step.
+        """
+        assert self.schedule is not None
+        if self._travelling is None:
+            homes = {key: block.spec.home for key, block in self.blocks.items()}
+            away = {a.key for a in self.schedule.accesses if homes.get(a.key, a.tier) != a.tier}
+            self._travelling = self.schedule.of(lambda access: access.key in away)
+        return self._travelling
 
     def _inspect(self, access: Access) -> tuple[bool, int]:
         block = self.blocks.get(access.key)

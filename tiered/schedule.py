@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +62,7 @@ class Schedule:
         if period is not None and self.accesses and not 0 <= self.accesses[0].tick <= self.accesses[-1].tick < period:
             raise ValueError(f"ticks must lie in [0, {period}) for a schedule of that period")
         self._ticks = [access.tick for access in self.accesses]
+        self.keys = frozenset(access.key for access in self.accesses)
         self._uses: dict[tuple[str, str], list[int]] = {}
         for access in self.accesses:
             self._uses.setdefault((access.key, access.tier), []).append(access.tick)
@@ -70,6 +71,11 @@ class Schedule:
     def from_trace(cls, trace: Trace, period: int | None = None) -> Schedule:
         """Return the schedule that a recorded trace suggests (``with store.record() as trace``)."""
         return cls(trace.accesses, period)
+
+    def of(self, is_wanted: Callable[[Access], bool]) -> Schedule:
+        """Return the schedule of some of the accesses, repeating and ending alike."""
+        wanted = filter(is_wanted, self.accesses)
+        return Schedule(wanted, self.period, self.end, start=self.start, deferred=self.deferred)
 
     def __contains__(self, access: Access) -> bool:
         tick = access.tick if self.period is None else access.tick % self.period

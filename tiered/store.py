@@ -157,7 +157,7 @@ class TieredStore:
             describe = getattr(tier, "describe", None)
             if describe is not None:
                 describe(slot, spec.shape, dtype)
-            self._blocks[key] = block
+            self._movement.add(block)
         return spec
 
     def discard(self, *keys: str) -> None:
@@ -281,8 +281,7 @@ class TieredStore:
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
         """Tell the future, and how many bytes of it the prefetcher may hold ahead (None: as much as fits; 0: none)."""
         with self._changed:
-            self._movement.schedule = schedule
-            self._movement.lookahead_bytes = lookahead_bytes
+            self._movement.follow(schedule, lookahead_bytes)
             self._movement.pump()
 
     @contextmanager
@@ -372,7 +371,7 @@ class TieredStore:
             if self._grants.closed:
                 return
             self._grants.closed = True
-            self._movement.schedule = None
+            self._movement.follow(None, 0)
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()

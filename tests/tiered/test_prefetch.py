@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from tiered.prefetch import next_fetches
 from tiered.schedule import Access, Mode, Schedule
+from tiered.store import TieredStore
+from tiered.tiers.gpu import GpuTier
+from tiered.tiers.ram import RamTier
 
 
 def picks(text: str, room: int, lookahead: int | None = None, present: str = "", now: int = 0, size: int = 1) -> str:
@@ -80,3 +85,22 @@ def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> Non
     accesses = [Access(1, "a", "gpu", "w"), Access(2, "a", "ram", "r"), Access(3, "b", "ram", "r")]
     assert picks_of_three(accesses, {"gpu": 1, "ram": 2}) == [("b", "ram")]
     assert picks_of_three(accesses, {"gpu": 1, "ram": 1}) == []
+
+
+def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_late() -> None:
+    """A walk is made at every lease: with everything at home it must cost nothing."""
+    with TieredStore([GpuTier(1 << 16, device="cpu", name="fast"), RamTier(1 << 16, name="slow")]) as store:
+        for key, home in (("home", "fast"), ("away", "slow")):
+            store.register(key, (8,), torch.float32, home=home)
+            with store.acquire(key, home, "w"):
+                pass
+        store.set_schedule(
+            Schedule([Access(tick, key, "fast") for tick, key in enumerate(("home", "away", "late"))], 3)
+        )
+        assert store._movement._travels().keys == {"away"}
+        store.register("other", (8,), torch.float32, home="slow")
+        assert store._movement._travels().keys == {"away"}, "the schedule does not speak of it"
+        store.register("late", (8,), torch.float32, home="slow")
+        assert store._movement._travels().keys == {"away", "late"}
+        store.set_schedule(Schedule([Access(0, "home", "fast")], 1))
+        assert not store._movement._travels().keys
