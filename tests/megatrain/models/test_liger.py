@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -12,21 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
-from megatrain.config import combinations
+from megatrain.config import combinations, load_config
 from megatrain.engine.head import plan_head
-from megatrain.engine.objective import Objective
+from megatrain.engine.objective import Objective, causal_lm_loss
 from megatrain.engine.runner import LayerRunner
 from megatrain.engine.tiled import TiledForward, tile_mlps
+from megatrain.engine.trace import _Ledger
+from megatrain.metrics import Observers
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner
+from megatrain.trainer import Trainer
 from reference.families import packed_batches, padded_batches, tiny_config
 from reference.huggingface import build_model
 from reference.liger_packages import stand_in_liger
 from reference.memory_access import MemoryAccess
-from reference.tiered_run import config_text, run_config
+from reference.tiered_run import EXAMPLES, config_text, run_config
 from reference.tiny_model import write_tiny_model
 
 CUDA = torch.device("cuda")
@@ -273,22 +278,63 @@ PLACEMENTS = {
 }
 
 
-def test_a_run_uses_it_and_placement_changes_no_bit(
-    liger: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def liger_on_the_cpu(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
+    return liger
+
+
+def test_a_run_uses_it_and_placement_changes_no_bit(liger_on_the_cpu: ModuleType, tmp_path: Path) -> None:
+    launches = liger_on_the_cpu.liger_cross_entropy_kernel.launches
     model = write_tiny_model(tmp_path / "model")
     runs = []
     for name, tables in PLACEMENTS.items():
         text = config_text(tmp_path / name, model, **tables)  # type: ignore[arg-type]
-        before = len(liger.liger_cross_entropy_kernel.launches)
+        before = len(launches)
         runs.append(
             run_config(text.replace("[data]", "use_liger_kernel = true\n[data]", 1), tmp_path / name, num_steps=2)
         )
         runs[-1].assert_as_planned()
-        assert len(liger.liger_cross_entropy_kernel.launches) - before >= 2 * 3
+        assert len(launches) - before >= 2 * 3
     for run in runs[1:]:
         run.assert_same(runs[0])
     plain = run_config(config_text(tmp_path / "plain", model, nvme=0), tmp_path / "plain", num_steps=2)
     assert plain.losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+def test_the_evaluations_of_a_run_use_it(liger_on_the_cpu: ModuleType, tmp_path: Path) -> None:
+    losses = []
+    for name, key in (("plain", ""), ("liger", "use_liger_kernel = true\n")):
+        folder = tmp_path / name
+        folder.mkdir()
+        text = config_text(folder, write_tiny_model(folder / "model"), nvme=0).replace("[data]", f"{key}[data]", 1)
+        text = text.replace("[training]\n", "[training]\nmax_steps = 1\n")
+        text += f'[[data.eval]]\npath = "{EXAMPLES / "quickstart" / "loomings.txt"}"\n'
+        text += '[evaluation]\neval_on_start = true\n[checkpoint]\nmin_free_disk = "0MiB"\n'
+        (folder / "run.toml").write_text(text)
+        Trainer(load_config(folder / "run.toml").config, observer=Observers([])).train()
+        lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if line.get("event") == "evaluation"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0]
+    launches = liger_on_the_cpu.liger_cross_entropy_kernel.launches
+    assert {launch["HAS_GRADIENTS"] for launch in launches} == {True, False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_piece_takes_no_more_memory_than_planned(
+    liger: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is made with torch's loss. The kernel itself makes no tensor."""
+    monkeypatch.setattr(liger.Kernel, "_launch", lambda self, grid, **given: None)
+    rows, columns = 64, 1000
+    functions = {"torch": ForCausalLMLoss, "liger": causal_lm_loss(LigerCrossEntropy(), keeps_logits=False)}
+    labels, peaks = torch.zeros(1, rows, dtype=torch.long), {}
+    for name, function in functions.items():
+        leaf = torch.zeros(1, rows, columns, dtype=dtype, requires_grad=True)
+        with _Ledger() as ledger:
+            loss = function(leaf * 1.0, labels, vocab_size=columns, num_items_in_batch=7, shift_labels=labels)
+            torch.autograd.grad(loss, leaf)
+        peaks[name] = ledger.peak_nbytes
+    logits_nbytes = rows * columns * dtype.itemsize
+    assert peaks["liger"] < 2.1 * logits_nbytes < peaks["torch"]  # logits, and the gradient of what they were made of
