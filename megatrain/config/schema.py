@@ -50,7 +50,7 @@ class ModelConfig(Table):
     )
     use_liger_kernel: bool = Field(
         default=False,
-        description="Norms, gated MLPs and the cross entropy computed by the package liger-kernel, where it has kernels "
+        description="Norms, gated MLPs and cross entropy computed by the package liger-kernel, where it has kernels "
         "for the model; needs a GPU. Other roundings than without.",
     )
     mlp_rows: int = Field(
