@@ -17,6 +17,7 @@ from megatrain.data.tokenizer import pad_token_id
 from megatrain.engine.evaluate import EvaluationEngine
 from megatrain.engine.program import evaluation_program
 from megatrain.metrics import EvaluationMetrics, RunObserver
+from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -201,6 +202,7 @@ class Evaluator:
                 session.plan.placement.homes,
                 device=session.plan.device,
                 timeline=session.timeline,
+                cross_entropy=LigerCrossEntropy.of(session.config.model),
             )
         session.timeline.is_on = False
         for each in self._sets:

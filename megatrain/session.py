@@ -22,7 +22,7 @@ from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
 from megatrain.models.layout import UnitLayout, views
-from megatrain.models.liger import apply_liger_kernels
+from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan.machine import existing_parent, own_drive_bytes
@@ -264,6 +264,7 @@ class Session:
             seed=self.config.seed,
             objective=Objective.of(self.config.training),
             compiler=LayerCompiler.of(self.config.model),
+            cross_entropy=LigerCrossEntropy.of(self.config.model),
             timeline=self.timeline,
             device_optimizer=plan.device_optimizer,
         )

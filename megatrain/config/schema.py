@@ -50,8 +50,8 @@ class ModelConfig(Table):
     )
     use_liger_kernel: bool = Field(
         default=False,
-        description="Norms and gated MLPs computed by the package liger-kernel, where it has kernels for the model; "
-        "needs a GPU. Other roundings than without.",
+        description="Norms, gated MLPs and cross entropy computed by the package liger-kernel, where it has kernels "
+        "for the model; needs a GPU. Other roundings than without.",
     )
     mlp_rows: int = Field(
         default=0,

@@ -13,6 +13,7 @@ from megatrain.optim.threads import KernelThreads
 if TYPE_CHECKING:
     import torch
 
+    from megatrain.engine.objective import CrossEntropy
     from megatrain.engine.program import StepProgram
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph
@@ -27,6 +28,7 @@ class EvaluationEngine:
 
     Args:
         store: holds the weights. program: of a training step. homes: of the placement. timeline: told of every tick.
+        cross_entropy: in the place of torch's; None: torch's.
 
     Attributes:
         program: of one pass.
@@ -42,6 +44,7 @@ class EvaluationEngine:
         *,
         device: torch.device | str,
         timeline: Timeline | None = None,
+        cross_entropy: CrossEntropy | None = None,
     ) -> None:
         self.program = evaluation_program(program)
         self._access = StoreAccess(store, graph, trace, self.program, homes, {}, KernelThreads(1), _update, timeline)
@@ -52,6 +55,7 @@ class EvaluationEngine:
             compute_dtype=graph.dtype,
             head_rows=trace.head_rows or None,
             trace=trace,
+            cross_entropy=cross_entropy,
         )
 
     def run_pass(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int) -> SummedLoss:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.objective import replaced_loss
@@ -41,11 +43,13 @@ class HeadPlan:
         trunk: The submodule whose output the head starts from.
         units: Units that run behind the cut, in order of their first call.
         vocab_size: Columns of the logits.
+        keeps_logits: Whether the model, or autograd for it, reads the logits besides in its loss.
     """
 
     trunk: nn.Module
     units: tuple[Unit, ...]
     vocab_size: int
+    keeps_logits: bool = False
 
     @property
     def default_rows(self) -> int:
@@ -98,7 +102,8 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     shape, labels_are_passed = probe.losses[0]
     if shape[:2] != (1, 2) or not labels_are_passed:
         return None
-    return HeadPlan(probe.trunks[0], tuple(graph.units[index] for index in dict.fromkeys(probe.called)), shape[-1])
+    units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
+    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits)
 
 
 class _Probe:
@@ -112,6 +117,7 @@ class _Probe:
         trunks: Candidates that were called.
         called: Indexes of the units that were called.
         losses: Shape of the logits of every call of the loss, and whether the labels were passed on.
+        keeps_logits: As in the plan.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module]) -> None:
@@ -120,6 +126,9 @@ class _Probe:
         self.trunks: list[nn.Module] = []
         self.called: list[int] = []
         self.losses: list[tuple[torch.Size, bool]] = []
+        self.keeps_logits = False
+        self._reads = _Reads()
+        self._logits = torch.empty(0, device="meta")
 
     def run(self) -> None:
         """Run the head; raises whatever the model's code raises."""
@@ -127,13 +136,17 @@ class _Probe:
         embedding = model.get_output_embeddings()
         config = self._graph.config.get_text_config()
         width = embedding.weight.shape[1] if embedding is not None else config.hidden_size
-        rows = torch.empty(1, 2, width, device="meta", dtype=self._graph.dtype)
+        rows = torch.empty(1, 2, width, device="meta", dtype=self._graph.dtype, requires_grad=True)
         labels = torch.zeros(1, 2, dtype=torch.long, device="meta")
         stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
         stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
         loss = replaced_loss(model, self._loss_stub(model.loss_function, labels))
-        with installed_stubs(stubs), without_auxiliary_loss(model), loss, torch.no_grad():
+        reads = self._reads
+        hooks = torch.autograd.graph.saved_tensors_hooks(reads.save, lambda tensor: tensor)
+        with installed_stubs(stubs), without_auxiliary_loss(model), loss, torch.enable_grad(), hooks, reads:
             model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
+        storage = self._logits.untyped_storage()._cdata
+        self.keeps_logits = any(t.untyped_storage()._cdata == storage for t in (*reads.read, *reads.saved))
 
     def _unit_stub(self, unit: Unit) -> Callable[..., Any]:
         forward = unit.module.forward
@@ -156,9 +169,29 @@ class _Probe:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
             passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
             self.losses.append((logits.shape, passed))
-            return loss_function(*args, **kwargs)
+            value = loss_function(*args, **kwargs)  # it saves no logits, only what it makes of them
+            self._logits = logits
+            self._reads.read.clear()
+            return value
 
         return stub
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the tensors that operations read, and those that autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read: list[Tensor] = []
+        self.saved: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.read += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+    def save(self, tensor: Tensor) -> Tensor:
+        self.saved.append(tensor)
+        return tensor
 
 
 def _rows_only_output(rows: Tensor) -> Any:

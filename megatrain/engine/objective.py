@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,21 @@ if TYPE_CHECKING:
 
     from megatrain.config.schema import TrainingConfig
 
-__all__ = ["Objective", "replaced_loss"]
+__all__ = ["CrossEntropy", "Objective", "causal_lm_loss", "replaced_loss"]
 
 _IGNORED = -100
+
+
+class CrossEntropy(Protocol):
+    """Computes cross entropy in the place of torch's function."""
+
+    def __call__(self, logits: Tensor, labels: Tensor, num_items: int, ignored: int, /) -> Tensor:
+        """Return the sum over rows of ``-log softmax(logits)[label] / num_items``; it may overwrite ``logits``.
+
+        Args:
+            logits: [rows, columns]. labels: [rows]; a row with the label ``ignored`` adds nothing.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,30 @@ def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         return output + torch.zeros_like(output).uniform_(-largest, largest)
 
     return add_noise
+
+
+def causal_lm_loss(cross_entropy: CrossEntropy, *, keeps_logits: bool) -> Callable[..., Tensor]:
+    """Return a function in the place of transformers' ``ForCausalLMLoss``, for labels that are shifted already.
+
+    Args:
+        keeps_logits: Hand over a copy of the logits, as the model needs them once more.
+    """
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: int,
+        shift_labels: Tensor,
+        ignore_index: int = _IGNORED,
+        **rest: Any,
+    ) -> Tensor:
+        rows = logits.reshape(-1, vocab_size)
+        return cross_entropy(
+            rows.clone() if keeps_logits else rows, shift_labels.reshape(-1), num_items_in_batch, ignore_index
+        )
+
+    return loss
 
 
 def _smoothed(factor: float) -> Callable[..., Tensor]:

@@ -7,7 +7,7 @@ micro-batches pass a unit before any of them reaches the next.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain.engine.head import ChunkedHead, HeadPlan, TrunkOutput, plan_head, without_auxiliary_loss
 from megatrain.engine.labels import count_labels, shifted_labels, without_labels
-from megatrain.engine.objective import Objective
+from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, replaced_loss
 from megatrain.engine.staging import MicroBatches, read_numbers
 from megatrain.engine.suspend import RandomStates
 from megatrain.engine.trunk import SuspendedOutput, Trunk, VisitOrderError
@@ -104,6 +104,7 @@ class LayerRunner:
         kept: Visits whose graphs wait for their backward instead of being run again. It changes no bits; their weights
             must stay unchanged, at one place, from forward to backward.
         compiler: Of layers; None: they run as they are.
+        cross_entropy: In the place of torch's, in heads that run in pieces; None: torch's.
 
     Attributes:
         bounds: The runnable form of every unit, by index.
@@ -125,6 +126,7 @@ class LayerRunner:
         random_enabled: bool = True,
         kept: Container[int] = (),
         compiler: LayerCompiler | None = None,
+        cross_entropy: CrossEntropy | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -143,6 +145,7 @@ class LayerRunner:
                 "it computes its loss in a way of its own, with which training.label_smoothing_factor cannot be used",
             )
         self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
+        self._cross_entropy = cross_entropy
         self._trunk = Trunk(
             graph,
             access,
@@ -269,8 +272,8 @@ class LayerRunner:
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
         """
-        objective = self._objective.applied(self._graph.model)
-        with torch.enable_grad(), self._trunk.prepared(), objective, _single_threaded_backward():
+        objective = self._objective.applied(self._graph.model)  # inside, as smoothed labels have a loss of their own
+        with torch.enable_grad(), self._trunk.prepared(), self._loss(), objective, _single_threaded_backward():
             outputs = self._trunk.run(batches, num_items, seed)
             losses, roots, grads = self._run_heads(outputs, batches, rows, num_items)
             del outputs
@@ -288,13 +291,19 @@ class LayerRunner:
         counts: Mapping[int, int],
     ) -> list[Tensor]:
         """Run the forward alone and return loss terms that are sums over tokens."""
-        with self._trunk.prepared():
+        with self._trunk.prepared(), self._loss():
             outputs = self._trunk.run(batches, None, 0)
             self._trunk.check_visit_count()
             if self._plan is None:  # the model's own loss, a mean: not every model's can be told a count
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
                 return head.evaluate(items)
+
+    def _loss(self) -> AbstractContextManager[None]:
+        if self._plan is None or self._cross_entropy is None:
+            return nullcontext()
+        function = causal_lm_loss(self._cross_entropy, keeps_logits=self._plan.keeps_logits)
+        return replaced_loss(self._graph.model, function)
 
     def _run_heads(
         self,

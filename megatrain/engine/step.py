@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatrain.engine.compiled import LayerCompiler
-    from megatrain.engine.objective import Objective
+    from megatrain.engine.objective import CrossEntropy, Objective
     from megatrain.engine.trace import VisitTrace
     from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import UnitLayout
@@ -72,7 +72,7 @@ class StepEngine:
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
         seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
-        compiler: of layers; None: they run as they are.
+        compiler: of layers; None: they run as they are. cross_entropy: in the place of torch's; None: torch's.
         timeline: told of every tick.
 
     Attributes:
@@ -97,6 +97,7 @@ class StepEngine:
         seed: int = 0,
         objective: Objective | None = None,
         compiler: LayerCompiler | None = None,
+        cross_entropy: CrossEntropy | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
         device_optimizer: Optimizer | None = None,
@@ -119,6 +120,7 @@ class StepEngine:
             objective=objective,
             kept=program.kept,
             compiler=compiler,
+            cross_entropy=cross_entropy,
         )
         uses = uses_of_layouts(graph, trace)
         self._trained = {
