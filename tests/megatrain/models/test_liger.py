@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 
 import pytest
 import torch
@@ -20,14 +20,16 @@ from megatrain.models.liger import apply_liger_kernels, check_liger_kernels
 from reference.families import tiny_config
 from reference.memory_access import MemoryAccess
 
-STAND_IN = Path(__file__).parents[2] / "reference" / "stand_in_liger"
+STAND_IN = Path(__file__).parents[2] / "reference" / "stand_in_liger" / "liger_kernel"
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture
 def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(STAND_IN))
     _forget()
+    package = ModuleType("liger_kernel")  # on sys.path a folder without __init__.py would give way to the real package
+    package.__path__ = [str(STAND_IN)]
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
     yield
     _forget()
 
