@@ -227,7 +227,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = max(args[0].shape, default=1)
             result: Any = torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
         elif func is aten.rand.default and not args[0]:
-            # One number, drawn to leave out a layer by chance where it is below a rate: what is planned is that all run.
+            # One number, drawn to leave out a layer by chance where it is below a rate. The plan is for all layers.
             options = kwargs or {}
             result = torch.tensor(1.0, dtype=options.get("dtype"), device=options.get("device"))
         elif func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
