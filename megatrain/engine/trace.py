@@ -216,6 +216,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
+            if (known := getattr(args[0], "constant", None)) is not None:
+                return known.item()
             self.exact = False
             if args[0].dtype == torch.bool:
                 return True  # validity checks pass
@@ -224,6 +226,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.exact = False
             found = max(args[0].shape, default=1)
             result: Any = torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
+        elif func is aten.rand.default and not args[0]:
+            # One number, drawn to leave out a layer by chance where it is below a rate. The plan is for all layers.
+            options = kwargs or {}
+            result = torch.tensor(1.0, dtype=options.get("dtype"), device=options.get("device"))
         elif func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # torch knows the shape of the result for bf16 alone; the kernel itself takes fp32 too.
             with self.paused():

@@ -156,7 +156,7 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> 
     what ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings, dot_natural_key
+    from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
@@ -166,12 +166,12 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> 
     renamings, converters, by_pattern = _split([transform.reverse_transform() for transform in reversed(transforms)])
     steps: dict[str, Conversion] = {}
     for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
+        target, pattern = rename_source_key(name, [], converters, reverse=True)
         step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
         step.sources.setdefault(pattern or name, []).append(name)
     used: set[str] = set()
     for step in steps.values():
-        step.trace(tensors, model, lambda name: apply_renamings(name, renamings))
+        step.trace(tensors, model, lambda name: rename_source_key(name, renamings, [], reverse=True)[0])
         if not used.isdisjoint(step.targets):
             raise ConversionError(f"two tensors of the model would both be named {sorted(used & set(step.targets))[0]}")
         used.update(step.targets)

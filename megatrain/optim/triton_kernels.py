@@ -116,7 +116,8 @@ def lion(
     m_old = tl.load(m + at, mask=inside)
 
     direction = m_old * beta1 + g * one_minus_beta1
-    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, -lr, 0.0))  # of zero and of NaN: none
+    minus_lr = lr * -1.0  # exact; triton may compile `-lr` to 0 - lr, which is +0 where -lr is -0
+    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
 
     tl.store(m + at, m_old * beta2 + g * one_minus_beta2, mask=inside)
     _store_master(weight, low, at, inside, decayed - step)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from reference.lazy_device import DEVICE, LazyDevice, LazyEvent, LazyStream
@@ -147,6 +148,7 @@ class VirtualCuda(LazyDevice):
     def in_place(self) -> Iterator[VirtualCuda]:
         """Put it in the place of torch's device, in this thread and in those that start from now on."""
         _give_tensors_a_guard()
+        _device_constructors()  # remembers, once for the whole process, torch's functions and not those below
         device, run = self, threading.Thread.run
 
         def run_with_device(thread: threading.Thread) -> None:
