@@ -31,12 +31,13 @@ from tiered.grants import Grants
 from tiered.lease import NO_THREAD, Lease
 from tiered.loading import nearest_addressable
 from tiered.manifest import JSON, SNAPSHOT_FOLDER, BlockRecord, generation_folder, generation_name
-from tiered.movement import Movement, Waiting
+from tiered.movement import Movement
 from tiered.tiers.directory import write_document
 from tiered.tiers.files import files_of
 from tiered.tiers.full import FullDrives
 from tiered.tiers.ownership import StoreIdentity
 from tiered.tiers.snapshots import drop_kept_files
+from tiered.transfer import Waiting
 from tiered.units import PAGE_BYTES
 from tiered.zarr_layout import dtype_name, group_document
 

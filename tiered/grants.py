@@ -11,9 +11,10 @@ from tiered.copies import Block, Copy
 from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
 from tiered.events import Event
 from tiered.lease import NO_THREAD, Lease
-from tiered.movement import Movement, Waiting
+from tiered.movement import Movement
 from tiered.schedule import Access, Mode, Trace
 from tiered.tiers.base import Slot, Tier
+from tiered.transfer import Waiting
 
 #: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
 Request = tuple[str, str, Mode]

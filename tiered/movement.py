@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from tiered.block import CopyState
 from tiered.copies import Block, Copy
@@ -18,27 +17,12 @@ from tiered.errors import UninitializedBlockError
 from tiered.events import Counters, Event, EventSink
 from tiered.links.base import Link
 from tiered.policies.base import Candidate, EvictionPolicy
-from tiered.prefetch import next_fetches
+from tiered.prefetch import Travels, next_fetches
 from tiered.relay import route, stops, submit_two_hops
 from tiered.schedule import NEVER, Access, Schedule
 from tiered.simulation import SimulatedClock
 from tiered.tiers.base import Slot, Tier
-from tiered.transfer import Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Why a copy is not there yet.
-
-    Attributes:
-        cause: one of ``STALL_CAUSES``. transfer: the movement whose failure concerns the waiter.
-        tier, need_bytes: for ``space``: where how much room is missing.
-    """
-
-    cause: str
-    transfer: Transfer | None = None
-    tier: str = ""
-    need_bytes: int = 0
+from tiered.transfer import Transfer, Waiting
 
 
 class Movement:
@@ -73,7 +57,7 @@ class Movement:
         self.counters = Counters()
         self.on_event = on_event
         self.schedule: Schedule | None = None
-        self._travelling: Schedule | None = None  # of the schedule: what `_travels` returns, until homes change
+        self._travels = Travels(None)
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.home_bytes = dict.fromkeys(self.order, 0)
@@ -89,13 +73,12 @@ class Movement:
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Fetch ahead by another schedule."""
-        self.schedule, self.lookahead_bytes, self._travelling = schedule, lookahead_bytes, None
+        self.schedule, self.lookahead_bytes, self._travels = schedule, lookahead_bytes, Travels(schedule)
 
     def add(self, block: Block) -> None:
-        """Take a registered block, which the schedule may speak of already."""
+        """Take a registered block."""
         self.blocks[block.spec.key] = block
-        if self.schedule is not None and block.spec.key in self.schedule.keys:
-            self._travelling = None
+        self._travels.know(block)
 
     # -- bringing a copy in ------------------------------------------------------------------------------------
 
@@ -362,26 +345,14 @@ class Movement:
             taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
             room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
             passing = self._passing if len(self.order) > 2 else None
-            for access in next_fetches(self._travels(), self.now, self.lookahead_bytes, room, self._inspect, passing):
+            travels = self._travels.among(self.blocks)
+            for access in next_fetches(travels, self.now, self.lookahead_bytes, room, self._inspect, passing):
                 if self._inflight_bytes >= self._max_inflight_bytes:
                     return
                 if not self._prefetch(access):
                     return
         finally:
             self._is_pumping = False
-
-    def _travels(self) -> Schedule:
-        """Return the schedule of those blocks that are ever used away from home: the others need no fetch, and no room.
-
-        A walk through the future is made at every change; where most blocks stay at home it would be nearly all of the
-        work of a step.
-        """
-        assert self.schedule is not None
-        if self._travelling is None:
-            homes = {key: block.spec.home for key, block in self.blocks.items()}
-            away = {a.key for a in self.schedule.accesses if homes.get(a.key, a.tier) != a.tier}
-            self._travelling = self.schedule.of(lambda access: access.key in away)
-        return self._travelling
 
     def _inspect(self, access: Access) -> tuple[bool, int]:
         block = self.blocks.get(access.key)

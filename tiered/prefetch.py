@@ -3,8 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from tiered.schedule import Access, Schedule
+
+if TYPE_CHECKING:
+    from tiered.copies import Block
+
+
+class Travels:
+    """What a schedule says of blocks that are ever used away from home. The others need no fetch, and no room.
+
+    The future is walked at every change; where most blocks stay at home that would be most of the work of a step.
+    """
+
+    def __init__(self, schedule: Schedule | None) -> None:
+        self._all = schedule or Schedule([])
+        self._part: Schedule | None = None
+
+    def know(self, block: Block) -> None:
+        """Note a block that was registered, of which the schedule may have spoken before."""
+        if block.spec.key in self._all.keys:
+            self._part = None
+
+    def among(self, blocks: Mapping[str, Block]) -> Schedule:
+        """Return that part of the schedule; ``blocks`` by key, all that are registered."""
+        if self._part is None:
+            accesses = [access for access in self._all.accesses if access.key in blocks]
+            away = {access.key for access in accesses if blocks[access.key].spec.home != access.tier}
+            self._part = self._all.of(lambda access: access.key in away)
+        return self._part
 
 
 def next_fetches(

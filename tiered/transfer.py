@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -107,3 +108,18 @@ class Transfer:
                 callback(self)
         finally:
             self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a copy is not there yet.
+
+    Attributes:
+        cause: one of ``STALL_CAUSES``. transfer: the movement whose failure concerns the waiter.
+        tier, need_bytes: for ``space``: where how much room is missing.
+    """
+
+    cause: str
+    transfer: Transfer | None = None
+    tier: str = ""
+    need_bytes: int = 0

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatrain.engine.head import ChunkedHead, HeadPlan, TrunkOutput, plan_head, without_auxiliary_loss
+from megatrain.engine.head import ChunkedHead, TrunkOutput
+from megatrain.engine.head_plan import HeadPlan, plan_head, without_auxiliary_loss
 from megatrain.engine.labels import count_labels, shifted_labels, without_labels
 from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, replaced_loss
 from megatrain.engine.staging import MicroBatches, read_numbers

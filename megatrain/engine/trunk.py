@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.head import accepts_use_cache
+from megatrain.engine.head_plan import accepts_use_cache
 from megatrain.engine.suspend import RandomStates, SuspendedForward, UnitCall, micro_batch_seed, suspend
 from megatrain.engine.units import installed_stubs
 from megatrain.engine.visit import UnitVisit
 
 if TYPE_CHECKING:
     from megatrain.engine.access import BlockAccess
-    from megatrain.engine.head import HeadPlan
+    from megatrain.engine.head_plan import HeadPlan
     from megatrain.engine.mirror import HostMirror
     from megatrain.engine.trace import VisitTrace
     from megatrain.engine.units import BoundUnit

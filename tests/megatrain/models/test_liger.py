@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from megatrain.config import combinations, load_config
-from megatrain.engine.head import plan_head
+from megatrain.engine.head_plan import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss
 from megatrain.engine.runner import LayerRunner
 from megatrain.engine.tiled import TiledForward, tile_mlps
