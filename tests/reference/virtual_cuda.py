@@ -174,6 +174,7 @@ class VirtualCuda(LazyDevice):
             "synchronize": lambda device=None: self.synchronize(),
             "is_available": lambda: True,
             "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
             "_lazy_init": lambda: None,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
