@@ -1,4 +1,4 @@
-"""The commands on a GPU: plan, run, status, export, doctor; stopped, killed and continued, at every size of its memory."""
+"""The commands on a GPU: plan, run, status, export, doctor; stopped, killed, continued, at every size of its memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from reference.saved_run import NVME, ROOT, SavedRun, end, make_run
 LAUNCHER = ROOT / "tests" / "reference" / "on_virtual_gpu.py"
 STEPS = 6
 EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
+ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
 #: Placement, and what the GPU tier may take: "" for all that there is.
 SIZES = {
     "all that there is": ("", ""),
     "a part streams": ("", "3MiB"),
     "state on a drive": ('optimizer = ["nvme"]', "3MiB"),
-    "all on a drive": ('weights = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]\ngradients = ["nvme"]', "3MiB"),
+    "all on a drive": (ALL_ON_DRIVE, "3MiB"),
 }
 
 pytestmark = pytest.mark.usefixtures("virtual")
