@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.engine.arguments import tree_map
 from megatrain.flops import count_flops
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.masks import rows_are_documents
+from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
 if TYPE_CHECKING:

@@ -178,6 +178,7 @@ class VirtualCuda(LazyDevice):
             "_lazy_init": lambda: None,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "set_device": lambda device: None,
             "get_device_name": lambda device=None: "virtual",
             "get_device_properties": lambda device=None: properties,
             "get_device_capability": lambda device=None: (9, 0),
