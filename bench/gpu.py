@@ -55,8 +55,12 @@ def main() -> int:
     arguments = parse_arguments()
     deadline_s = time.monotonic() + 60 * arguments.minutes
     all_ok = True
+    for folder in (arguments.cache, arguments.traces, arguments.scratch, arguments.out and arguments.out.parent):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        os.environ["XDG_CACHE_HOME"] = str(arguments.cache or Path(scratch, "cache"))  # where doctor keeps rates
+        cache = arguments.cache or Path(scratch, "cache")
+        os.environ["XDG_CACHE_HOME"] = str(cache.absolute())  # where doctor keeps rates
         for name in arguments.parts:
             folder = Path(scratch, name)
             folder.mkdir()
@@ -108,7 +112,7 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
     """Let doctor measure the machine and the drive of the scratch folder; print its figures."""
     report = Report("gpu", as_json=arguments.json, tokens_per_step=None, out=arguments.out)
     command = [sys.executable, "-m", "cli", "doctor", "--quick", "--json", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    environment = {**os.environ, "PYTHONPATH": _python_path(), "NO_COLOR": "1"}
     left_s = max(1.0, deadline_s - time.monotonic())
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left_s)
@@ -152,12 +156,12 @@ class Comparison:
         """Run the sides; plain PyTorch first, as it says how many layers fit."""
         sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
         found: dict[str, Mapping[str, Any]] = {}
-        for side in sides:
+        for number, side in enumerate(sides):
             reason = self._missing(side)
             if reason:
                 self._rows.skipped(side, reason)
                 continue
-            result, failure = self._run_side(side)
+            result, failure = self._run_side(side, num_left=len(sides) - number)
             if failure:
                 self._rows.failed(side, failure, is_ours=side == OURS)
             if result.get("steps"):
@@ -182,16 +186,21 @@ class Comparison:
     def _warm_ups(self) -> int:
         return int(self._part.num_steps > 0)
 
-    def _run_side(self, side: str) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process to its end or to the deadline; return what it wrote, and why it failed, if it did."""
-        job = self._job(side)
+    def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
+        """Run a side's process to its end or to its deadline; return what it wrote, and why it failed, if it did.
+
+        Args:
+            num_left: sides of the part that have not run, this one included: they share the time.
+        """
+        budget_s = max(LEAST_S, (self._deadline_s - time.monotonic()) / num_left)
+        job = self._job(side, budget_s)
         if side == OURS and job.tables:
             self._rows.row("ours.tables", json.dumps(job.tables), "of the config")
         python = self._arguments.deepspeed if side == ZERO3 else sys.executable
         log = self._folder / f"{side}.log"
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": _python_path(),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
         command = [python, "-P", "-c", "from bench.gpu_sides import worker; worker.main()", job.to_json()]
@@ -200,17 +209,17 @@ class Comparison:
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                code = process.wait(timeout=max(LEAST_S, self._deadline_s - time.monotonic()))
+                code = process.wait(timeout=budget_s)
                 failure = "" if code == 0 else f"exit code {code}: {_last_words(log)}"
             except subprocess.TimeoutExpired:
-                failure = "out of time; the steps that it made count"
+                failure = f"out of time after {budget_s:.0f} s; the steps that it made count: {_last_words(log)}"
             finally:
                 _end(process)
         path = Path(job.result)
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return result, failure
 
-    def _job(self, side: str) -> Job:
+    def _job(self, side: str, budget_s: float) -> Job:
         part, arguments = self._part, self._arguments
         folder = self._folder / side
         folder.mkdir()
@@ -228,6 +237,7 @@ class Comparison:
             micro_rows=part.micro_rows,
             num_steps=max(1, part.num_steps) if arguments.steps is None else arguments.steps,
             has_warm_up=bool(self._warm_ups()),
+            budget_s=budget_s,
             device=arguments.device,
             dtype="bfloat16" if arguments.device == "cuda" else "float32",
             num_threads=default_num_threads(),
@@ -236,10 +246,16 @@ class Comparison:
             ram="tight" if arguments.quick and part.uses_drive else arguments.ram,
             drive=str(folder / "drive") if part.uses_drive else "",
             tables=tables,
-            trace=str(trace),
-            megatrain=str(arguments.megatrain or ""),
+            trace=str(trace and trace.absolute()),
+            megatrain=str(arguments.megatrain.absolute()) if arguments.megatrain else "",
             layers=() if arguments.quick else PLAIN_LAYERS,
+            matmul=512 if arguments.quick else 8192,
         )
+
+
+def _python_path() -> str:
+    """Return where Python finds us, and whatever it was told before: there libraries may be that are not installed."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def _last_words(log: Path) -> str:

@@ -21,7 +21,7 @@ from megatrain.engine.runner import shifted_labels
 from megatrain.models.layout import TensorEntry
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer, Segment, StateKind, Update, decays
-from megatrain.plan.planner import plan_run
+from megatrain.plan.planner import Plan, plan_run
 from megatrain.plan.solve import DoesNotFitError
 from megatrain.session import Session
 from tiered.events import StoreStats
@@ -123,18 +123,26 @@ class Ours:
     """Our engine on one placement. A context manager: leaving it closes the store. Between steps nothing moves.
 
     Args:
-        config: of the run. num_steps: how many steps will be taken.
+        config: of the run. num_steps: how many steps will be taken. plan: of the run, if it is made already.
+        make_session: ``Session`` or a class like it.
     """
 
-    def __init__(self, config: RunConfig, num_steps: int) -> None:
-        plan = plan_run(config)
+    def __init__(
+        self,
+        config: RunConfig,
+        num_steps: int,
+        *,
+        plan: Plan | None = None,
+        make_session: Callable[[RunConfig, Plan], Session] = Session,
+    ) -> None:
+        plan = plan or plan_run(config)
         plan.optimizer.warm_up()
         clip.warm_up()
         self.optimizer = TimedOptimizer(plan.optimizer)
         self.plan = replace(plan, optimizer=self.optimizer)
         self.windows: list[StoreStats] = []
         self._num_steps = 0
-        self._session = Session(config, self.plan).__enter__()
+        self._session = make_session(config, self.plan).__enter__()
         self._store = self._session.store
         self._session.prepare()
         self._store.wait_idle()

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_sides.cases import PARTS, write_shape
+from bench.gpu_sides.job import Job
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
@@ -158,6 +161,54 @@ def test_sides_on_one_device_compute_the_same_and_move_what_was_planned() -> Non
     assert rows["20b_nvme.ours.nvme->ram.moved"]["value"] > 0  # the drive takes part
     assert rows["20b_nvme.ours.home.nvme.optimizer"]["value"] > 0
     assert rows["7b_4k.ours.predicted_step"]["value"] > 0 < rows["rates.drive.mixed"]["value"]
+
+
+def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of `gpu.py` at a tiny size, on a GPU in software that has not room for everything."""
+    launcher, out = ROOT / "tests" / "reference" / "on_virtual_gpu.py", folder / "made" / "rows.jsonl"
+    command = [sys.executable, str(launcher), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
+    command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
+    done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
+
+
+def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
+    rows = on_virtual_gpu(tmp_path, "--parts", "14b", "--traces", str(tmp_path / "traces"))
+    assert rows["14b.ours.rate"]["value"] > 0 < rows["14b.ours.peak.device_bytes"]["value"]
+    assert rows["14b.ours.ram->gpu.moved"]["ok"] and rows["14b.ours.ram->gpu.moved"]["value"] > 0
+    assert (tmp_path / "traces" / "14b.json").exists()
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
+    stand_in = ROOT / "tests" / "reference" / "stand_in_megatrain"
+    rows = on_virtual_gpu(tmp_path, "--megatrain", str(stand_in), "--cache", str(tmp_path / "rates"))
+    for part in PARTS:
+        assert rows[f"{part}.ours.rate"]["value"] > 0 and rows[f"{part}.ours.ram->gpu.moved"]["ok"], part
+        assert rows[f"{part}.ours.predicted_step"]["value"] > 0, part
+    assert rows["rates.gpu.matmul.bfloat16"]["value"] > 0
+    assert rows["plain.ratio.ours/plain"]["value"] > 0 and rows["plain.loss.relative_to.plain"]["ok"]
+    assert rows["plain.plain.peak.device_bytes"]["value"] > 0
+    assert rows["7b_64k.megatrain.rate"]["value"] > 0 and rows["zero3.zero3.skipped"]["value"]
+
+
+def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
+    """There are seconds for a few of the steps that were wanted."""
+    part = PARTS["plain"].small()
+    result = tmp_path / "result.json"
+    job = Job(
+        "ours", str(write_shape(tmp_path / "model", part, quick=True)), 2, 64, 1, 1000, True, 6.0, "cpu", "float32", 1,
+        str(tmp_path / "scratch"), str(result), matmul=64,
+    )  # fmt: skip
+    code = "from bench.gpu_sides import worker; worker.main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", code, job.to_json()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(result.read_text())
+    assert seen["is_complete"] and seen["num_steps_missing"] == 1001 - len(seen["steps"]) > 0
+    assert "ready after" in done.stdout and "step 1 of 1001" in done.stdout
 
 
 def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.models.graph import build_graph
-from megatrain.models.initialize import init_weights
 
 SEED = 42
+#: Random numbers that all weights are cut from; a prime, so that rows of a matrix do not repeat.
+_NUM_RANDOM = 4_194_301
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Job:
 
     Attributes:
         side: a name of `cases`. model: folder with ``config.json``. rows, length, micro_rows: of a step, see `Part`.
-        num_steps: that are measured. has_warm_up: whether one comes before them that is not.
+        num_steps: that are measured. has_warm_up: whether one comes before them that is not. budget_s: seconds for
+            all of it; the step with which they would be over is the last one.
         device: "cuda" or "cpu". dtype: of the layers. scratch: folder of this side. result: file for its figures.
         ram, drive: size of our RAM tier, "" for auto and "tight" for a quarter above the least that works; folder of
             our NVMe tier, or "". tables: more tables of our config. trace: file for the timeline of the last step.
         megatrain: folder of the reference's checkout. layers: smaller numbers of layers to try where it does not fit.
+        matmul: side of the square matrices whose product is timed.
     """
 
     side: str
@@ -37,6 +42,7 @@ class Job:
     micro_rows: int
     num_steps: int
     has_warm_up: bool
+    budget_s: float
     device: str
     dtype: str
     num_threads: int
@@ -48,6 +54,7 @@ class Job:
     trace: str = ""
     megatrain: str = ""
     layers: tuple[int, ...] = ()
+    matmul: int = 8192
 
     def to_json(self) -> str:
         """Return the job as a word of a command line."""
@@ -79,6 +86,29 @@ class Job:
         return [{"input_ids": part, "labels": part.clone()} for part in self.tokens().split(self.micro_rows)]
 
 
+def fill_weights(views: Mapping[str, Tensor]) -> None:
+    """Fill fp32 tensors of the CPU by their parameters' names: norms 1, biases 0, matrices normal with deviation 0.02.
+
+    Matrices are cut from one block of random numbers, each from another place: to draw 20 B numbers takes minutes.
+    """
+    noise = _random_numbers()
+    for name, tensor in views.items():
+        if tensor.dim() == 1:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        flat, at = tensor.view(-1), zlib.crc32(name.encode()) % _NUM_RANDOM
+        for start in range(0, flat.numel(), _NUM_RANDOM):
+            part = flat[start : start + _NUM_RANDOM]
+            part.copy_(noise[at : at + part.numel()])
+
+
+@functools.cache
+def _random_numbers() -> Tensor:
+    """Return the numbers twice over, so that a piece may begin anywhere."""
+    numbers = torch.randn(_NUM_RANDOM, generator=torch.Generator().manual_seed(SEED)) * 0.02
+    return torch.cat([numbers, numbers])
+
+
 def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real: bool = True) -> nn.Module:
     """Return the Hugging Face model of a folder with the random weights that ours starts from, rounded to ``dtype``.
 
@@ -92,7 +122,7 @@ def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real
     for layout in graph.layouts.values():
         if is_real:
             views = {entry.name: torch.empty(entry.shape) for entry in layout.entries}
-            init_weights(graph.model, layout, views, SEED)
+            fill_weights(views)
         else:
             options = {"dtype": dtype, "device": device}
             views = {entry.name: torch.full(entry.shape, 0.01, **options) for entry in layout.entries}

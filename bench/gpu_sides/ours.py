@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
-from bench.gpu_sides.job import SEED, Job
+from bench.gpu_sides.job import SEED, Job, fill_weights
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.flops import step_flops
+from megatrain.models.layout import views
+from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds
+from megatrain.session import Session
 from megatrain.timeline import COMPUTE
+
+
+class _Seeded(Session):
+    """Begins with the weights that all sides begin with."""
+
+    def _fill_weights(self) -> None:
+        for layout in self.plan.graph.layouts.values():
+            with self._master(layout) as master:
+                fill_weights(views(master, layout))
 
 
 class _Traced(Ours):
@@ -32,9 +45,12 @@ class OursSide:
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         self._job = job
-        self._num_steps = job.has_warm_up + job.num_steps
         self._batches = job.micro_batches()
-        self._ours = _Traced(run_config_of(job), self._num_steps)
+        config, start_s = run_config_of(job), time.perf_counter()
+        plan = plan_run(config, padded=False)
+        self._plan_s = time.perf_counter() - start_s
+        print(f"planned in {self._plan_s:.1f} s", flush=True)
+        self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, make_session=_Seeded)
 
     def about(self) -> dict[str, Any]:
         """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""
@@ -43,6 +59,7 @@ class OursSide:
         flops = step_flops(plan.trace, num_places=tokens, num_real_tokens=tokens, num_trained_tokens=trained)
         return {
             "num_parameters": plan.graph.num_parameters,
+            "plan_s": self._plan_s,
             "num_layers": sum(unit.is_layer for unit in plan.graph.units),
             "optimizer": f"AdamW, fp32 master and moments, {job.dtype} layers",
             "model_flops": flops.model,
@@ -54,10 +71,10 @@ class OursSide:
             "traffic": dict(plan.traffic),
         }
 
-    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
         """Take one step. The last one is on the timeline, whose host seconds of each phase are parts as well."""
         timeline = self._ours.timeline
-        timeline.is_on = number == self._num_steps - 1
+        timeline.is_on = is_last
         times = self._ours.step(self._batches, LEARNING_RATE)
         timeline.is_on = False
         phases: dict[str, float] = {}

@@ -47,8 +47,8 @@ class PlainSide:
         fits = True
         try:
             self._set_up(folder, is_real=False)
-            for number in range(2):
-                self.step(number)
+            for _ in range(2):
+                self.step(is_last=False)
         except torch.OutOfMemoryError:
             fits = False
         # Only here, where the error and the frames that it holds are gone.
@@ -68,7 +68,7 @@ class PlainSide:
             "optimizer": f"fused AdamW, fp32 weights and moments, {self._job.dtype} autocast",
         }
 
-    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
         """Take one step."""
         job, marks, loss = self._job, [self._now()], 0.0
         num_items = job.rows * (job.length - 1)

@@ -59,7 +59,7 @@ class ReferenceSide:
             "optimizer": f"{self._optimizer_name}, {self._job.dtype} weights updated in place, no master",
         }
 
-    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
         """Take one step."""
         marks = [self._now()]
         loss, _, _ = self._model.forward_and_backward(self._tokens, self._mask, self._tokens)

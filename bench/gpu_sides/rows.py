@@ -48,6 +48,10 @@ class Rows:
             row(f"{side}.layers", result["num_layers"], "1")
         row(f"{side}.optimizer", result["optimizer"], "name and precision")
         row(f"{side}.start", result["start_s"], "s")
+        if "plan_s" in result:
+            row(f"{side}.start.plan", result["plan_s"], "s")
+        if result.get("num_steps_missing"):
+            row(f"{side}.steps_without_time", result["num_steps_missing"], "1")
         row(f"{side}.step", step_s(steps), "s")
         row(f"{side}.steps", [round(step["total_s"], 4) for step in steps], "s")
         row(f"{side}.rate", self._part.tokens / step_s(steps), "tokens/s")
@@ -87,7 +91,10 @@ class Rows:
         for link, planned in result["planned_moved"].items():
             moved = result["moved"][link]
             self.row(f"ours.{link}.per_step", result["traffic"][link], "bytes")
-            self.row(f"ours.{link}.moved", moved, "bytes", target=planned, ok=moved == planned)
+            if result["num_steps_missing"]:  # what was fetched for them has moved as well
+                self.row(f"ours.{link}.moved", moved, "bytes, of which some for steps that there was no time for")
+            else:
+                self.row(f"ours.{link}.moved", moved, "bytes", target=planned, ok=moved == planned)
         for link, path in result["paths"].items():
             self.row(f"ours.{link}.path", path, "path")
         for tier, (high, capacity) in result["tiers"].items():

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,9 +19,11 @@ import torch
 from bench.gpu_sides.cases import OURS, PLAIN, REFERENCE
 from bench.gpu_sides.job import Job
 
-#: Side of the square matrices whose product is timed, and seconds for it.
-_MATMUL, _MATMUL_SMALL, _MATMUL_S = 8192, 512, 1.0
+#: Seconds for products of square matrices.
+_MATMUL_S = 1.0
 _SAMPLE_S = 0.1
+#: Of a side's seconds; what is left is for its end.
+_SHARE_FOR_STEPS = 0.9
 
 
 class Side(Protocol):
@@ -31,7 +33,7 @@ class Side(Protocol):
         """Return facts for the report: at least ``num_parameters``, and ``optimizer``: its name and precision."""
         ...
 
-    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
         """Take one step; return its loss before the update, and seconds of its parts by name."""
         ...
 
@@ -42,7 +44,7 @@ class Side(Protocol):
 
 def main() -> None:
     """Run the job that the command line has, and keep its result file current."""
-    job = Job.of(sys.argv[1])
+    begin_s, job = time.perf_counter(), Job.of(sys.argv[1])
     torch.set_num_threads(job.num_threads)
     result: dict[str, Any] = {"matmul_flops_per_s": [matmul_rate(job)]}
     with HostMemory() as host:
@@ -50,19 +52,33 @@ def main() -> None:
         side = make_side(job)
         result |= {"start_s": time.perf_counter() - start_s, "steps": [], **side.about()}
         result["start_host_bytes"] = host.taken_bytes()
+        write(job.result, result)
+        print(f"ready after {time.perf_counter() - begin_s:.1f} s", flush=True)
         host.restart()
         if job.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for number in range(job.has_warm_up + job.num_steps):
+        num_steps, is_last = job.has_warm_up + job.num_steps, False
+        while not is_last:
+            is_last = len(result["steps"]) == num_steps - 1 or _is_time_up(job, begin_s, result["steps"])
             start_s = _now(job.device)
-            loss, parts_s = side.step(number)
+            loss, parts_s = side.step(is_last=is_last)
             result["steps"].append({"total_s": _now(job.device) - start_s, "parts_s": parts_s, "loss": loss})
             result |= {"host_bytes": host.taken_bytes(), "peak_rss": host.peak_rss(), **device_memory(job.device)}
             write(job.result, result)
+            print(f"step {len(result['steps'])} of {num_steps} after {time.perf_counter() - begin_s:.1f} s", flush=True)
+        result["num_steps_missing"] = num_steps - len(result["steps"])
         result |= side.finish()
         del side
         result["matmul_flops_per_s"].append(matmul_rate(job))
         write(job.result, {**result, "is_complete": True})
+
+
+def _is_time_up(job: Job, begin_s: float, steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the next step shall be the last: after it there would be no time for another and for the end."""
+    if not steps:
+        return False
+    longest_s = max(step["total_s"] for step in steps)
+    return time.perf_counter() - begin_s + 2 * longest_s > _SHARE_FOR_STEPS * job.budget_s
 
 
 def make_side(job: Job) -> Side:
@@ -93,7 +109,7 @@ def write(path: str, result: Mapping[str, Any]) -> None:
 
 def matmul_rate(job: Job) -> float:
     """Return FLOP/s of large square matrix products in the layers' dtype; 0.0 where there is no room for them."""
-    size = _MATMUL if job.device == "cuda" else _MATMUL_SMALL
+    size = job.matmul
     try:
         left = torch.randn(size, size, device=job.device).to(job.torch_dtype)
         right, out = left.T.contiguous(), torch.empty_like(left)

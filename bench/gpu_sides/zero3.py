@@ -34,7 +34,7 @@ class Zero3Side:
         """Return size and precision."""
         return {"num_parameters": self._num_parameters, "optimizer": "DeepSpeedCPUAdam, fp32 master and moments"}
 
-    def step(self, number: int) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
         """Take one step; the part "update" begins with the last backward's end."""
         loss, update_s = 0.0, 0.0
         for batch in self._batches:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.engine.arguments import tree_map
 from megatrain.flops import count_flops
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def trace_visits(
         compute_dtype: Must be the graph's.
         device: Compute device; kernels, and so workspaces, differ between devices.
         head_rows, objective: As for the runner.
-        padded: Whether the micro-batch comes with an attention mask.
+        padded: Whether the micro-batch comes with an attention mask. If not, rows are full, each of one document.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -142,7 +143,8 @@ def trace_visits(
             if padded:
                 batch["attention_mask"] = torch.ones_like(ids)
             rows = torch.zeros(num_tokens, dtype=torch.long, device=device)
-        runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
+        with nullcontext() if padded else rows_are_documents():
+            runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
         access.close()
     return replace(access.trace(), num_tokens=num_tokens)
 

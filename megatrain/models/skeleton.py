@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ from torch import nn
 from megatrain.models.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_skeleton", "resolve_config"]
+__all__ = ["build_skeleton", "resolve_config", "rows_are_documents"]
 
 
 def resolve_config(config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -159,3 +162,20 @@ def _buffers_on_meta(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tenso
 
 def _has_nan(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() and buffer.device.type != "meta" and bool(buffer.isnan().any())
+
+
+@contextmanager
+def rows_are_documents() -> Iterator[None]:
+    """Let transformers take it that every row is one document, so that causal attention needs no mask.
+
+    It looks for restarts of the positions, and where it may not look, on fake tensors, makes a mask of [S, S].
+    Not for several threads at once.
+    """
+    from transformers import masking_utils
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before

@@ -196,8 +196,12 @@ class Plan:
         return notes
 
 
-def plan_run(config: RunConfig) -> Plan:
+def plan_run(config: RunConfig, *, padded: bool = True) -> Plan:
     """Plan a run.
+
+    Args:
+        padded: whether rows may come with a mask; False: all are full, each of one document. A mask takes memory
+            that is quadratic in the length of a row.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -211,7 +215,9 @@ def plan_run(config: RunConfig) -> Plan:
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
-    trace = trace_visits(graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective)
+    trace = trace_visits(
+        graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
+    )
     optimizer = make_optimizer(config.optimizer)
     on_device, host_updates = _on_device(config, optimizer, device)
     program = _build_program(config, graph, trace, optimizer, machine.compute_tier(config, device), on_device)

@@ -27,9 +27,9 @@ GPU_TIER_BYTES = 64 * MiB
 
 
 @contextmanager
-def virtual_gpu() -> Iterator[VirtualCuda]:
-    """Let ``device = "cuda"`` mean a device in software, for the whole product."""
-    device = VirtualCuda()
+def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
+    """Let ``device = "cuda"`` mean a device in software with so much memory, for the whole product."""
+    device = VirtualCuda(total_bytes)
     patches = [
         # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process.
         mock.patch.object(planner, "trace_visits", _trace_on_cpu),

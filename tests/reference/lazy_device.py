@@ -38,7 +38,7 @@ class LazyDevice:
         self.default = self.stream()
         self._current = threading.local()
 
-    def stream(self, *args: Any) -> LazyStream:
+    def stream(self, *args: Any, **options: Any) -> LazyStream:
         """Stands for ``torch.cuda.Stream``."""
         with self.lock:
             self._streams.append(LazyStream(self))

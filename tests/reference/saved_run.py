@@ -28,7 +28,7 @@ SMALLER = {
 }
 CONFIG = """task = "pretrain"
 output_dir = "{out}"
-device = "cpu"
+device = "{device}"
 {top}
 [model]
 model_name_or_path = "model"
@@ -82,7 +82,7 @@ class SavedRun:
         return self.folder / "out"
 
     def write_config(self, *, out: str = "out", steps: int = 6, **tables: str) -> Path:
-        values = {"dtype": "float32", "ram": "64MiB", "more": ""} | tables
+        values = {"device": "cpu", "dtype": "float32", "ram": "64MiB", "more": ""} | tables
         for name in ("top", "model", "checkpoint", "placement"):
             values.setdefault(name, "")
         path = self.folder / "run.toml"

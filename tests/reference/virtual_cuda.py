@@ -91,6 +91,9 @@ class VirtualTensor(Tensor):
     def get_device(self) -> int:
         return 0
 
+    def record_stream(self, stream: Any) -> None:
+        """Nothing is needed: kernels that are queued hold their memory."""
+
     def data_ptr(self) -> int:
         assert self.allocation.device.tells_addresses, "host code took the address of device memory"
         return self.memory.data_ptr()
@@ -160,6 +163,8 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
             stack.enter_context(mock.patch.object(Tensor, "to", _to))
             stack.enter_context(mock.patch.object(Tensor, "__getitem__", _getitem))
+            stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda host: self.page_locked(host.clone())))
+            stack.enter_context(mock.patch.object(Tensor, "is_pinned", self.is_page_locked))
             stack.enter_context(mock.patch.object(torch, "tensor", _tensor))
             stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
             stack.enter_context(_Dispatch(self))
@@ -168,7 +173,9 @@ class VirtualCuda(LazyDevice):
             gc.collect()  # page-locked memory in cycles asks for the device when it goes
 
     def _functions(self) -> dict[str, Any]:
-        properties = SimpleNamespace(total_memory=self.total_bytes, multi_processor_count=1, name="virtual")
+        properties = SimpleNamespace(
+            total_memory=self.total_bytes, multi_processor_count=1, name="virtual", major=9, minor=0
+        )
         return {
             "Stream": _class_of(self.stream),
             "Event": _class_of(self.event),
@@ -179,15 +186,18 @@ class VirtualCuda(LazyDevice):
             "synchronize": lambda device=None: self.synchronize(),
             "is_available": lambda: True,
             "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
             "_lazy_init": lambda: None,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "set_device": lambda device: None,
             "get_device_name": lambda device=None: "virtual",
             "get_device_properties": lambda device=None: properties,
             "get_device_capability": lambda device=None: (9, 0),
             "mem_get_info": lambda device=None: (self.total_bytes - self.allocated_bytes, self.total_bytes),
             "memory_allocated": lambda device=None: self.allocated_bytes,
             "max_memory_allocated": lambda device=None: self.peak_bytes,
+            "max_memory_reserved": lambda device=None: self.peak_bytes,
             "reset_peak_memory_stats": lambda device=None: setattr(self, "peak_bytes", self.allocated_bytes),
             "memory_stats": lambda device=None: self._memory_stats(),
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._lock_pages, cudaHostUnregister=self._unlock_pages),
@@ -243,6 +253,8 @@ class VirtualCuda(LazyDevice):
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         """Return whether copies of this host tensor need no staging."""
+        if isinstance(tensor, VirtualTensor):
+            return False
         address = tensor.data_ptr()
         return any(start <= address < start + nbytes for start, nbytes in list(self._locked_pages.items()))
 
@@ -463,9 +475,8 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     args, kwargs = _map(numbered, args), _map(numbered, kwargs)
     wanted = [value for value in (*args, *kwargs.values()) if value == DEVICE]
     if wanted and isinstance(tensor, VirtualTensor) and not kwargs.get("copy"):
-        args = tuple(value for value in args if value != DEVICE)
-        kwargs = {name: value for name, value in kwargs.items() if value != DEVICE}
-        return _torch_to(tensor, *args, **kwargs) if args or kwargs.keys() - {"non_blocking", "copy"} else tensor
+        rest = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype | torch.memory_format)]
+        return _torch_to(tensor, *rest) if rest else tensor
     return _torch_to(tensor, *args, **kwargs)
 
 

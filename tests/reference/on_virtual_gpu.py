@@ -1,0 +1,67 @@
+"""Run a program, and the Python programs that it starts, where "cuda" is a CUDA device in software::
+
+    python tests/reference/on_virtual_gpu.py bench/gpu.py --quick --device cuda --parts 7b_4k
+    python tests/reference/on_virtual_gpu.py -m cli run run.toml
+    VIRTUAL_GPU_BYTES=50000000 python tests/reference/on_virtual_gpu.py -m cli plan run.toml
+
+Takes what the interpreter takes: a file, ``-m MODULE`` or ``-c CODE``, and its arguments. Seconds mean nothing here:
+what doctor measures is kept apart from the machine's own figures.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("XDG_CACHE_HOME", str(Path(tempfile.gettempdir(), f"virtual_gpu_cache_{os.getuid()}")))
+
+from reference.gpu_run import virtual_gpu  # noqa: E402
+
+TOTAL_BYTES = "VIRTUAL_GPU_BYTES"
+DEFAULT_TOTAL_BYTES = 1 << 30
+_WITH_NO_VALUE = ("-P", "-u", "-B", "-s", "-S", "-E", "-I")
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the program that the words of a command line name, in this process."""
+    total_bytes = int(os.environ.get(TOTAL_BYTES, DEFAULT_TOTAL_BYTES))
+    kind, rest = (words[0], words[1:]) if words[0] in ("-m", "-c") else ("", words)
+    name, sys.argv = rest[0], [kind or rest[0], *rest[1:]]
+    started = functools.partialmethod(_start, subprocess.Popen.__init__)
+    with mock.patch.object(subprocess.Popen, "__init__", started), virtual_gpu(total_bytes):
+        if kind == "-c":
+            exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+        elif kind == "-m":
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(name).resolve().parent))
+            runpy.run_path(name, run_name="__main__")
+
+
+def _start(process: Any, start: Callable[..., None], command: Any, *args: Any, **options: Any) -> None:
+    """Start a process as ``subprocess.Popen`` does, but Python by way of this file."""
+    start(process, _by_way_of_this_file(command), *args, **options)
+
+
+def _by_way_of_this_file(command: Any) -> Any:
+    if isinstance(command, str | bytes) or command[0] != sys.executable:
+        return command
+    words = list(command[1:])
+    while words and words[0] in _WITH_NO_VALUE:
+        del words[0]
+    return [sys.executable, __file__, *words]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
