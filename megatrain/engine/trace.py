@@ -7,7 +7,6 @@ byte counts are estimates.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.arguments import tree_map
-from megatrain.flops import count_flops
+from megatrain.engine.trace_ledger import Ledger
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
@@ -35,6 +33,9 @@ __all__ = ["TracedVisit", "VisitTrace", "trace_visits"]
 
 #: Allocators give memory in units of so many bytes.
 _ALIGNMENT_BYTES = 512
+
+_TRACED_PIECES = 3  # of the head: the first, which begins the gradient, and others, which add to it
+_LOSS_NBYTES = 4  # what is left of a piece until the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +143,33 @@ def trace_visits(
             batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
             if padded:
                 batch["attention_mask"] = torch.ones_like(ids)
-            rows = torch.zeros(num_tokens, dtype=torch.long, device=device)
+            num_rows = min(num_tokens, _TRACED_PIECES * runner.head_rows) or num_tokens  # all pieces are alike
+            rows = torch.zeros(num_rows, dtype=torch.long, device=device)
         with nullcontext() if padded else rows_are_documents():
             runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
         access.close()
-    return replace(access.trace(), num_tokens=num_tokens)
+    return _with_all_pieces(access.trace(), num_rows, num_tokens)
 
 
-def _guessing(bound: BoundUnit, ledger: _Ledger) -> Callable[..., Any]:
+def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> VisitTrace:
+    """Return the trace of a head of ``num_tokens`` rows, given that of its first ``num_rows``."""
+    nbytes = _LOSS_NBYTES * -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
+    visits = tuple(
+        replace(visit, forward_nbytes=visit.forward_nbytes + nbytes, backward_nbytes=visit.backward_nbytes + nbytes)
+        if visit.is_head
+        else visit
+        for visit in trace.visits
+    )
+    return replace(
+        trace,
+        visits=visits,
+        num_tokens=num_tokens,
+        head_nbytes=trace.head_nbytes + nbytes,
+        head_flops=trace.head_flops * num_tokens // num_rows,
+    )
+
+
+def _guessing(bound: BoundUnit, ledger: Ledger) -> Callable[..., Any]:
     """Return the unit's forward; where made-up values break a layer, its output is taken to be like its input.
 
     The gradients of its parameters are counted all the same; what it computes inside is not.
@@ -191,77 +211,6 @@ def _measured(forward: Callable[..., Any], access: _TraceAccess) -> Callable[...
     return measured
 
 
-class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs and the bytes of live storages, and answers the questions about values that fake tensors cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_nbytes = 0
-        self.peak_nbytes = 0
-        self.num_flops = 0
-        self.exact = True
-        self.new_nbytes: dict[int, int] = {}  # by storage: those alive that were made since this was cleared
-        self._known: dict[int, int] = {}
-        self._paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is made inside: it is accounted for as blocks."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default:
-            if (known := getattr(args[0], "constant", None)) is not None:
-                return known.item()
-            self.exact = False
-            if args[0].dtype == torch.bool:
-                return True  # validity checks pass
-            return 0.0 if args[0].is_floating_point() else 0
-        if func is aten.nonzero.default:
-            self.exact = False
-            found = max(args[0].shape, default=1)
-            result: Any = torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
-        elif func is aten.rand.default and not args[0]:
-            # One number, drawn to leave out a layer by chance where it is below a rate. The plan is for all layers.
-            options = kwargs or {}
-            result = torch.tensor(1.0, dtype=options.get("dtype"), device=options.get("device"))
-        elif func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # torch knows the shape of the result for bf16 alone; the kernel itself takes fp32 too.
-            with self.paused():
-                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
-                shape = func(*lowered, *args[2:], **(kwargs or {})).shape
-            result = torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
-        else:
-            result = func(*args, **(kwargs or {}))
-        self.num_flops += count_flops(func, args, kwargs or {}, result)
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, Tensor):
-                self._count(item)
-        return result
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        nbytes = 0 if self._paused else storage.nbytes()
-        self._known[key] = self.new_nbytes[key] = nbytes
-        weakref.finalize(storage, self._forget, key)
-        self.live_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
-
-    def _forget(self, key: int) -> None:
-        self.live_nbytes -= self._known.pop(key)
-        self.new_nbytes.pop(key, None)
-
-
 @dataclass(slots=True)
 class _Phase:
     name: str
@@ -275,7 +224,7 @@ class _TraceAccess:
     """`BlockAccess` that gives fake weights, keeps shapes, and reads the ledger at every announcement."""
 
     def __init__(self, graph: ModelGraph, dtype: torch.dtype, device: torch.device) -> None:
-        self.ledger = _Ledger()
+        self.ledger = Ledger()
         self.runner: LayerRunner | None = None
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._dtype, self._device = dtype, device

@@ -196,12 +196,12 @@ class Plan:
         return notes
 
 
-def plan_run(config: RunConfig, *, padded: bool = True) -> Plan:
+def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     """Plan a run.
 
     Args:
-        padded: whether rows may come with a mask; False: all are full, each of one document. A mask takes memory
-            that is quadratic in the length of a row.
+        padded: whether rows may come with a mask, of memory quadratic in their length; False: each is one document
+            without padding. None: as the data comes; a micro-batch of one row that is not packed has none.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -215,6 +215,8 @@ def plan_run(config: RunConfig, *, padded: bool = True) -> Plan:
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
+    if padded is None:
+        padded = config.data.packing or micro_batch_size > 1
     trace = trace_visits(
         graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
     )

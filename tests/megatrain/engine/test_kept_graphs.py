@@ -15,7 +15,8 @@ from megatrain.engine.kept import KeptGraph
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import ProgramBuilder, StepProgram, activations_of, keeping_graphs
 from megatrain.engine.runner import LayerRunner, StepLoss
-from megatrain.engine.trace import VisitTrace, _Ledger, trace_visits
+from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.engine.trace_ledger import Ledger
 from megatrain.models.graph import ModelGraph, Unit, build_graph
 from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.plan.budgets import workspace_bytes
@@ -266,7 +267,7 @@ def test_an_evaluation_keeps_nothing() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-class RealLedger(_Ledger):
+class RealLedger(Ledger):
     """Counts the bytes of real storages; answers nothing itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

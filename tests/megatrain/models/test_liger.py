@@ -21,7 +21,7 @@ from megatrain.engine.head_plan import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss
 from megatrain.engine.runner import LayerRunner
 from megatrain.engine.tiled import TiledForward, tile_mlps
-from megatrain.engine.trace import _Ledger
+from megatrain.engine.trace_ledger import Ledger
 from megatrain.metrics import Observers
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
@@ -332,7 +332,7 @@ def test_a_piece_takes_no_more_memory_than_planned(
     labels, peaks = torch.zeros(1, rows, dtype=torch.long), {}
     for name, function in functions.items():
         leaf = torch.zeros(1, rows, columns, dtype=dtype, requires_grad=True)
-        with _Ledger() as ledger:
+        with Ledger() as ledger:
             loss = function(leaf * 1.0, labels, vocab_size=columns, num_items_in_batch=7, shift_labels=labels)
             torch.autograd.grad(loss, leaf)
         peaks[name] = ledger.peak_nbytes
