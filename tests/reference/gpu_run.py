@@ -20,7 +20,8 @@ from megatrain.optim.on_device import DeviceKernelError
 from megatrain.plan import planner
 from reference.lazy_device import DEVICE
 from reference.tiered_run import config_text
-from reference.virtual_cuda import VirtualCuda, VirtualTensor
+from reference.virtual_cuda import VirtualCuda
+from reference.virtual_tensor import VirtualTensor
 from tiered.units import MiB
 
 GPU_TIER_BYTES = 64 * MiB

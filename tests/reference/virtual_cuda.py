@@ -12,13 +12,10 @@ what libraries take inside of a kernel, and the speed of anything.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,18 +23,26 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from reference.lazy_device import DEVICE, LazyDevice, LazyEvent, LazyStream
+from reference.lazy_device import LazyDevice, LazyEvent, LazyStream
+from reference.virtual_tensor import (
+    Allocation,
+    VirtualTensor,
+    is_ours,
+    leaves,
+    like,
+    map_leaves,
+    memories,
+    on_host,
+    result_on_meta,
+    without_modes,
+)
+from reference.virtual_torch import attention, class_of, getitem, give_tensors_a_guard, tensor_of, to
 
 aten = torch.ops.aten
 
-#: How torch's C++ code knows such a tensor. No kernel of torch is registered for it, so that none can run by mistake.
-_INSIDE = torch.device("lazy", 0)
-_NUM_DEVICE_TYPES, _LAZY, _META = 24, 13, 14
-_FLASH = 1  # what `_fused_sdp_choice` calls it
 #: The host needs their result at once.
 _LOOKS = {
     aten._local_scalar_dense.default,
@@ -54,72 +59,6 @@ _LOOKS = {
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
 #: May have tensors of the host among their arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-
-
-class VirtualTensor(Tensor):
-    """A tensor of the device. ``memory`` is where its contents are once the kernels that make them have run."""
-
-    memory: Tensor
-    allocation: Allocation
-
-    @staticmethod
-    def __new__(cls, memory: Tensor, allocation: Allocation) -> VirtualTensor:
-        made: VirtualTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            memory.size(),
-            strides=memory.stride(),
-            storage_offset=memory.storage_offset(),
-            dtype=memory.dtype,
-            layout=memory.layout,
-            device=_INSIDE,
-        )
-        made.memory, made.allocation = memory, allocation
-        return made
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
-
-    def get_device(self) -> int:
-        return 0
-
-    def record_stream(self, stream: Any) -> None:
-        """Nothing is needed: kernels that are queued hold their memory."""
-
-    def data_ptr(self) -> int:
-        assert self.allocation.device.tells_addresses, "host code took the address of device memory"
-        return self.memory.data_ptr()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached where modes are off: torch does that while it makes tensors of another class."""
-        owner = next(leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
-        return owner.allocation.device.launch_op(func, args, kwargs or {})
-
-
-class Allocation:
-    """Bytes of the device that live as long as a tensor in them."""
-
-    def __init__(self, device: VirtualCuda, nbytes: int) -> None:
-        self.device, self.nbytes = device, nbytes
-        device.count(nbytes)
-
-    def __del__(self) -> None:
-        self.device.count(-self.nbytes)
 
 
 class VirtualCuda(LazyDevice):
@@ -150,7 +89,7 @@ class VirtualCuda(LazyDevice):
     @contextmanager
     def in_place(self) -> Iterator[VirtualCuda]:
         """Put it in the place of torch's device, in this thread and in those that start from now on."""
-        _give_tensors_a_guard()
+        give_tensors_a_guard()
         _device_constructors()  # remembers, once for the whole process, torch's functions and not those below
         device, run = self, threading.Thread.run
 
@@ -161,12 +100,12 @@ class VirtualCuda(LazyDevice):
         with ExitStack() as stack:
             stack.enter_context(mock.patch.multiple(torch.cuda, **self._functions()))
             stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
-            stack.enter_context(mock.patch.object(Tensor, "to", _to))
-            stack.enter_context(mock.patch.object(Tensor, "__getitem__", _getitem))
+            stack.enter_context(mock.patch.object(Tensor, "to", to))
+            stack.enter_context(mock.patch.object(Tensor, "__getitem__", getitem))
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda host: self.page_locked(host.clone())))
             stack.enter_context(mock.patch.object(Tensor, "is_pinned", self.is_page_locked))
-            stack.enter_context(mock.patch.object(torch, "tensor", _tensor))
-            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
+            stack.enter_context(mock.patch.object(torch, "tensor", tensor_of))
+            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", attention))
             stack.enter_context(_Dispatch(self))
             yield self
             self.synchronize()
@@ -177,8 +116,8 @@ class VirtualCuda(LazyDevice):
             total_memory=self.total_bytes, multi_processor_count=1, name="virtual", major=9, minor=0
         )
         return {
-            "Stream": _class_of(self.stream),
-            "Event": _class_of(self.event),
+            "Stream": class_of(self.stream),
+            "Event": class_of(self.event),
             "stream": self.use,
             "current_stream": self.current_stream,
             "default_stream": lambda device=None: self.default,
@@ -311,12 +250,12 @@ class VirtualCuda(LazyDevice):
                 raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found cuda:0 and cpu!")
             return value.clone()
 
-        return _map(check, args)
+        return map_leaves(check, args)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = self._run(func, args, kwargs)
         allocation = args[0].allocation
-        return _map(lambda made: self.tensor(made, allocation) if isinstance(made, Tensor) else made, result)
+        return map_leaves(lambda made: self.tensor(made, allocation) if isinstance(made, Tensor) else made, result)
 
     def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._queue(func, args, kwargs, into=())
@@ -330,31 +269,31 @@ class VirtualCuda(LazyDevice):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            shapes = _result_on_meta(func, args, kwargs)
+            shapes = result_on_meta(func, args, kwargs)
         except (RuntimeError, NotImplementedError):  # torch knows no shape without values, or not for this dtype
             self.current_stream().synchronize()
             return self._wrap_new(self._run(func, args, kwargs))
-        made = _map(lambda t: self.tensor(_like(t)) if isinstance(t, Tensor) else t, shapes)
-        self._queue(func, args, kwargs, into=[t for t in _leaves(made) if isinstance(t, Tensor)])
+        made = map_leaves(lambda t: self.tensor(like(t)) if isinstance(t, Tensor) else t, shapes)
+        self._queue(func, args, kwargs, into=[t for t in leaves(made) if isinstance(t, Tensor)])
         return made
 
     def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[VirtualTensor]) -> None:
-        args, kwargs = _memories(args), _memories(kwargs)
+        args, kwargs = memories(args), memories(kwargs)
         targets = [target.memory for target in into]
         seed = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None
 
         def kernel() -> None:
             result = self._run(func, args, kwargs, seed)
             if targets:
-                found = [value for value in _leaves(result) if isinstance(value, Tensor)]
+                found = [value for value in leaves(result) if isinstance(value, Tensor)]
                 for target, value in zip(targets, found, strict=True):
                     target.copy_(value)
 
-        self.launch(_without_modes(kernel))
+        self.launch(without_modes(kernel))
 
     def _run(self, func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
-            args, kwargs = _memories(args), _on_host(_memories(kwargs))
+            args, kwargs = memories(args), on_host(memories(kwargs))
             if func is aten.histc.default and not args[0].is_floating_point():  # CUDA counts integers, the CPU does not
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             if seed is None:
@@ -364,7 +303,7 @@ class VirtualCuda(LazyDevice):
                 return func(*args, **kwargs)
 
     def _wrap_new(self, result: Any) -> Any:
-        return _map(lambda made: self.tensor(made) if isinstance(made, Tensor) else made, result)
+        return map_leaves(lambda made: self.tensor(made) if isinstance(made, Tensor) else made, result)
 
     def create(self, func: Any, args: Any, kwargs: Any) -> VirtualTensor:
         """Make a tensor of the device from numbers."""
@@ -388,19 +327,19 @@ class VirtualCuda(LazyDevice):
             with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
                 to.copy_(come)
             return target
-        self.launch(_without_modes(lambda: to.copy_(come)))
+        self.launch(without_modes(lambda: to.copy_(come)))
         return target
 
     def _to_copy(self, source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
-        goes_up = isinstance(source, VirtualTensor) if device is None else _is_ours(device)
+        goes_up = isinstance(source, VirtualTensor) if device is None else is_ours(device)
         if goes_up and isinstance(source, VirtualTensor):
             copied: Tensor = self._compute(aten._to_copy.default, (source,), options)
             return copied
         options.pop("pin_memory", None)
         memory = source.memory if isinstance(source, VirtualTensor) else source
         with _disable_current_modes():  # type: ignore[no-untyped-call]
-            like = aten._to_copy.default(memory.to("meta"), **options)
-            host = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            shape = aten._to_copy.default(memory.to("meta"), **options)
+            host = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
         if goes_up:  # the conversion runs on the device
             made = self.tensor(torch.empty_like(host))
             self._copy(made, source, non_blocking)
@@ -423,181 +362,12 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, VirtualTensor) for leaf in _leaves((args, kwargs))):
+        if any(isinstance(leaf, VirtualTensor) for leaf in leaves((args, kwargs))):
             return self._virtual.launch_op(func, args, kwargs)
-        if _is_ours(kwargs.get("device")):
+        if is_ours(kwargs.get("device")):
             if func is aten._to_copy.default:
                 return self._virtual.launch_op(func, args, kwargs)
             return self._virtual.create(func, args, kwargs)
         if kwargs.get("pin_memory"):
             return self._virtual.page_locked(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
-
-
-def _class_of(make: Callable[..., Any]) -> type:
-    """Return a class whose instances something else makes: annotations need a class."""
-    return type("Made", (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
-
-
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value, or what an operation takes or returns of values, changed; torch's own trees are slow."""
-    if isinstance(value, tuple | list):
-        return type(value)([_map(change, item) for item in value])
-    if isinstance(value, dict):
-        return {name: _map(change, item) for name, item in value.items()}
-    return change(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(tuple(value.values()))
-    else:
-        yield value
-
-
-def _is_ours(device: Any) -> bool:
-    return device is not None and torch.device(device).type in ("cuda", "lazy")
-
-
-_torch_to = Tensor.to
-
-
-def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Stand for ``Tensor.to``, which asks the guard of "cuda" for its number unless it is there."""
-
-    def numbered(value: Any) -> Any:
-        is_ours = isinstance(value, str | torch.device) and _is_ours(value)
-        return DEVICE if is_ours else value
-
-    args, kwargs = _map(numbered, args), _map(numbered, kwargs)
-    wanted = [value for value in (*args, *kwargs.values()) if value == DEVICE]
-    if wanted and isinstance(tensor, VirtualTensor) and not kwargs.get("copy"):
-        rest = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype | torch.memory_format)]
-        return _torch_to(tensor, *rest) if rest else tensor
-    return _torch_to(tensor, *args, **kwargs)
-
-
-_torch_attention = functional.scaled_dot_product_attention
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Stand for sdpa, which chooses a kernel by device and knows none for ours: take the one of the CPU."""
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
-        inputs = _memories((query, key, value, attn_mask))
-        choice = torch._fused_sdp_choice(*inputs, dropout_p, enable_gqa=enable_gqa, **options)
-    if choice != _FLASH or not isinstance(query, VirtualTensor):
-        return _torch_attention(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **options)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    result: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return result
-
-
-_to.__name__ = "to"  # function modes are handed what they find under the name of the method that was called
-_torch_getitem = Tensor.__getitem__
-
-
-def _getitem(tensor: Tensor, index: Any) -> Tensor:
-    """Stand for indexing: torch makes tensors of lists inside, and copies them to the device while the host waits."""
-    # A function mode is asked first, as it would be: it then calls this again.
-    if isinstance(tensor, VirtualTensor) and isinstance(index, tuple) and _get_current_function_mode() is None:
-        index = tuple(_torch_tensor(part) if isinstance(part, list) else part for part in index)
-    return _torch_getitem(tensor, index)
-
-
-_getitem.__name__ = "__getitem__"
-_torch_tensor = torch.tensor
-
-
-def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """Stand for ``torch.tensor``, for the same reason."""
-    made = _torch_tensor(data, **kwargs)
-    return made if device is None else made.to(device)
-
-
-def _memories(values: Any) -> Any:
-    return _map(lambda value: value.memory if isinstance(value, VirtualTensor) else value, values)
-
-
-def _on_host(kwargs: Any) -> Any:
-    """Return the keywords of a factory for a tensor of the host."""
-    kept = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "layout")}
-    return kept | ({"device": "cpu"} if _is_ours(kwargs.get("device")) else {})
-
-
-_shapes: dict[Any, Any] = {}
-
-
-def _result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result's shapes: no kernel runs for that, as none would on a GPU."""
-    key = func, _key(args), _key(kwargs)
-    if key not in _shapes:
-        _shapes[key] = _compute_on_meta(func, args, kwargs)
-    return _shapes[key]
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, tuple | list):
-        return tuple(_key(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
-    return type(value), value
-
-
-def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-
-    def shape(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    if _is_ours(kwargs.get("device")) or (kwargs.get("device") is None and not args):
-        kwargs["device"] = "meta"
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
-        found = func(*_map(shape, _memories(args)), **_map(shape, _memories(kwargs)))
-        if func is aten.native_layer_norm.default:  # the CPU's means are what the weights are, a GPU's fp32
-            dtype = (args[0] if args[2] is None else args[2]).dtype
-            return found[0], found[1].to(dtype), found[2].to(dtype)
-        return found
-
-
-def _like(shape: Tensor) -> Tensor:
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
-        return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-
-
-def _without_modes(kernel: Callable[[], Any]) -> Callable[[], None]:
-    """Return a kernel that runs on the host as it is, whatever the thread that runs it is in the middle of."""
-
-    def run() -> None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
-            kernel()
-
-    return run
-
-
-@functools.cache
-def _give_tensors_a_guard() -> None:
-    """Let autograd take our tensors: it asks the guard of a device type for its streams, and "lazy" has no guard.
-
-    The guard of meta tensors, which does nothing, serves. The registry is an array of pointers by device type.
-    """
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    registry = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    registry[_LAZY] = registry[_LAZY] or registry[_META]

@@ -1,0 +1,171 @@
+"""Tensors of a CUDA device in software (``reference.virtual_cuda``), and what is asked of operations on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from reference.lazy_device import DEVICE
+
+if TYPE_CHECKING:
+    from reference.virtual_cuda import VirtualCuda
+
+aten = torch.ops.aten
+
+#: How torch's C++ code knows such a tensor. No kernel of torch is registered for it, so that none can run by mistake.
+INSIDE = torch.device("lazy", 0)
+
+
+class VirtualTensor(Tensor):
+    """A tensor of the device. ``memory`` is where its contents are once the kernels that make them have run."""
+
+    memory: Tensor
+    allocation: Allocation
+
+    @staticmethod
+    def __new__(cls, memory: Tensor, allocation: Allocation) -> VirtualTensor:
+        made: VirtualTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            memory.size(),
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            layout=memory.layout,
+            device=INSIDE,
+        )
+        made.memory, made.allocation = memory, allocation
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def get_device(self) -> int:
+        return 0
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing is needed: kernels that are queued hold their memory."""
+
+    def data_ptr(self) -> int:
+        assert self.allocation.device.tells_addresses, "host code took the address of device memory"
+        return self.memory.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reached where modes are off: torch does that while it makes tensors of another class."""
+        owner = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
+        return owner.allocation.device.launch_op(func, args, kwargs or {})
+
+
+class Allocation:
+    """Bytes of the device that live as long as a tensor in them."""
+
+    def __init__(self, device: VirtualCuda, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        device.count(nbytes)
+
+    def __del__(self) -> None:
+        self.device.count(-self.nbytes)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value, or what an operation takes or returns of values, changed; torch's own trees are slow."""
+    if isinstance(value, tuple | list):
+        return type(value)([map_leaves(change, item) for item in value])
+    if isinstance(value, dict):
+        return {name: map_leaves(change, item) for name, item in value.items()}
+    return change(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(tuple(value.values()))
+    else:
+        yield value
+
+
+def is_ours(device: Any) -> bool:
+    return device is not None and torch.device(device).type in ("cuda", "lazy")
+
+
+def memories(values: Any) -> Any:
+    return map_leaves(lambda value: value.memory if isinstance(value, VirtualTensor) else value, values)
+
+
+def on_host(kwargs: Any) -> Any:
+    """Return the keywords of a factory for a tensor of the host."""
+    kept = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "layout")}
+    return kept | ({"device": "cpu"} if is_ours(kwargs.get("device")) else {})
+
+
+_shapes: dict[Any, Any] = {}
+
+
+def result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result's shapes: no kernel runs for that, as none would on a GPU."""
+    key = func, _key(args), _key(kwargs)
+    if key not in _shapes:
+        _shapes[key] = _compute_on_meta(func, args, kwargs)
+    return _shapes[key]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    return type(value), value
+
+
+def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+
+    def shape(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if is_ours(kwargs.get("device")) or (kwargs.get("device") is None and not args):
+        kwargs["device"] = "meta"
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        found = func(*map_leaves(shape, memories(args)), **map_leaves(shape, memories(kwargs)))
+        if func is aten.native_layer_norm.default:  # the CPU's means are what the weights are, a GPU's fp32
+            dtype = (args[0] if args[2] is None else args[2]).dtype
+            return found[0], found[1].to(dtype), found[2].to(dtype)
+        return found
+
+
+def like(shape: Tensor) -> Tensor:
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+
+
+def without_modes(kernel: Callable[[], Any]) -> Callable[[], None]:
+    """Return a kernel that runs on the host as it is, whatever the thread that runs it is in the middle of."""
+
+    def run() -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+            kernel()
+
+    return run
