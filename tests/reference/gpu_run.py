@@ -85,9 +85,9 @@ def deterministic() -> Iterator[None]:
     CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS: ``tests/gpu/conftest.py`` does.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        yield
+        with mock.patch.object(torch.utils.deterministic, "fill_uninitialized_memory", False):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

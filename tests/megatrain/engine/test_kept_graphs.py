@@ -228,7 +228,7 @@ def test_nothing_stays_behind(family: str) -> None:
     before = num_tensors()
     side.step()
     gc.collect()
-    assert num_tensors() == before
+    assert num_tensors() <= before
 
 
 def num_tensors() -> int:
