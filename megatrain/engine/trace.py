@@ -114,7 +114,7 @@ def trace_visits(
         compute_dtype: Must be the graph's.
         device: Compute device; kernels, and so workspaces, differ between devices.
         head_rows, objective: As for the runner.
-        padded: Whether the micro-batch comes with an attention mask. If not, rows are full, each of one document.
+        padded: Whether the attention mask tells of padding or documents. If not, each row is one document.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -140,9 +140,7 @@ def trace_visits(
     with FakeTensorMode(allow_non_fake_inputs=True), access.ledger:
         with access.ledger.paused():
             ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
-            batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
-            if padded:
-                batch["attention_mask"] = torch.ones_like(ids)
+            batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
             num_rows = min(num_tokens, _TRACED_PIECES * runner.head_rows) or num_tokens  # all pieces are alike
             rows = torch.zeros(num_rows, dtype=torch.long, device=device)
         with nullcontext() if padded else rows_are_documents():

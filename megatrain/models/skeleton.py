@@ -168,14 +168,19 @@ def _has_nan(buffer: torch.Tensor) -> bool:
 def rows_are_documents() -> Iterator[None]:
     """Let transformers take it that every row is one document, so that causal attention needs no mask.
 
-    It looks for restarts of the positions, and where it may not look, on fake tensors, makes a mask of [S, S].
-    Not for several threads at once.
+    It looks for restarts of the positions and for padding, and where it may not look, on fake tensors, makes a mask
+    of [S, S]. Not for several threads at once.
     """
     from transformers import masking_utils
 
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    answers: dict[str, Any] = {
+        "find_packed_sequence_indices": lambda position_ids: None,
+        "is_tracing": lambda *tensors: False,
+        "fast_all": lambda mask: True,
+    }
+    before = {name: getattr(masking_utils, name) for name in answers}
+    vars(masking_utils).update(answers)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = before
+        vars(masking_utils).update(before)
