@@ -84,11 +84,14 @@ def deterministic() -> Iterator[None]:
 
     CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS: ``tests/gpu/conftest.py`` does.
     """
+    settings: Any = torch.utils.deterministic  # a module whose attributes are set: no type knows them
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
     try:
-        with mock.patch.object(torch.utils.deterministic, "fill_uninitialized_memory", False):
-            yield
+        yield
     finally:
+        settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(False)
 
 
