@@ -64,6 +64,7 @@ def main() -> None:
         with megatrain.open_store(ram="200MiB", nvme=folder / home, nvme_size="512MiB") as store:
             with peak(results, f"tier in {home}"):
                 megatrain.tier(model, store, weights=home, gradients="nvme")
+                store.wait_idle()  # a busy drive has them in RAM for longer
             del model
         gc.collect()
         model = LlamaForCausalLM(config)
