@@ -5,9 +5,10 @@
     python bench/activations.py --tokens 1x1x2048 --ram 256MiB
 
 Each side is a process of its own: it makes the same Llama, makes one step that is not counted, and then steps of
-forward and backward without any recompute. ``held`` is by how much the resident memory of the process grew from before
-the forward to before the backward; ``peak`` the most of a whole step, gradients and the store's RAM tier included, over
-what there was before the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it, memory
+forward and backward without any recompute. ``held`` is by how much a forward lets the resident memory of the process
+grow, once the drive has written what it was given (what it has not is in the RAM tier, and within that one's capacity):
+measured in forwards after the steps. ``peak`` is the most of a whole step, gradients and the store's RAM tier included,
+over what there was before the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it, memory
 that was freed stays in the heap of the process, and nothing can be seen.
 
 Claims: loss and gradients are the same bits; the graph holds less, by at least 0.8 of what was moved out; nothing stays
@@ -113,31 +114,48 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         step(model, batches, context)
         forget_peak()
         before = None if store is None else (context.stats(), store.stats())
-        seconds, held = [], []
+        seconds = []
         for _ in range(arguments.steps):
             started_s = time.perf_counter()
-            loss, held_bytes = step(model, batches, context)
+            loss = step(model, batches, context)
             seconds.append(time.perf_counter() - started_s)
-            held.append(held_bytes)
-        found = {"seconds": seconds, "loss": loss, "gradients": hash_of(model), "held_bytes": statistics.median(held)}
+        found = {"seconds": seconds, "loss": loss, "gradients": hash_of(model)}
         found["peak_bytes"] = peak_bytes() - before_bytes
         if store is not None and before is not None:
             found |= moved(context, store, before, arguments.steps)
+        held = [held_bytes(model, batches[-1], context, store) for _ in range(arguments.steps)]
+        found["held_bytes"] = statistics.median(held)
     return found
 
 
-def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> tuple[float, int]:
-    """Make one forward and backward per micro-batch; return the sum of the losses and what the last graph holds."""
+def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
+    """Make one forward and backward per micro-batch; return the sum of the losses."""
     model.zero_grad(set_to_none=True)
-    total, held_bytes = 0.0, 0
+    total = 0.0
     for batch in batches:
-        before_bytes = resident_bytes()
         with context:
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        held_bytes = resident_bytes() - before_bytes
         total += loss.item()
         loss.backward()
-    return total, held_bytes
+    return total
+
+
+def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store: TieredStore | None) -> int:
+    """Return by how much the process grows in a forward: what the graph holds, and with a store what that keeps."""
+    settle(store)
+    before_bytes = resident_bytes()
+    with context:
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    settle(store)
+    grown_bytes = resident_bytes() - before_bytes
+    del loss  # The graph lives until here.
+    return grown_bytes
+
+
+def settle(store: TieredStore | None) -> None:
+    """Wait until the drive has written what it was given."""
+    if store is not None:
+        store.wait_idle()
 
 
 def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict[str, Any]:
