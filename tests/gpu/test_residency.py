@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.config import load_config
+from megatrain.plan.planner import plan_run
+from megatrain.plan.solve import DoesNotFitError
 from reference.tiered_run import config_text, run_config
 from reference.tiny_model import write_tiny_model
 from reference.virtual_cuda import VirtualCuda
@@ -38,3 +41,27 @@ def test_homes_in_gpu_memory_change_no_bit(
     result.assert_as_planned()
     if gpu == "128MiB" and "adafactor" not in optimizer:
         assert set(result.plan.placement.homes.values()) == {"gpu"} and not any(result.plan.traffic.values())
+
+
+def test_rows_without_padding_keep_to_a_tier_that_has_no_room_for_a_mask(
+    virtual: VirtualCuda | None, tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "model")
+
+    def text_of(num_rows: int, packing: str) -> str:
+        text = config_text(tmp_path, model, nvme=0, device="cuda", gpu="19MiB", data=f"packing = {packing}")
+        return text.replace("max_length = 64", "max_length = 1024").replace(
+            "batch_size = 2", f"batch_size = {num_rows}"
+        )
+
+    for text in (text_of(1, "true"), text_of(2, "false")):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        with pytest.raises(DoesNotFitError):
+            plan_run(load_config(path).config)
+    if virtual is not None:
+        virtual.peak_bytes = virtual.allocated_bytes
+    result = run_config(text_of(1, "false"), tmp_path / "alone", num_steps=2)
+    if virtual is not None:
+        assert virtual.peak_bytes <= parse_size("19MiB")
+    result.assert_as_planned()
