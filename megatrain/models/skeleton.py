@@ -178,8 +178,8 @@ def rows_are_documents() -> Iterator[None]:
         "is_tracing": lambda *tensors: False,
         "fast_all": lambda mask: True,
     }
-    before = {name: getattr(masking_utils, name) for name in answers}
-    vars(masking_utils).update(answers)
+    before = {name: value for name, value in vars(masking_utils).items() if name in answers}
+    vars(masking_utils).update({name: answers[name] for name in before})
     try:
         yield
     finally:
