@@ -43,6 +43,8 @@ from reference.virtual_torch import attention, class_of, getitem, give_tensors_a
 
 aten = torch.ops.aten
 
+_ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713  # cudaErrorHostMemory...
+
 #: The host needs their result at once.
 _LOOKS = {
     aten._local_scalar_dense.default,
@@ -82,6 +84,8 @@ class VirtualCuda(LazyDevice):
         self._forbids_waits = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
+        self._registered: set[int] = set()  # addresses of those that were locked by cudaHostRegister
+        self._last_error = threading.local()
         self._mode = threading.local()
 
     # -- what torch.cuda is asked ------------------------------------------------------------------------------
@@ -183,12 +187,22 @@ class VirtualCuda(LazyDevice):
     # -- page-locked memory ------------------------------------------------------------------------------------
 
     def _lock_pages(self, address: int, nbytes: int, flags: int) -> int:
+        if address in self._registered:
+            return self._fail(_ALREADY_REGISTERED)
+        self._registered.add(address)
         self._locked_pages[address] = nbytes
         return 0
 
     def _unlock_pages(self, address: int) -> int:
-        self._locked_pages.pop(address, None)  # of an earlier device, if it is not there: garbage goes late
+        if address not in self._registered:
+            return self._fail(_NOT_REGISTERED)
+        self._registered.remove(address)
+        del self._locked_pages[address]
         return 0
+
+    def _fail(self, number: int) -> int:
+        self._last_error.number = number
+        return number
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         """Return whether copies of this host tensor need no staging."""
@@ -277,7 +291,14 @@ class VirtualCuda(LazyDevice):
         self._queue(func, args, kwargs, into=[t for t in leaves(made) if isinstance(t, Tensor)])
         return made
 
+    def _raise_last_error(self) -> None:
+        """Behind the launch of a kernel torch asks the runtime for an error, and is told what failed before as well."""
+        number, self._last_error.number = getattr(self._last_error, "number", 0), 0
+        if number:
+            raise RuntimeError(f"CUDA error: {number}")
+
     def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[VirtualTensor]) -> None:
+        self._raise_last_error()
         args, kwargs = memories(args), memories(kwargs)
         targets = [target.memory for target in into]
         seed = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None

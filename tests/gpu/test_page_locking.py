@@ -1,0 +1,28 @@
+"""Memory that CUDA does not page-lock is used as it is, and nothing else fails for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reference.virtual_cuda import VirtualCuda
+from tiered.memory import slab as slab_module
+from tiered.memory.slab import HostSlab
+from tiered.units import MiB
+
+
+def test_a_refusal_is_not_left_for_the_next_kernel_to_report(virtual: VirtualCuda | None) -> None:
+    slab = HostSlab(MiB, pin=True)
+    assert slab.is_pinned
+    assert not slab_module._register(slab.address, slab.nbytes), "is locked already"
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    slab.close()
+
+
+def test_a_slab_whose_lock_is_gone_closes(virtual: VirtualCuda | None, caplog: pytest.LogCaptureFixture) -> None:
+    slab = HostSlab(MiB, pin=True)
+    assert int(torch.cuda.cudart().cudaHostUnregister(slab.address)) == 0  # type: ignore[no-untyped-call]
+    slab.close()
+    assert not slab.is_pinned
+    assert "page-lock" in caplog.text
+    assert torch.ones(3, device="cuda").sum().item() == 3
