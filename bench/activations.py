@@ -8,8 +8,8 @@ Each side is a process of its own: it makes the same Llama, makes one step that 
 forward and backward without any recompute. ``held`` is by how much a forward lets the resident memory of the process
 grow, once the drive has written what it was given (what it has not is in the RAM tier, and within that one's capacity):
 measured in forwards after the steps. ``peak`` is the most of a whole step, gradients and the store's RAM tier included,
-over what there was before the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it, memory
-that was freed stays in the heap of the process, and nothing can be seen.
+over what there was before the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it,
+memory that was freed stays in the heap of the process, and nothing can be seen.
 
 Claims: loss and gradients are the same bits; the graph holds less, by at least 0.8 of what was moved out; nothing stays
 in memory for lack of room; no tier exceeds its capacity.

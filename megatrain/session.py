@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.compiled import LayerCompiler
 from megatrain.engine.determinism import deterministic_kernels
+from megatrain.engine.device_errors import device_errors_explained
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
@@ -68,7 +69,7 @@ class Session:
         self.config, self.plan = config, plan
         self._on_notice = on_notice or (lambda text: None)
         self.timeline = Timeline()
-        self._kernels: AbstractContextManager[None] = nullcontext()
+        self._contexts = ExitStack()
         self._engine: StepEngine | None = None
         self._weights: WeightLoader | None = None
         if not config.model.train_from_scratch:
@@ -95,18 +96,18 @@ class Session:
 
     def __enter__(self) -> Session:
         model_type = type(self.plan.graph.model).__name__
-        kernels = deterministic_kernels(self.plan.device, model_type, enabled=self.config.full_determinism)
-        kernels.__enter__()
-        self._kernels = kernels
+        is_deterministic = self.config.full_determinism
+        with ExitStack() as contexts:
+            contexts.enter_context(device_errors_explained())
+            contexts.enter_context(deterministic_kernels(self.plan.device, model_type, enabled=is_deterministic))
+            contexts.push(self.store)
+            self._contexts = contexts.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.store.__exit__(kind, error, trace)
-        finally:
-            self._kernels.__exit__(kind, error, trace)
+        self._contexts.__exit__(kind, error, trace)
 
     # -- before training ---------------------------------------------------------------------------------------
 

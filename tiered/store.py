@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -375,11 +375,12 @@ class TieredStore:
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()
-        for link in self._links:
-            link.close()
-        for tier in self._movement.tiers.values():
-            tier.close()
-        self._generations.close()
+        with ExitStack() as ends:  # each of them, also where one before could not: a device that failed, say
+            ends.callback(self._generations.close)
+            for tier in reversed(list(self._movement.tiers.values())):
+                ends.callback(tier.close)
+            for link in self._links:
+                ends.callback(link.close)
 
     def give_up_waiting(self) -> None:
         """Let writes that wait for room on a full drive fail, now and from now on."""

@@ -20,6 +20,7 @@ def test_a_refusal_is_not_left_for_the_next_kernel_to_report(virtual: VirtualCud
 
 
 def test_a_slab_whose_lock_is_gone_closes(virtual: VirtualCuda | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     slab = HostSlab(MiB, pin=True)
     assert int(torch.cuda.cudart().cudaHostUnregister(slab.address)) == 0  # type: ignore[no-untyped-call]
     slab.close()

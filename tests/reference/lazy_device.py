@@ -38,6 +38,9 @@ class LazyDevice:
         self.default = self.stream()
         self._current = threading.local()
 
+    def check(self) -> None:
+        """Raise what the device has to say; called whenever the host asks something of it."""
+
     def stream(self, *args: Any, **options: Any) -> LazyStream:
         """Stands for ``torch.cuda.Stream``."""
         with self.lock:
@@ -128,6 +131,7 @@ class LazyStream:
         self._runner: int | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
+        self._device.check()
         with self._device.lock:
             self.work.append(work)
 
@@ -143,6 +147,7 @@ class LazyStream:
         self.wait_event(event)
 
     def synchronize(self) -> None:
+        self._device.check()
         self.run_to(len(self.work))
 
     def run_to(self, stop: int, *, counts: bool = True) -> None:
@@ -177,14 +182,17 @@ class LazyEvent:
         self.place: tuple[LazyStream, int] | None = None
 
     def record(self, stream: LazyStream | None = None) -> None:
+        self._device.check()
         with self._device.lock:
             stream = stream or self._device.current_stream()
             self.place = stream, len(stream.work)
 
     def query(self) -> bool:
+        self._device.check()
         return self.place is None or self.place[0].num_done >= self.place[1]
 
     def synchronize(self) -> None:
+        self._device.check()
         if self.place is not None:
             self.place[0].run_to(self.place[1])
 

@@ -43,7 +43,7 @@ from reference.virtual_torch import attention, class_of, getitem, give_tensors_a
 
 aten = torch.ops.aten
 
-_ALREADY_REGISTERED, _NOT_REGISTERED = 712, 713  # cudaErrorHostMemory...
+_ILLEGAL_ADDRESS, _ALREADY_REGISTERED, _NOT_REGISTERED = 700, 712, 713
 
 #: The host needs their result at once.
 _LOOKS = {
@@ -71,6 +71,9 @@ class VirtualCuda(LazyDevice):
 
     Attributes:
         allocated_bytes: Of live tensors. peak_bytes: The most there were.
+        others_bytes: Of its memory, what other programs have taken.
+        num_calls: How often the host asked something of the device. last_call: The number of the call at which the
+            device fails; from then on all of them do, as after an illegal access or a fault of the hardware.
         waits: Operations that made the host wait, by name.
         tells_addresses: Tests may ask tensors where they are; nobody else has use for that.
     """
@@ -78,7 +81,9 @@ class VirtualCuda(LazyDevice):
     def __init__(self, total_bytes: int = 1 << 30) -> None:
         super().__init__()
         self.total_bytes = total_bytes
-        self.allocated_bytes = self.peak_bytes = 0
+        self.allocated_bytes = self.peak_bytes = self.others_bytes = 0
+        self.num_calls = 0
+        self.last_call: int | None = None
         self.waits: list[str] = []
         self.tells_addresses = False
         self._forbids_waits = False
@@ -137,7 +142,7 @@ class VirtualCuda(LazyDevice):
             "get_device_name": lambda device=None: "virtual",
             "get_device_properties": lambda device=None: properties,
             "get_device_capability": lambda device=None: (9, 0),
-            "mem_get_info": lambda device=None: (self.total_bytes - self.allocated_bytes, self.total_bytes),
+            "mem_get_info": lambda device=None: (self._free_bytes(), self.total_bytes),
             "memory_allocated": lambda device=None: self.allocated_bytes,
             "max_memory_allocated": lambda device=None: self.peak_bytes,
             "max_memory_reserved": lambda device=None: self.peak_bytes,
@@ -150,6 +155,12 @@ class VirtualCuda(LazyDevice):
             "set_rng_state": lambda state, device=None: self._set_random(state),
             "set_sync_debug_mode": lambda mode: setattr(self, "_forbids_waits", mode == "error"),
         }
+
+    def check(self) -> None:
+        self.num_calls += 1
+        if self._has_failed():
+            hint = "CUDA kernel errors might be asynchronously reported at some other API call"
+            raise torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{hint}")
 
     def event(self, **options: Any) -> LazyEvent:
         return _TimedEvent(self)
@@ -168,10 +179,19 @@ class VirtualCuda(LazyDevice):
         return zero | dict.fromkeys(names, self.allocated_bytes) | {"allocated_bytes.all.peak": self.peak_bytes}
 
     def count(self, nbytes: int) -> None:
-        """Add bytes to those of live tensors."""
+        """Add bytes to those of live tensors. Raises ``OutOfMemoryError``, as torch does in its words."""
         with self.lock:
+            if nbytes > max(0, self._free_bytes()):
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {nbytes} bytes. GPU 0 has a total capacity of "
+                    f"{self.total_bytes} bytes of which {self._free_bytes()} bytes is free. If reserved but "
+                    "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
+                )
             self.allocated_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    def _free_bytes(self) -> int:
+        return self.total_bytes - self.allocated_bytes - self.others_bytes
 
     def _seed(self, seed: int) -> None:
         self._random = [int(seed), 0]
@@ -187,6 +207,8 @@ class VirtualCuda(LazyDevice):
     # -- page-locked memory ------------------------------------------------------------------------------------
 
     def _lock_pages(self, address: int, nbytes: int, flags: int) -> int:
+        if self._has_failed():
+            return self._fail(_ILLEGAL_ADDRESS)
         if address in self._registered:
             return self._fail(_ALREADY_REGISTERED)
         self._registered.add(address)
@@ -194,6 +216,8 @@ class VirtualCuda(LazyDevice):
         return 0
 
     def _unlock_pages(self, address: int) -> int:
+        if self._has_failed():
+            return self._fail(_ILLEGAL_ADDRESS)
         if address not in self._registered:
             return self._fail(_NOT_REGISTERED)
         self._registered.remove(address)
@@ -203,6 +227,9 @@ class VirtualCuda(LazyDevice):
     def _fail(self, number: int) -> int:
         self._last_error.number = number
         return number
+
+    def _has_failed(self) -> bool:
+        return self.last_call is not None and self.num_calls >= self.last_call
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         """Return whether copies of this host tensor need no staging."""

@@ -79,8 +79,9 @@ class Allocation:
     """Bytes of the device that live as long as a tensor in them."""
 
     def __init__(self, device: VirtualCuda, nbytes: int) -> None:
-        self.device, self.nbytes = device, nbytes
+        self.device, self.nbytes = device, 0
         device.count(nbytes)
+        self.nbytes = nbytes
 
     def __del__(self) -> None:
         self.device.count(-self.nbytes)

@@ -147,7 +147,7 @@ def _register(address: int, nbytes: int) -> bool:
 def _unregister(address: int) -> None:
     # Not raised: after an error of the device every call fails, and that error is the one to hear of.
     if not _succeeded(result := _cudart().cudaHostUnregister(address)):
-        logging.getLogger(__name__).warning("CUDA error %d where page-locked memory was to be unlocked", int(result))
+        logging.getLogger(__name__).info("CUDA error %d where page-locked memory was to be unlocked", int(result))
 
 
 def _succeeded(result: Any) -> bool:

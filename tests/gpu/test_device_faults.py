@@ -1,0 +1,104 @@
+"""The GPU fails, or its memory runs out: one message, no hang, and the same command continues the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.status_writer import StatusWriter
+from reference.gpu_run import virtual_gpu
+from reference.saved_run import NVME, SavedRun, make_run
+from reference.virtual_cuda import VirtualCuda
+
+STEPS, AT = 6, 3
+TABLES: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "steps": STEPS,
+    "placement": 'optimizer = ["nvme"]',
+    "more": f'[tiers.gpu]\nsize = "3MiB"\n{NVME}',
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return make_run(tmp_path_factory.mktemp("device_faults") / "made")
+
+
+@pytest.fixture(scope="module")
+def expected(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
+    """Return the weights of a run that nothing befell, and how often it called the device from step ``AT`` on."""
+    run = model.copy(tmp_path_factory.mktemp("expected") / "run")
+    with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
+        calls: list[int] = []
+        after_step(patch, AT, lambda: calls.append(device.num_calls))
+        done = run.run(**TABLES)
+        assert done.exit_code == 0, done.output
+        return weights(run), device.num_calls - calls[0]
+
+
+def after_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    on_step = StatusWriter.on_step
+
+    def acts(self: StatusWriter, metrics: Any) -> None:
+        on_step(self, metrics)
+        if metrics.step == step:
+            act()
+
+    patch.setattr(StatusWriter, "on_step", acts)
+
+
+def weights(run: SavedRun) -> bytes:
+    return (run.out / "final" / "model.safetensors").read_bytes()
+
+
+def failed(run: SavedRun, act: Callable[[VirtualCuda], object]) -> str:
+    """Train while something befalls the device after step ``AT``; return what is said of it."""
+    with virtual_gpu() as device, pytest.MonkeyPatch.context() as patch:
+        after_step(patch, AT, lambda: act(device))
+        done = run.run(**TABLES)
+        device.last_call = None  # its end asks it for more
+    assert done.exit_code == 1, done.output
+    error = done.output[done.output.index("error:") :]
+    assert "internal" not in error and "Traceback" not in error, error
+    assert json.loads((run.out / "status.json").read_text())["message"] in error
+    return error
+
+
+def goes_on(run: SavedRun, expected: tuple[bytes, int]) -> None:
+    with virtual_gpu():
+        done = run.run(**TABLES)
+    assert done.exit_code == 0, done.output
+    assert "continu" in done.output
+    assert weights(run) == expected[0]
+
+
+def test_another_program_takes_the_memory(model: SavedRun, tmp_path: Path, expected: tuple[bytes, int]) -> None:
+    run = model.copy(tmp_path / "run")
+
+    def take_the_rest(device: VirtualCuda) -> None:
+        device.others_bytes = device.total_bytes - device.allocated_bytes
+
+    error = failed(run, take_the_rest)
+    assert "out of GPU memory" in error and "tiers.gpu.size" in error and "bytes is free" in error, error
+    assert "PYTORCH_ALLOC_CONF" not in error, error
+    goes_on(run, expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.45, 0.6, 0.8, 0.95])
+def test_the_device_fails_in_the_middle(
+    share: float, model: SavedRun, tmp_path: Path, expected: tuple[bytes, int]
+) -> None:
+    run = model.copy(tmp_path / "run")
+
+    def fail_soon(device: VirtualCuda) -> None:
+        device.last_call = device.num_calls + int(share * expected[1])
+
+    error = failed(run, fail_soon)
+    assert "the GPU failed" in error and "illegal memory access" in error and "Xid" in error, error
+    assert "asynchronously" not in error, error
+    goes_on(run, expected)

@@ -1,0 +1,31 @@
+"""Torch's errors of a device and of memory are told in words for a person; all others pass as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.engine.device_errors import DeviceError, device_errors_explained
+from tiered.errors import TransferError
+
+COPY_FAILED = TransferError("copy of 8 bytes failed", tier="gpu->ram")
+
+
+def test_ram_that_torch_does_not_get_is_named_with_its_bytes() -> None:
+    said = "out of RAM: can't allocate memory: you tried to allocate 36028797018963968 bytes"
+    with pytest.raises(DeviceError, match=said), device_errors_explained():
+        torch.empty(1 << 55, dtype=torch.uint8)
+
+
+def test_a_failed_copy_is_the_devices_error_where_that_caused_it() -> None:
+    cause = torch.AcceleratorError("CUDA error: unspecified launch failure\nhints for who writes kernels")
+    said = r"the GPU failed: CUDA error: unspecified launch failure\. "
+    with pytest.raises(DeviceError, match=said), device_errors_explained():
+        raise COPY_FAILED from cause
+
+
+@pytest.mark.parametrize("error", [TransferError("copy failed", tier="gpu"), RuntimeError("shapes"), ValueError("1")])
+def test_other_errors_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, device_errors_explained():
+        raise error
+    assert caught.value is error
