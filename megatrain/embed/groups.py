@@ -21,6 +21,7 @@ from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind,
 from megatrain.optim.clip import squared_norm
 
 if TYPE_CHECKING:
+    from megatrain.embed.device_copies import DeviceCopies
     from megatrain.embed.weights import WeightBlock
     from megatrain.models.layout import TensorEntry
     from megatrain.optim.threads import KernelThreads
@@ -215,6 +216,7 @@ class UntieredGroup(StateGroup):
 
     Args:
         offload_gradients: gradients leave for the store as soon as autograd has made them.
+        copies: between devices and RAM.
     """
 
     def __init__(
@@ -227,12 +229,14 @@ class UntieredGroup(StateGroup):
         homes: Sequence[str],
         *,
         offload_gradients: bool,
+        copies: DeviceCopies,
     ) -> None:
         if offload_gradients and num_ranks() > 1:
             raise ValueError(
                 "offload_gradients=True with several ranks: gradients would leave before they are averaged"
             )
         self._on_device = any(parameter.is_cuda for parameter in parameters.values())
+        self._copies = copies
         self._places = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
         self._versions: dict[str, int] = {}  # of those on a device, as of when they were equal to their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
@@ -266,6 +270,8 @@ class UntieredGroup(StateGroup):
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
+        for device in {parameter.device for parameter in self.parameters.values() if parameter.is_cuda}:
+            self._copies.mark(device)
         if self._gradients is not None:
             return dict.fromkeys(self._gradients.consume())
         found: dict[str, Tensor | None] = {}
@@ -279,7 +285,7 @@ class UntieredGroup(StateGroup):
         if self._gradients is not None:
             return self._gradients.squared_norms(threads)
         return {
-            name: squared_norm(_flat_gradient(gradient), threads)
+            name: squared_norm(self._flat(gradient), threads)
             for name, gradient in self.take_gradients().items()
             if gradient is not None
         }
@@ -294,7 +300,7 @@ class UntieredGroup(StateGroup):
                 if self._gradients is not None:
                     gradient = self._gradients.view(tensors[self._gradients.key], entry)
                 else:
-                    gradient = _flat_gradient(work.gradients[entry.name])
+                    gradient = self._flat(work.gradients[entry.name])
                 self._update_one(entry, work.settings[entry.name], gradient, tensors, work.grad_scale)
         if self._gradients is not None:
             self.store.discard(self._gradients.key)
@@ -344,11 +350,20 @@ class UntieredGroup(StateGroup):
             _follow(blocks, parameter)
         now = Update(settings.step, settings.lr, grad_scale)
         settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
-        if blocks["weight"].data_ptr() != parameter.data_ptr():
+        if parameter.is_cuda:
+            self._copies.to_device(parameter, blocks["weight"])
+            self._versions[entry.name] = parameter._version
+        elif blocks["weight"].data_ptr() != parameter.data_ptr():
             parameter.copy_(blocks["weight"].view(entry.shape))
             self._versions[entry.name] = parameter._version
         else:
             increment_version(parameter)  # a graph that saved it is out of date, and autograd says so
+
+    def _flat(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as the kernels take it, flat, fp32 or bf16, in RAM: one of a device until the next call."""
+        dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+        flat = self._copies.to_ram(dense) if dense.is_cuda else dense.reshape(-1)
+        return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
 
 
 def _follow(blocks: Mapping[str, Tensor], parameter: Tensor) -> None:
@@ -381,10 +396,3 @@ def update_in_order(works: Mapping[StateGroup, Work]) -> None:
         if following is not None:
             following.prefetch()
         group.update(works[group])
-
-
-def _flat_gradient(gradient: Tensor) -> Tensor:
-    """Return a gradient as the kernels take it: in RAM, flat, fp32 or bf16."""
-    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-    flat = dense.to("cpu").reshape(-1)
-    return flat if flat.dtype in GRADIENT_DTYPES else flat.float()

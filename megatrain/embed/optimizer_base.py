@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatrain.embed.behind import InterruptedUpdateError, UpdatesBehind
+from megatrain.embed.device_copies import DeviceCopies
 from megatrain.embed.groups import (
     StateGroup,
     TieredGroup,
@@ -107,6 +108,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         self.groups: list[StateGroup] = []
         self._with_state: set[int] = set()  # ids of the parameters of all groups
         self._name, self._offload, self._homes = name, offload_gradients, state
+        self._copies = DeviceCopies()
         self._store = store
         self._due: dict[TieredGroup, Work] = {}
         self._arithmetics: dict[tuple[Any, ...], Arithmetic] = {}
@@ -220,7 +222,9 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
             layout = build_layout(root, ((name, parameter.shape) for name, parameter in named.items()), True)
             own = kinds(together[0].dtype.itemsize == 2)
             self.groups.append(
-                UntieredGroup(self.store, root, layout, named, own, homes, offload_gradients=self._offload)
+                UntieredGroup(
+                    self.store, root, layout, named, own, homes, offload_gradients=self._offload, copies=self._copies
+                )
             )
 
     # -- steps -------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def open_store(
         tiers.append(GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device)))
     here = _processes_here()
     available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
-    tiers.append(RamTier(_bytes("ram", ram, total_ram_bytes() // here, available // here), pin_memory=gpu is not None))
+    tiers.append(RamTier(_bytes("ram", ram, total_ram_bytes() // here, available // here)))
     try:
         if drives:
             free = _free_bytes(drives)
