@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,16 @@ from torch import Tensor, nn
 
 import megatrain
 from reference.virtual_cuda import VirtualCuda
+from reference.virtual_embed import embedded
 
 STEPS = 4
 KERNELS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _embedded(virtual: VirtualCuda | None) -> Iterator[None]:
+    with nullcontext() if virtual is None else embedded(virtual):
+        yield
 
 
 def make_model(dtype: torch.dtype) -> nn.Module:
@@ -47,7 +54,8 @@ def tiered(
     model = make_model(dtype)
     if options.pop("behind", False):
         options["overlap"] = model
-    with megatrain.open_store(ram="2MiB", nvme=folder, nvme_size="16MiB") as store:
+    gpu = options.pop("gpu", None)
+    with megatrain.open_store(ram="2MiB", nvme=folder, nvme_size="16MiB", gpu=gpu) as store:
         optimizer = megatrain.TieredAdamW(model.parameters(), store=store, state=state, **KERNELS, **options)
         losses = train(model, optimizer, own_stream=own_stream)
         return losses, [parameter.detach().cpu() for parameter in model.parameters()]
@@ -66,6 +74,8 @@ def test_bits_are_the_same_wherever_the_state_is_and_whenever_updates_are_made(
         ("stream", ["ram"], {"own_stream": True}),
         ("behind", ["nvme"], {"behind": True}),
         ("behind_on_stream", ["ram"], {"behind": True, "own_stream": True}),
+        ("gradients_leave", ["ram"], {"offload_gradients": True}),
+        ("gradients_leave_by_the_gpu", ["nvme"], {"offload_gradients": True, "gpu": "1MiB", "own_stream": True}),
     ):
         other_losses, other_weights = tiered(tmp_path / name, dtype, state, **options, **others)
         assert other_losses == losses, name

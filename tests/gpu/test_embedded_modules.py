@@ -1,0 +1,86 @@
+"""``megatrain.tier`` on a GPU: the numbers of the plain model there, the same bits at every size of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatrain
+from reference.virtual_cuda import VirtualCuda
+from reference.virtual_embed import embedded
+from tiered.units import KiB, MiB
+
+STEPS, ACCUMULATED = 3, 2
+IDS = torch.randint(0, 128, (STEPS * ACCUMULATED, 2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _embedded(virtual: VirtualCuda | None) -> Iterator[None]:
+    with nullcontext() if virtual is None else embedded(virtual):
+        yield
+
+
+def make_model(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
+    config.num_attention_heads, config.num_key_value_heads, config.tie_word_embeddings = 4, 2, False
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses: list[Tensor] = []
+    for number, ids in enumerate(IDS):
+        ids = ids.to("cuda")
+        loss = model(input_ids=ids, labels=ids).loss / ACCUMULATED
+        loss.backward()
+        losses.append(loss.detach())
+        if (number + 1) % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def tiered(
+    folder: Path, dtype: torch.dtype, *, gpu: int = 4 * MiB, weights: str = "ram", gradients: str = "ram"
+) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
+    """Return losses, weights, and the bytes that every link moved."""
+    with megatrain.open_store(ram="8MiB", nvme=folder, nvme_size="32MiB", gpu=gpu) as store:
+        model = megatrain.tier(make_model(dtype), store, weights=weights, gradients=gradients)
+        optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        losses = train(model, optimizer)
+        found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        stats = store.stats()
+        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in stats.tiers.values())
+        return losses, found, {name: link.num_bytes for name, link in stats.links.items()}
+
+
+def test_losses_are_those_of_the_plain_model(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+    plain = make_model(torch.float32).to("cuda")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    clipped = torch.nn.utils.clip_grad_norm_
+    optimizer.register_step_pre_hook(lambda *_: clipped(plain.parameters(), 1.0, foreach=False) and None)
+    expected = train(plain, optimizer)
+    losses, _, moved = tiered(tmp_path, torch.float32)
+    assert losses == pytest.approx(expected, rel=2e-5)
+    assert moved["ram->gpu"] > 0 < moved["gpu->ram"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_memory(dtype: torch.dtype, virtual: VirtualCuda | None, tmp_path: Path) -> None:
+    losses, weights, _ = tiered(tmp_path / "ram", dtype)
+    cases: dict[str, dict[str, Any]] = {
+        "tight": {"gpu": 640 * KiB},
+        "nvme": {"gpu": 640 * KiB, "weights": "nvme", "gradients": "nvme"},
+        "resident": {"weights": "gpu", "gradients": "gpu"},
+    }
+    for name, options in cases.items():
+        other_losses, other_weights, _ = tiered(tmp_path / name, dtype, **options)
+        assert other_losses == losses, name
+        assert all(torch.equal(other_weights[key], weights[key]) for key in weights), name
