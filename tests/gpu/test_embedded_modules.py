@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import megatrain
 from reference.virtual_cuda import VirtualCuda
@@ -84,3 +84,31 @@ def test_bits_do_not_depend_on_memory(dtype: torch.dtype, virtual: VirtualCuda |
         other_losses, other_weights, _ = tiered(tmp_path / name, dtype, **options)
         assert other_losses == losses, name
         assert all(torch.equal(other_weights[key], weights[key]) for key in weights), name
+
+
+def test_the_trainer_of_transformers_on_the_device(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in IDS.reshape(-1, IDS.shape[-1])]
+
+    def losses_of(trainer_class: Any, model: Any, folder: Path, **options: Any) -> list[float]:
+        arguments = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=2,
+            max_steps=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **options,
+        )
+        trainer = trainer_class(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        assert arguments.device.type == ("cpu" if options else "cuda")
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    expected = losses_of(Trainer, make_model(torch.float32), tmp_path / "plain", use_cpu=True)
+    with megatrain.open_store(ram="8MiB", nvme=tmp_path / "store", nvme_size="32MiB", gpu=2 * MiB) as store:
+        model = megatrain.tier(make_model(torch.float32), store)
+        losses = losses_of(megatrain.hf.tiered(Trainer), model, tmp_path / "tiered")
+    assert losses == pytest.approx(expected, rel=1e-4)
