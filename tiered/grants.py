@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from tiered.block import CopyState
+from tiered.callers import threads_of_caller
 from tiered.copies import Block, Copy
 from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
 from tiered.events import Event
@@ -211,10 +211,10 @@ class Grants:
     def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
         """Refuse at once what waiting can never give: room that does not exist, or the caller's own lease."""
         if waiting.cause == "lease":
-            me = threading.get_ident()
+            mine = threads_of_caller()
             for block, _, mode in targets:
                 for lease in self.leases:
-                    if lease._block is block and lease.thread_id == me and (mode != "r" or lease.mode != "r"):
+                    if lease._block is block and lease.thread_id in mine and (mode != "r" or lease.mode != "r"):
                         key = block.spec.key
                         raise LeaseError(f"'{key}' is leased ('{lease.mode}') by this very thread: release it first")
         if waiting.cause == "space":
@@ -227,8 +227,8 @@ class Grants:
     def room_ever_locked(self, tier: str, besides: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could be free once everybody else lets go of what they hold."""
         usage = self.movement.tiers[tier].usage()
-        me = threading.get_ident()
-        mine = {lease._copy for lease in self.leases if lease.thread_id == me}
+        threads = threads_of_caller()
+        mine = {lease._copy for lease in self.leases if lease.thread_id in threads}
         freeable = 0
         for block in self.movement.blocks.values():
             copy = block.copies.get(tier)

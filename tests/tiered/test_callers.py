@@ -1,0 +1,74 @@
+"""A thread of autograd's must not wait for leases of the thread that waits for it: that is an error, not a hang."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import graph
+
+from tiered import RamTier, TieredStore
+from tiered.errors import CapacityError, LeaseError
+from tiered.tiers.nvme import NvmeTier
+from tiered.units import KiB
+
+BLOCK = 64 * KiB
+
+
+@pytest.fixture
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredStore]:
+    drive = NvmeTier([str(tmp_path_factory.mktemp("drive"))], 4 * BLOCK)
+    with TieredStore([RamTier(BLOCK), drive]) as store:
+        for key in ("one", "two"):
+            store.register(key, (BLOCK // 4,), torch.float32, home="nvme")
+            store.acquire(key, "ram", "w").release()
+        yield store
+
+
+@pytest.fixture
+def caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Thread]:
+    """A thread that holds "one" in all there is of RAM, and waits inside of autograd's engine."""
+    has_lease, end = threading.Event(), threading.Lock()
+    end.acquire()
+    # The engine waits in C++, so that the frame of the function that calls it is the innermost one.
+    engine = SimpleNamespace(run_backward=end.acquire)
+    monkeypatch.setattr(graph, "Variable", SimpleNamespace(_execution_engine=engine))
+
+    def call_backward() -> None:
+        with store.acquire("one", "ram", "rw"):
+            has_lease.set()
+            graph._engine_run_backward(True, 60.0)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=call_backward)
+    thread.start()
+    has_lease.wait()
+    while graph._engine_run_backward.__code__ is not _innermost(thread):
+        pass
+    yield thread
+    end.release()
+    thread.join()
+
+
+def _innermost(thread: threading.Thread) -> object:
+    assert thread.ident is not None
+    return sys._current_frames()[thread.ident].f_code
+
+
+@pytest.mark.usefixtures("caller")
+def test_in_its_backward_a_callers_leases_are_ones_own(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
+    with pytest.raises(CapacityError):
+        store.acquire("two", "ram", "r")
+    with pytest.raises(LeaseError):
+        store.acquire("one", "ram", "r")
+
+
+@pytest.mark.usefixtures("caller")
+def test_outside_of_a_backward_they_are_waited_for(store: TieredStore) -> None:
+    for key in ("one", "two"):
+        with pytest.raises(TimeoutError):
+            store.acquire(key, "ram", "r", timeout_s=0.05)

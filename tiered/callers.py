@@ -1,0 +1,25 @@
+"""Whose leases cannot end before the calling thread goes on: its own, and those of a thread that waits for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection
+
+import torch
+from torch.autograd import graph
+
+
+def threads_of_caller() -> Collection[int]:
+    """Return the ids of the calling thread and, inside a backward, of those that have called one and wait for its end.
+
+    On a CPU a backward runs in the thread that calls it, on a device in one of autograd's own: that one must not wait
+    for leases of a caller that waits for it. If two threads are in backwards, each counts for the other: for
+    one device autograd has a single thread, so that they do wait for each other.
+    """
+    own = threading.get_ident()
+    if torch._C._current_graph_task_id() == -1:
+        return (own,)
+    # The engine is C++: of a thread that waits in it, the function that called it is the innermost of Python.
+    calls_engine = getattr(graph._engine_run_backward, "__code__", None)
+    return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))
