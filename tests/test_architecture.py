@@ -69,6 +69,7 @@ RESTRICTED = {
     ),
     "torch.cuda": (
         "megatrain/doctor/gpu.py",
+        "megatrain/embed/device_copies.py",
         "megatrain/embed/stores.py",
         "megatrain/engine/",
         "megatrain/plan/machine.py",
