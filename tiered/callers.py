@@ -9,7 +9,6 @@ from collections.abc import Collection
 import torch
 from torch.autograd import graph
 
-
 #: Before, a garbage collection in the call deadlocks when it frees a tensor.
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
@@ -18,8 +17,9 @@ def threads_of_caller() -> Collection[int]:
     """Return the ids of the calling thread and, inside a backward, of those that have called one and wait for its end.
 
     On a CPU a backward runs in the thread that calls it, on a device in one of autograd's own: that one must not wait
-    for leases of a caller that waits for it. (With Python 3.11 it does: who waits cannot be told there.) If two threads are in backwards, each counts for the other: for
-    one device autograd has a single thread, so that they do wait for each other.
+    for leases of a caller that waits for it. (With Python 3.11 it does: who waits cannot be told there.) If two threads
+    are in backwards, each counts for the other: for one device autograd has a single thread, so they do wait for each
+    other.
     """
     own = threading.get_ident()
     if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:
