@@ -30,7 +30,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 #: Folders whose matrices take minutes, and how many cases of one test run without `-m slow`: evenly spread.
 LONG_MATRICES = ("tests/parity/", "tests/gpu/", "tests/megatrain/engine/", "tests/megatrain/embed/")
-SHARE, FEWEST = 4, 6
+SHARE, FEWEST = 6, 6
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed")
 
