@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import graph
@@ -13,8 +13,8 @@ from torch.autograd import graph
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
-def threads_of_caller() -> Collection[int]:
-    """Return the ids of the calling thread and, inside a backward, of those that have called one and wait for its end.
+def threads_of_caller() -> Sequence[int]:
+    """Return the ids of the calling thread, first, and, in a backward, of those that called one and wait for its end.
 
     On a CPU a backward runs in the thread that calls it, on a device in one of autograd's own: that one must not wait
     for leases of a caller that waits for it. (With Python 3.11 it does: who waits cannot be told there.) If two threads

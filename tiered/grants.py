@@ -216,7 +216,8 @@ class Grants:
                 for lease in self.leases:
                     if lease._block is block and lease.thread_id in mine and (mode != "r" or lease.mode != "r"):
                         key = block.spec.key
-                        raise LeaseError(f"'{key}' is leased ('{lease.mode}') by this very thread: release it first")
+                        who = "this very thread" if lease.thread_id == mine[0] else "the caller of this backward"
+                        raise LeaseError(f"'{key}' is leased ('{lease.mode}') by {who}: release it first")
         if waiting.cause == "space":
             there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
             need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in there) or waiting.need_bytes

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import megatrain
+from megatrain.engine.determinism import deterministic_kernels
 from reference.virtual_cuda import VirtualCuda
 from reference.virtual_embed import embedded
 from tiered.units import KiB, MiB
@@ -23,7 +24,8 @@ IDS = torch.randint(0, 128, (STEPS * ACCUMULATED, 2, 24), generator=torch.Genera
 
 @pytest.fixture(autouse=True)
 def _embedded(virtual: VirtualCuda | None) -> Iterator[None]:
-    with nullcontext() if virtual is None else embedded(virtual):
+    device = nullcontext() if virtual is None else embedded(virtual)
+    with deterministic_kernels(torch.device("cuda"), "a test's model"), device:
         yield
 
 

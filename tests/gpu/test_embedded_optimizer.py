@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
+from megatrain.engine.determinism import deterministic_kernels
 from reference.virtual_cuda import VirtualCuda
 from reference.virtual_embed import embedded
 
@@ -21,7 +22,8 @@ KERNELS = {"lr": 1e-2, "weight_decay": 0.1}
 
 @pytest.fixture(autouse=True)
 def _embedded(virtual: VirtualCuda | None) -> Iterator[None]:
-    with nullcontext() if virtual is None else embedded(virtual):
+    device = nullcontext() if virtual is None else embedded(virtual)
+    with deterministic_kernels(torch.device("cuda"), "a test's model"), device:
         yield
 
 

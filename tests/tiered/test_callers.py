@@ -64,7 +64,7 @@ def test_in_its_backward_a_callers_leases_are_ones_own(store: TieredStore, monke
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
     with pytest.raises(CapacityError):
         store.acquire("two", "ram", "r")
-    with pytest.raises(LeaseError):
+    with pytest.raises(LeaseError, match="by the caller of this backward"):
         store.acquire("one", "ram", "r")
 
 
