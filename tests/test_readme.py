@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -62,8 +61,3 @@ def test_files_to_read_and_links_exist() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert links
     assert [name for name in (*to_read, *links) if not (ROOT / name).exists()] == []
-
-
-def test_tree_is_of_now() -> None:
-    with_tree = runpy.run_path(str(ROOT / "docs" / "tree.py"))["with_tree"]
-    assert with_tree(README) == README, "run: python docs/tree.py"
