@@ -34,8 +34,9 @@ RANKS = {
     "tiered.policies": 7,
     "tiered": 8,  # lease, prefetch and the parts of the store
     "tiered.store": 9,
-    "tiered.__init__": 10,
-    "tiered.testing": 11,
+    "tiered.zarr_store": 10,
+    "tiered.__init__": 11,
+    "tiered.testing": 12,
     "megatrain": 20,
     "megatrain.trainer": 21,
     "megatrain.verify": 22,
@@ -47,7 +48,7 @@ RANKS = {
 RESTRICTED = {
     "kvikio": ("tiered/links/kvikio.py", "tiered/links/probe.py"),
     "cupy": (),
-    "zarr": (),
+    "zarr": ("tiered/zarr_store.py", "tiered/zarr_views.py"),
     "datasets": ("megatrain/data/hub.py",),
     "pyarrow": ("megatrain/data/files.py",),
     "lightning": ("megatrain/embed/lightning.py", "megatrain/embed/lightning_files.py"),

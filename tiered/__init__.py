@@ -1,5 +1,7 @@
 """tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training."""
 
+from typing import TYPE_CHECKING, Any
+
 from tiered.block import BlockSpec, CopyState
 from tiered.commit import Commit
 from tiered.errors import (
@@ -19,6 +21,7 @@ from tiered.links.base import Link, LinkUsage
 from tiered.links.threaded import ThreadedLink
 from tiered.plugins import available_tiers, tier_class
 from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
+from tiered.reader import GenerationReader
 from tiered.schedule import NEVER, Access, Schedule, Trace
 from tiered.store import TieredStore
 from tiered.tiers.base import Slot, Tier, TierUsage
@@ -46,6 +49,7 @@ __all__ = [
     "Event",
     "EvictionPolicy",
     "GenerationError",
+    "GenerationReader",
     "GiB",
     "GpuTier",
     "KiB",
@@ -74,8 +78,20 @@ __all__ = [
     "Transfer",
     "TransferError",
     "UninitializedBlockError",
+    "ZarrStore",
     "available_tiers",
     "format_size",
     "parse_size",
     "tier_class",
 ]
+
+if TYPE_CHECKING:
+    from tiered.zarr_store import ZarrStore
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ZarrStore":  # on first use: importing zarr takes half a second, which few programs need
+        from tiered.zarr_store import ZarrStore
+
+        return ZarrStore
+    raise AttributeError(f"module 'tiered' has no attribute '{name}'")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +22,7 @@ from tiered.contents import (
     no_array_text,
     place_in,
     read_files,
+    read_piece,
     snapshot_of,
 )
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError
@@ -40,6 +43,9 @@ from tiered.manifest import (
 from tiered.tiers.directory import lock_directory, unlock_directory
 from tiered.tiers.ownership import StoreIdentity, read_owner, read_store_id, remove_snapshot_folder, snapshot_folders
 from tiered.zarr_layout import dtype_from_name
+
+if TYPE_CHECKING:
+    import zarr
 
 
 class GenerationReader:
@@ -106,6 +112,50 @@ class GenerationReader:
             raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
         files = self.files(key)
         self.check(key, files, read_files(files, spec, byte_view(out)))
+
+    def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Read bytes ``start`` to ``stop`` of a block's contents, verified, without reading the rest.
+
+        Reads whole pieces of 16 MiB, since those have checksums.
+
+        Returns:
+            1-D uint8 in host memory.
+
+        Raises:
+            ValueError: no such range. Otherwise as ``read``.
+        """
+        spec, expected = self.spec(key), self.blocks[key].xxh3_64
+        if not 0 <= start <= stop <= spec.nbytes:
+            raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
+        files = self.files(key)
+        found = torch.empty(stop - start, dtype=torch.uint8)
+        for number, (first, last) in enumerate(pieces(spec.nbytes)):
+            if last <= start or first >= stop:
+                continue
+            # Into its place where the whole piece is asked for, else through a buffer of one piece.
+            is_inside = start <= first and last <= stop
+            piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
+            at_start = [(path, offset - first, nbytes) for path, offset, nbytes in files]
+            actual = read_piece(at_start, spec, piece, (0, last - first))
+            if number >= len(expected) or actual != expected[number]:
+                recorded = expected[number] if number < len(expected) else "none"
+                place = place_in(files, first, last)
+                raise CorruptBlockError(key, recorded, actual, place=place, generation=self.generation)
+            if not is_inside:
+                part = slice(max(start, first), min(stop, last))
+                found[part.start - start : part.stop - start] = piece[part.start - first : part.stop - first]
+        return found
+
+    def to_zarr(self) -> zarr.Group:
+        """Return the generation as a read-only ``zarr.Group``: each block an array of its shape, read when indexed.
+
+        What is read is verified, whatever drives it is striped over. bfloat16 and float8 are arrays of unsigned
+        integers of that size, with the true name in ``attrs["megatrain"]["logical_dtype"]``.
+        """
+        from tiered.zarr_views import BlockView, group_of  # zarr takes half a second to import
+
+        views = [BlockView(self.spec(key), partial(self.read_range, key)) for key in self.blocks]
+        return group_of(views, {"generation": self.generation, "meta": self.manifest.meta})
 
     def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:
         """Yield a sentence about every damage, with the file; nothing if the generation is sound. Reads all of it.

@@ -352,6 +352,20 @@ class TieredStore:
         with self._changed:
             return iter([block.spec for block in self._blocks.values()])
 
+    def spec(self, key: str) -> BlockSpec:
+        """Return what a block was registered as.
+
+        Raises:
+            BlockNotFoundError: there is no such block.
+        """
+        with self._changed:
+            return self._grants.block(key).spec
+
+    @property
+    def tier_names(self) -> list[str]:
+        """Return the names of the tiers, fast to slow."""
+        return list(self._movement.order)
+
     def tier(self, name: str) -> Tier:
         """Return a tier by name, for its ``reserve`` and ``usage``."""
         return self._grants.tier(name)

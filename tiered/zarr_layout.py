@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tiered.block import BlockSpec
 from tiered.units import PAGE_BYTES
 
 #: Version of what we write under ``attributes.megatrain``; readers refuse newer ones.
@@ -73,6 +74,17 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
         chunk_bytes: size of every chunk file; a multiple of 4096.
     """
     assert chunk_bytes > 0 and chunk_bytes % dtype.itemsize == 0, (key, chunk_bytes, dtype)
+    return _array_document(key, shape, dtype, [math.prod(shape)], [chunk_bytes // dtype.itemsize])
+
+
+def array_view_document(spec: BlockSpec, chunk_shape: Sequence[int]) -> dict[str, Any]:
+    """Return a document that shows a block in its true shape, in chunks of ``chunk_shape``."""
+    return _array_document(spec.key, spec.shape, spec.dtype, spec.shape, chunk_shape)
+
+
+def _array_document(
+    key: str, shape: Sequence[int], dtype: torch.dtype, array_shape: Sequence[int], chunk_shape: Sequence[int]
+) -> dict[str, Any]:
     data_type = zarr_data_type(dtype)
     # One-byte types have no byte order, and zarr refuses one.
     codec: dict[str, Any] = {"name": "bytes"}
@@ -81,9 +93,9 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
     return {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": [math.prod(shape)],
+        "shape": list(array_shape),
         "data_type": data_type,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk_bytes // dtype.itemsize]}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _fill_value(data_type),
         "codecs": [codec],

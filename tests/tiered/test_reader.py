@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -238,3 +239,40 @@ def test_nothing_is_removed_under_a_living_store_or_from_another_one(root: Path)
     assert len(snapshots(root)) == 6
     remove_generation_everywhere(root / "generations", 1)
     assert {name for name in snapshots(root) if "00000001" in name} == {"a/snap/00000001"}
+
+
+def test_to_zarr_shows_every_block_in_its_shape(root: Path) -> None:
+    reader = GenerationReader(root / "generations")
+    group = reader.to_zarr()
+    assert group.attrs["megatrain"] == {"format": 1, "generation": 2, "meta": {"times": 2}}
+    assert sorted(name for name, _ in group["layer.0"].arrays()) == ["m", "weight"]
+    for key, (_, tensor) in BLOCKS.items():
+        array = group[key]
+        assert array.shape == tuple(tensor.shape) and array.attrs["megatrain"]["key"] == key
+        found = torch.from_numpy(np.ascontiguousarray(array[...])).view(tensor.dtype)
+        assert torch.equal(found, tensor * 2), key
+    assert np.array_equal(group["layer.0/m"][40:50, 7], (BLOCKS["layer.0/m"][1] * 2).numpy()[40:50, 7])
+    with pytest.raises(ValueError, match="read-only"):
+        group["large"][0] = 1
+
+
+@pytest.mark.parametrize("bounds", [(0, 0), (0, 7), (5, 16 * MiB + 3), (16 * MiB, 18 * MiB), (17 * MiB, 18 * MiB)])
+def test_a_range_of_a_block_is_read_verified(root: Path, bounds: tuple[int, int]) -> None:
+    reader = GenerationReader(root / "generations")
+    expected = (BLOCKS["large"][1] * 2).to(torch.uint8)
+    assert torch.equal(reader.read_range("large", *bounds), expected[slice(*bounds)])
+
+
+def test_a_damaged_piece_is_named_and_the_others_can_be_read(root: Path) -> None:
+    reader = GenerationReader(root / "generations")
+    (path, _, _), *_ = reader.files("large")
+    with path.open("r+b") as file:
+        file.seek(17 * MiB)
+        file.write(b"\xff\xfe")
+    with pytest.raises(CorruptBlockError, match="large"):
+        reader.read_range("large", 18 * MiB - 1, 18 * MiB)
+    assert reader.read_range("large", 0, 16 * MiB).numel() == 16 * MiB
+    with pytest.raises(CorruptBlockError, match="large"):
+        reader.to_zarr()["large"][-1]
+    with pytest.raises(ValueError, match="bytes, not"):
+        reader.read_range("large", 0, 18 * MiB + 1)

@@ -1,0 +1,194 @@
+"""ZarrStore: zarr's own suites, and what zarr does not know: tiers, capacities, commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from zarr.core.buffer import Buffer, cpu
+from zarr.testing.stateful import ZarrHierarchyStateMachine, ZarrStoreStateMachine
+from zarr.testing.store import StoreTests
+
+from tiered import CapacityError, GpuTier, KiB, MiB, NvmeTier, RamTier, TieredError, TieredStore, ZarrStore
+
+
+@pytest.fixture
+def tiered_store(tmp_path: Path) -> Iterator[TieredStore]:
+    ram = RamTier(256 * KiB, pin_memory=False)
+    with TieredStore([ram, NvmeTier([tmp_path / "drive"], 16 * MiB)]) as store:
+        yield store
+
+
+class TestZarrStore(StoreTests[ZarrStore, cpu.Buffer]):
+    store_cls = ZarrStore
+    buffer_cls = cpu.Buffer
+
+    async def set(self, store: ZarrStore, key: str, value: Buffer) -> None:
+        block_key, _ = store.block_keys(key)
+        store._store.register(block_key, (len(value),), torch.uint8, home="nvme")
+        with store._store.acquire(block_key, "ram", "w") as lease:
+            lease.tensor.numpy()[:] = np.frombuffer(value.to_bytes(), dtype=np.uint8)
+
+    async def get(self, store: ZarrStore, key: str) -> Buffer:
+        held = {spec.key for spec in store._store.blocks()}
+        (block_key,) = held.intersection(store.block_keys(key))
+        with store._store.acquire(block_key, "ram") as lease:
+            return cpu.Buffer.from_bytes(lease.tensor.numpy().tobytes())
+
+    @pytest.fixture
+    def store_kwargs(self, tiered_store: TieredStore) -> dict[str, Any]:
+        return {"store": tiered_store}
+
+    def test_store_repr(self, store: ZarrStore) -> None:
+        assert repr(store) == "ZarrStore('zarr', home='nvme', tier='ram')"
+
+    def test_store_supports_writes(self, store: ZarrStore) -> None:
+        assert store.supports_writes
+
+    def test_store_supports_listing(self, store: ZarrStore) -> None:
+        assert store.supports_listing
+
+
+FEW = settings(
+    max_examples=8,
+    stateful_step_count=15,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("machine", [ZarrStoreStateMachine, ZarrHierarchyStateMachine])
+@pytest.mark.filterwarnings("ignore::zarr.core.dtype.common.UnstableSpecificationWarning")
+def test_zarrs_stateful_suites(machine: Any, tiered_store: TieredStore) -> None:
+    run_state_machine_as_test(lambda: machine(ZarrStore(tiered_store)), settings=FEW)
+
+
+def bytes_at(store: ZarrStore, key: str) -> bytes | None:
+    found = store.get_sync(key)
+    return None if found is None else found.to_bytes()
+
+
+def put(store: ZarrStore, key: str, value: bytes) -> None:
+    store.set_sync(key, cpu.Buffer.from_bytes(value))
+
+
+def test_an_array_larger_than_ram_lives_in_the_tiers_and_outlives_the_process(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(96, 4096)).astype(np.float32)  # 1.5 MiB through 256 KiB
+    tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB)]
+    with TieredStore(tiers) as store:
+        array = zarr.create_array(
+            ZarrStore(store), name="deep/values", shape=values.shape, chunks=(4, 4096), dtype="f4", compressors=None
+        )
+        array[:] = values
+        assert np.array_equal(array[40:50], values[40:50])
+        assert store.stats().tiers["ram"].high_water_bytes <= 256 * KiB
+        store.commit().wait(60)
+    tiers = [RamTier(512 * KiB, pin_memory=False), NvmeTier([tmp_path / "a", tmp_path / "b"], 8 * MiB)]
+    with TieredStore.open(str(tmp_path / "a"), tiers) as store:
+        assert np.array_equal(zarr.open_array(ZarrStore(store), path="deep/values", mode="r")[:], values)
+
+
+def test_keys_that_no_block_may_have(tiered_store: TieredStore) -> None:
+    store = ZarrStore(tiered_store)
+    keys = ["a", "a/b", "a/c/0", "a_v", "a_d/b", "A b/\u00fcml\u00e4ut/_5F", "zarr.json", "c", ".", "..", "x//y", "a_w"]
+    for number, key in enumerate(keys):
+        put(store, key, bytes([number]))
+    assert {key: bytes_at(store, key) for key in keys} == {key: bytes([n]) for n, key in enumerate(keys)}
+    assert sorted(store._keys()) == sorted(keys)
+
+
+def test_a_value_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+    with TieredStore([RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 96 * KiB)]) as tiers:
+        store = ZarrStore(tiers)
+        put(store, "k", b"old")
+        with pytest.raises(CapacityError):
+            put(store, "k", bytes(100 * KiB))
+        assert bytes_at(store, "k") == b"old"
+        for size in (40, 30, 50, 30):  # each finds room only when the one before is really gone
+            put(store, "k", bytes([size]) * size * KiB)
+            assert bytes_at(store, "k") == bytes([size]) * size * KiB
+        with pytest.raises(CapacityError):
+            put(store, "other", bytes(70 * KiB))
+        store.delete_sync("k")
+        put(store, "other", bytes(70 * KiB))
+
+
+def test_a_replacement_cut_by_a_crash_leaves_a_whole_value(tmp_path: Path) -> None:
+    """A commit between the write of the new block and the end of the old one has both: the newer one counts."""
+    tiers = [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 8 * MiB)]
+    with TieredStore(tiers) as tiers_before:
+        store = ZarrStore(tiers_before)
+        put(store, "k", b"first")
+        put(store, "k", b"a second one")
+        store._forget = lambda block_key: tiers_before.commit().wait(60)  # type: ignore[method-assign,assignment]
+        put(store, "k", b"third")
+    with TieredStore.open(
+        str(tmp_path), [RamTier(256 * KiB, pin_memory=False), NvmeTier([tmp_path], 8 * MiB)]
+    ) as tiers:
+        store = ZarrStore(tiers)
+        assert len(list(tiers.blocks())) == 2
+        assert bytes_at(store, "k") == b"third" and store._keys() == ["k"]
+        put(store, "k", b"fourth!")
+        assert bytes_at(store, "k") == b"fourth!" and len(list(tiers.blocks())) == 1
+
+
+def test_two_prefixes_and_other_blocks_are_apart(tiered_store: TieredStore) -> None:
+    tiered_store.register("zarr_b/x", (4,), torch.float32, home="ram")
+    one, two = ZarrStore(tiered_store), ZarrStore(tiered_store, "zarr/inner", home="ram", durable=False)
+    put(two, "k", b"two")
+    put(one, "k", b"one")
+    assert bytes_at(one, "k") == b"one" and bytes_at(two, "k") == b"two"
+    assert two._keys() == ["k"] and one != two
+    assert tiered_store.spec(two.block_keys("k")[0]).home == "ram"
+
+
+def test_readers_and_writers_of_one_key_see_whole_values(tiered_store: TieredStore) -> None:
+    stores = [ZarrStore(tiered_store) for _ in range(3)]
+    put(stores[0], "k", b"\0" * 10)
+
+    def work(number: int) -> int:
+        found = bytes_at(stores[number % 3], "k")
+        assert found is not None and len(set(found)) == 1 and len(found) == 10 + found[0]
+        put(stores[number % 3], "k", bytes([number % 7]) * (10 + number % 7))
+        return 1
+
+    with ThreadPoolExecutor(6) as threads:
+        assert sum(threads.map(work, range(120), timeout=60)) == 120
+    assert len(list(tiered_store.blocks())) == 1
+
+
+def test_another_process_is_told_why_it_has_no_values(tiered_store: TieredStore) -> None:
+    kind, (cls, _, arguments, read_only) = ZarrStore(tiered_store).__reduce__()
+    with pytest.raises(TieredError, match="Commit there"):
+        kind(cls, "of another process", arguments, read_only)
+
+
+def test_tiers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    with TieredStore([NvmeTier([tmp_path], MiB)]) as store, pytest.raises(ValueError, match="none of the tiers nvme"):
+        ZarrStore(store)
+    with TieredStore([RamTier(MiB, pin_memory=False), NvmeTier([tmp_path], MiB)]) as store:
+        with pytest.raises(ValueError, match="'nvme' is not addressable"):
+            ZarrStore(store, tier="nvme")
+        with pytest.raises(ValueError, match="no tier named 'gpu'"):
+            ZarrStore(store, home="gpu")
+
+
+@pytest.mark.gpu
+def test_values_of_a_gpu_tier_reach_the_device_without_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    tiers = [GpuTier(64 * MiB), RamTier(64 * MiB), NvmeTier([tmp_path], 64 * MiB)]
+    with TieredStore(tiers) as store, zarr.config.enable_gpu():
+        array = zarr.create_array(ZarrStore(store, tier="gpu"), shape=(1000, 100), chunks=(100, 100), dtype="f4")
+        array[:] = np.arange(100_000, dtype="f4").reshape(1000, 100)
+        found = array[250:]
+        assert type(found).__module__.startswith("cupy")
+        assert float(found.sum()) == float(np.arange(25_000, 100_000, dtype="f8").sum())

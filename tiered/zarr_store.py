@@ -1,0 +1,345 @@
+"""ZarrStore: a zarr v3 Store whose values are blocks of a TieredStore, so that arrays get RAM, NVMe and GPU tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+import torch
+from zarr.abc.store import ByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype, cpu, default_buffer_prototype
+
+from tiered.errors import BlockNotFoundError, TieredError
+from tiered.store import TieredStore
+from tiered.zarr_views import range_of
+
+#: Keys that share a lock: enough that fetches of different chunks rarely wait for each other.
+_NUM_LOCKS = 64
+_ESCAPED = re.compile(r"[^A-Za-z0-9.\-]")
+
+
+class _Shared:
+    """What all ZarrStores over one TieredStore share, so that two of them never replace one value at a time.
+
+    Attributes:
+        token: names the TieredStore for ``pickle`` inside this process.
+    """
+
+    def __init__(self) -> None:
+        self.token = uuid.uuid4().hex
+        self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
+
+    def lock(self, block_key: str) -> threading.Lock:
+        return self._locks[hash(block_key) % _NUM_LOCKS]
+
+
+_shared_of: WeakKeyDictionary[TieredStore, _Shared] = WeakKeyDictionary()
+_living: WeakValueDictionary[str, TieredStore] = WeakValueDictionary()
+_registering = threading.Lock()
+
+
+def _shared(store: TieredStore) -> _Shared:
+    with _registering:
+        shared = _shared_of.get(store)
+        if shared is None:
+            shared = _shared_of[store] = _Shared()
+            _living[shared.token] = store
+        return shared
+
+
+class ZarrStore(Store):
+    """A zarr v3 store over a ``TieredStore``: ``zarr.create_array(tiered.ZarrStore(store), ...)``.
+
+    Each value (a chunk, a metadata document) is one block of bytes. Its home is one tier for life; ``get`` reads it
+    through ``tier``, where the copy stays until room is needed, as the store's policy decides. ``store.commit()``
+    makes all values a generation that survives a crash; a ZarrStore over ``TieredStore.open(...)`` has them again.
+
+    Slots are multiples of 4096 bytes, and each value on a drive has files of its own: choose chunks of megabytes.
+    ``set`` replaces a value of the same size in place, and one of another size by a second block, for which there must
+    be room beside the first: a value that does not fit raises ``CapacityError`` and leaves the one before as it was.
+    Readers, and commits, get the old value or the new one, never a mixture.
+
+    Thread-safe. Closing it closes nothing: the TieredStore belongs to the caller, and must live longer.
+
+    Args:
+        store: holds the blocks. Other blocks of it are left alone.
+        prefix: the blocks' keys begin with it; two ZarrStores of different prefixes share no value.
+        home: tier that owns the values; default: the slowest.
+        tier: addressable tier through which values are read and written; default: the slowest with host memory.
+            A GPU tier serves ``zarr.config.enable_gpu()`` without a copy through the host.
+        durable: values are part of commits.
+        read_only: refuse writes.
+        timeout_s: how long one access waits for room or for a drive before it raises ``TimeoutError``.
+
+    Raises:
+        ValueError: no such tier, or one that is not addressable.
+    """
+
+    supports_writes: bool = True
+    supports_deletes: bool = True
+    supports_listing: bool = True
+
+    def __init__(
+        self,
+        store: TieredStore,
+        prefix: str = "zarr",
+        *,
+        home: str | None = None,
+        tier: str | None = None,
+        durable: bool = True,
+        read_only: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(read_only=read_only)
+        names = store.tier_names
+        in_host_memory = [n for n in names if (device := store.tier(n).device) is not None and device.type == "cpu"]
+        addressable = [name for name in names if store.tier(name).device is not None]
+        if not addressable:
+            raise ValueError(
+                f"none of the tiers {', '.join(names)} is addressable: a ZarrStore needs a RAM or GPU tier"
+            )
+        self._store = store
+        self._prefix = prefix
+        self._home = names[-1] if home is None else store.tier(home).name
+        self._tier = (in_host_memory or addressable)[-1] if tier is None else store.tier(tier).name
+        if self._tier not in addressable:
+            raise ValueError(f"tier '{self._tier}' is not addressable: read through one of {', '.join(addressable)}")
+        self._durable = durable
+        self._timeout_s = timeout_s
+        self._shared = _shared(store)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "prefix": self._prefix,
+            "home": self._home,
+            "tier": self._tier,
+            "durable": self._durable,
+            "timeout_s": self._timeout_s,
+        }
+
+    def with_read_only(self, read_only: bool = False) -> ZarrStore:
+        """Return a store of the same values that refuses writes, or takes them."""
+        return type(self)(self._store, **self._arguments(), read_only=read_only)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, type(self))
+            and self._store is other._store
+            and self._prefix == other._prefix
+            and self.read_only == other.read_only
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self._store), self._prefix, self.read_only))
+
+    def __repr__(self) -> str:
+        return f"ZarrStore('{self._prefix}', home='{self._home}', tier='{self._tier}')"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refer to the living TieredStore: it holds memory of this process, and can be found again only here."""
+        return _from_living, (type(self), self._shared.token, self._arguments(), self.read_only)
+
+    # -- keys --------------------------------------------------------------------------------------------------
+
+    def block_keys(self, key: str) -> tuple[str, str]:
+        """Return the keys of the two blocks that may hold a value: a value of another size goes to the free one.
+
+        Every folder segment ends in ``_d`` and the last one in ``_v`` or ``_w``: no block's key is a folder of
+        another's, as a tier of files needs, though zarr allows the keys ``a`` and ``a/b`` side by side. Characters
+        that no block's key may have are written as ``_`` and two hex digits for each byte of UTF-8.
+        """
+        *folders, name = key.split("/")
+        stem = "/".join([self._prefix, *(f"{_escape(folder)}_d" for folder in folders), _escape(name)])
+        return f"{stem}_v", f"{stem}_w"
+
+    def _zarr_key(self, block_key: str) -> str | None:
+        """Return the key whose value a block holds, or None where it is not one of ours."""
+        if not block_key.startswith(f"{self._prefix}/"):
+            return None
+        segments = block_key.removeprefix(f"{self._prefix}/").split("/")
+        return "/".join(_unescape(segment[:-2]) for segment in segments)
+
+    def _keys(self) -> list[str]:
+        found = ((self._zarr_key(spec.key), spec.key) for spec in self._store.blocks())
+        return list(dict.fromkeys(key for key, block in found if key is not None and self._has_value(block)))
+
+    def _has_value(self, block_key: str) -> bool:
+        """Return whether the block exists and was ever written; it was not between ``register`` and a first write."""
+        try:
+            return any(state.is_valid for state in self._store.where(block_key).values())
+        except BlockNotFoundError:
+            return False
+
+    def _block_of(self, key: str) -> str | None:
+        """Return the block that holds a value, or None where there is no such value."""
+        holders = [block_key for block_key in self.block_keys(key) if self._has_value(block_key)]
+        if len(holders) < 2:
+            return holders[0] if holders else None
+        # A commit saw a value while it was being replaced, and this is what was opened again. The newer value is
+        # whole: its block got into the commit only after it was written. It is the one that was registered later.
+        return [spec.key for spec in self._store.blocks() if spec.key in holders][-1]
+
+    # -- values ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Hold off whoever would replace this value."""
+        lock = self._shared.lock(self.block_keys(key)[0])
+        if not lock.acquire(timeout=self._timeout_s):
+            raise TimeoutError(f"'{key}' was in use for {self._timeout_s:g} s")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def get_sync(
+        self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Return a copy of a value or of a range of its bytes, or None where there is none. Blocks the caller."""
+        prototype = prototype or default_buffer_prototype()
+        self._is_open = True
+        with self._locked(key):
+            block_key = self._block_of(key)
+            if block_key is None:
+                return None
+            with self._store.acquire(block_key, self._tier, "r", timeout_s=self._timeout_s) as lease:
+                part = lease.tensor[range_of(lease.tensor.numel(), byte_range)]
+                if part.is_cuda and prototype.buffer is not cpu.Buffer:
+                    # On the current stream, for which the lease was given, and on which the caller's kernels run.
+                    return prototype.buffer.from_array_like(part.clone())
+                # `cpu()` would return host memory as it is: a clone outlives the lease.
+                copied = part.clone() if part.device.type == "cpu" else part.cpu()
+        return prototype.buffer.from_buffer(cpu.Buffer.from_array_like(copied.numpy()))
+
+    def set_sync(self, key: str, value: Buffer) -> None:
+        """Store a value, in place of the one before. Blocks the caller."""
+        self._check_writable()
+        self._is_open = True
+        if not isinstance(value, Buffer):
+            raise TypeError(f"a value must be a zarr Buffer, not {type(value).__name__}")
+        with self._locked(key):
+            self._put(key, value)
+
+    def _put(self, key: str, value: Buffer) -> None:
+        current = self._block_of(key)
+        if current is not None and self._store.spec(current).nbytes == len(value):
+            self._write(current, value)
+            return
+        new = next(block_key for block_key in self.block_keys(key) if block_key != current)
+        self._forget(new)  # what a commit caught of an earlier replacement
+        self._store.register(new, (len(value),), torch.uint8, home=self._home, durable=self._durable)
+        try:
+            self._write(new, value)
+        except BaseException:
+            self._forget(new)
+            raise
+        if current is not None:
+            self._forget(current)
+
+    def _write(self, block_key: str, value: Buffer) -> None:
+        with self._store.acquire(block_key, self._tier, "w", timeout_s=self._timeout_s) as lease:
+            if lease.tensor.device.type == "cpu":
+                np.copyto(lease.tensor.numpy(), value.as_numpy_array().view(np.uint8))
+            else:
+                lease.tensor.copy_(torch.as_tensor(value.as_array_like(), device=lease.tensor.device))
+
+    def _forget(self, block_key: str) -> None:
+        with suppress(BlockNotFoundError):
+            self._store.unregister(block_key)
+
+    def delete_sync(self, key: str) -> None:
+        """Remove a value; nothing where there is none. Blocks the caller."""
+        self._check_writable()
+        self._is_open = True
+        with self._locked(key):
+            for block_key in self.block_keys(key):
+                self._forget(block_key)
+
+    # -- zarr's interface --------------------------------------------------------------------------------------
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """See ``zarr.abc.store.Store``. Waits for drives in a thread, so that chunks are fetched side by side."""
+        return await asyncio.to_thread(self.get_sync, key, prototype=prototype, byte_range=byte_range)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        """See ``zarr.abc.store.Store``."""
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        """See ``zarr.abc.store.Store``."""
+        return self._block_of(key) is not None
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """See ``zarr.abc.store.Store``."""
+        await asyncio.to_thread(self.set_sync, key, value)
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        """See ``zarr.abc.store.Store``. Atomic: of several writers one wins."""
+        self._check_writable()
+
+        def put() -> None:
+            with self._locked(key):
+                if self._block_of(key) is None:
+                    self._put(key, value)
+
+        await asyncio.to_thread(put)
+
+    async def delete(self, key: str) -> None:
+        """See ``zarr.abc.store.Store``."""
+        await asyncio.to_thread(self.delete_sync, key)
+
+    async def getsize(self, key: str) -> int:
+        """Return the bytes of a value without reading it; see ``zarr.abc.store.Store``."""
+        block_key = self._block_of(key)
+        if block_key is None:
+            raise FileNotFoundError(key)
+        return self._store.spec(block_key).nbytes
+
+    async def list(self) -> AsyncIterator[str]:
+        """See ``zarr.abc.store.Store``."""
+        for key in self._keys():
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """See ``zarr.abc.store.Store``."""
+        for key in self._keys():
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """See ``zarr.abc.store.Store``."""
+        folder = f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
+        names = (key.removeprefix(folder).split("/")[0] for key in self._keys() if key.startswith(folder))
+        for name in dict.fromkeys(names):
+            yield name
+
+
+def _from_living(kind: type[ZarrStore], token: str, arguments: dict[str, Any], read_only: bool) -> ZarrStore:
+    store = _living.get(token)
+    if store is None:
+        raise TieredError(
+            "a ZarrStore holds memory of the process that made it and cannot go to another one. "
+            "Commit there, and open the generation here: ZarrStore(TieredStore.open(path, tiers))"
+        )
+    return kind(store, **arguments, read_only=read_only)
+
+
+def _escape(segment: str) -> str:
+    """Return a segment in the characters of block keys, so that ``_unescape`` gives it back."""
+    return _ESCAPED.sub(lambda found: "".join(f"_{byte:02X}" for byte in found[0].encode()), segment)
+
+
+def _unescape(segment: str) -> str:
+    parts = re.split(r"((?:_[0-9A-F]{2})+)", segment)
+    return "".join(bytes.fromhex(part.replace("_", "")).decode() if part.startswith("_") else part for part in parts)

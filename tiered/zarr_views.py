@@ -1,0 +1,167 @@
+"""A committed generation as a read-only zarr group: every block an array of its true shape, verified as it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zarr
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype, cpu, default_buffer_prototype
+
+from tiered.block import BlockSpec
+from tiered.units import MiB
+from tiered.zarr_layout import DOCUMENT_NAME, array_view_document, group_document
+
+#: Whole rows of an array that one chunk holds at most; a chunk is one row at least.
+_CHUNK_BYTES = 64 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block to show.
+
+    Attributes:
+        spec: key, shape and dtype. read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host
+            memory; raises where they are damaged or missing.
+    """
+
+    spec: BlockSpec
+    read: Callable[[int, int], torch.Tensor]
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Return the shape of all chunks: all of every axis but the first. No size is 0, as zarr wants it."""
+        shape = self.spec.shape
+        if not shape:
+            return ()
+        row_bytes = math.prod(shape[1:]) * self.spec.dtype.itemsize
+        rows = min(shape[0], max(1, _CHUNK_BYTES // max(1, row_bytes)))
+        return tuple(max(1, size) for size in (rows, *shape[1:]))
+
+    def chunk(self, indices: tuple[int, ...]) -> torch.Tensor:
+        """Return the bytes of one chunk; the last one is filled up with zeros, as zarr stores edge chunks."""
+        chunk_bytes = math.prod(self.chunk_shape) * self.spec.dtype.itemsize
+        start = indices[0] * chunk_bytes if indices else 0
+        found = self.read(start, min(start + chunk_bytes, self.spec.nbytes))
+        return torch.nn.functional.pad(found, (0, chunk_bytes - found.numel()))
+
+
+class _GenerationStore(Store):
+    """The keys of a read-only hierarchy: documents made here, chunks read from the blocks when they are asked for."""
+
+    supports_writes: bool = False
+    supports_deletes: bool = False
+    supports_listing: bool = True
+
+    def __init__(self, views: Iterable[BlockView], attributes: Mapping[str, Any]) -> None:
+        super().__init__(read_only=True)
+        self._views = {view.spec.key: view for view in views}
+        self._documents = {DOCUMENT_NAME: group_document(attributes)}
+        for key, view in self._views.items():
+            folders = key.split("/")[:-1]
+            for end in range(1, len(folders) + 1):
+                self._documents.setdefault("/".join([*folders[:end], DOCUMENT_NAME]), group_document())
+            self._documents[f"{key}/{DOCUMENT_NAME}"] = array_view_document(view.spec, view.chunk_shape)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = Store.__hash__
+
+    def __repr__(self) -> str:
+        return f"<{len(self._views)} blocks of a committed generation>"
+
+    def _chunk_of(self, key: str) -> tuple[BlockView, tuple[int, ...]] | None:
+        name, _, chunk = key.rpartition("/c/") if "/c/" in key else (key.removesuffix("/c"), "", "")
+        view = self._views.get(name)
+        if view is None or view.spec.nbytes == 0 or not key.startswith(f"{name}/c"):
+            return None
+        indices = tuple(int(index) for index in chunk.split("/")) if chunk else ()
+        return (view, indices) if indices in self._indices(view) else None
+
+    @staticmethod
+    def _indices(view: BlockView) -> list[tuple[int, ...]]:
+        shape = view.spec.shape
+        if not shape:
+            return [()]
+        num_chunks = math.ceil(shape[0] / view.chunk_shape[0]) if view.spec.nbytes else 0
+        return [(number, *(0 for _ in shape[1:])) for number in range(num_chunks)]
+
+    def _value(self, key: str) -> torch.Tensor | bytes | None:
+        if key in self._documents:
+            return json.dumps(self._documents[key]).encode()
+        found = self._chunk_of(key)
+        return None if found is None else found[0].chunk(found[1])
+
+    def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
+        value = self._value(key)
+        if value is None:
+            return None
+        whole = cpu.Buffer.from_bytes(value) if isinstance(value, bytes) else cpu.Buffer.from_array_like(value.numpy())
+        return prototype.buffer.from_buffer(whole[range_of(len(whole), byte_range)])
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        return await asyncio.to_thread(self._get, key, prototype or default_buffer_prototype(), byte_range)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        return key in self._documents or self._chunk_of(key) is not None
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._check_writable()
+
+    async def delete(self, key: str) -> None:
+        self._check_writable()
+
+    async def list(self) -> AsyncIterator[str]:
+        for key in self._documents:
+            yield key
+        for key, view in self._views.items():
+            for indices in self._indices(view):
+                yield "/".join([key, "c", *map(str, indices)])
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        async for key in self.list():
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        folder = f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
+        names = [key.removeprefix(folder).split("/")[0] async for key in self.list_prefix(folder)]
+        for name in dict.fromkeys(names):
+            yield name
+
+
+def group_of(views: Iterable[BlockView], attributes: Mapping[str, Any]) -> zarr.Group:
+    """Return a read-only group with an array for each block; ``attributes`` go under ``attributes.megatrain``."""
+    return zarr.open_group(_GenerationStore(views, attributes), mode="r")
+
+
+def range_of(nbytes: int, byte_range: ByteRequest | None) -> slice:
+    """Return which bytes of a value are asked for.
+
+    Raises:
+        ValueError: not one of zarr's byte requests.
+    """
+    match byte_range:
+        case None:
+            return slice(0, nbytes)
+        case RangeByteRequest(start, end):
+            return slice(start, end)
+        case OffsetByteRequest(offset):
+            return slice(offset, nbytes)
+        case SuffixByteRequest(suffix):
+            return slice(max(0, nbytes - suffix), nbytes)
+    raise ValueError(f"Unexpected byte_range, got {byte_range}")
