@@ -14,6 +14,7 @@ from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.models.liger import check_liger_kernels
+from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -164,6 +165,15 @@ class Plan:
     @property
     def _updates(self) -> Sequence[Tick]:
         return [tick for tick in self.program.ticks if tick.phase == "update"]
+
+    def warm_up(self) -> None:
+        """Compile or load the kernels of this run's updates, of host and device, so that no step pays for it."""
+        gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
+        formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
+        self.optimizer.warm_up(formats)
+        if self.device_optimizer is not None and self.device_updates:
+            self.device_optimizer.warm_up(formats)
+        clip.warm_up()
 
     def num_updated(self, *, on_gpu: bool) -> int:
         """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
