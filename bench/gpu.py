@@ -75,7 +75,9 @@ def main() -> int:
             part = part_named(name)
             part = part.small() if arguments.quick else part
             report = Report("gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
-            Comparison(name, part, folder, arguments, Rows(report, name, part), deadline_s).run()
+            comparison = Comparison(name, part, folder, arguments, Rows(report, name, part), deadline_s)
+            comparison.run()
+            deadline_s = comparison.deadline_s
             all_ok &= report.all_ok
     return 0 if all_ok else 1
 
@@ -150,7 +152,11 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
 
 
 class Comparison:
-    """One part: its sides one after the other, and the rows about them."""
+    """One part: its sides one after the other, and the rows about them.
+
+    Attributes:
+        deadline_s: when no side may run any more; it is over once somebody told this process to end.
+    """
 
     def __init__(
         self,
@@ -162,7 +168,7 @@ class Comparison:
         deadline_s: float,
     ) -> None:
         self._name, self._part, self._folder = name, part, folder
-        self._arguments, self._rows, self._deadline_s = arguments, rows, deadline_s
+        self._arguments, self._rows, self.deadline_s = arguments, rows, deadline_s
         self._layers = arguments.layers
 
     def run(self) -> None:
@@ -188,7 +194,7 @@ class Comparison:
 
     def _missing(self, side: str) -> str:
         arguments = self._arguments
-        if time.monotonic() > self._deadline_s - LEAST_S:
+        if time.monotonic() > self.deadline_s - LEAST_S:
             return "out of time; run this part in a call of its own, or with more --minutes"
         if side == REFERENCE and arguments.megatrain is None:
             return "no --megatrain FOLDER"
@@ -205,7 +211,7 @@ class Comparison:
         Args:
             num_left: sides of the part that have not run, this one included: they share the time.
         """
-        budget_s = max(LEAST_S, (self._deadline_s - time.monotonic()) / num_left)
+        budget_s = max(LEAST_S, (self.deadline_s - time.monotonic()) / num_left)
         job = self._job(side, budget_s)
         if side == OURS and job.tables:
             self._rows.row("ours.tables", json.dumps(job.tables), "of the config")
@@ -227,7 +233,7 @@ class Comparison:
             except subprocess.TimeoutExpired:
                 failure = f"out of time after {budget_s:.0f} s; the steps that it made count: {_last_words(log)}"
             except TerminatedError:
-                self._deadline_s = 0.0
+                self.deadline_s = 0.0
                 failure = f"the bench was told to end; the steps that it made count: {_last_words(log)}"
             finally:
                 _end(process)

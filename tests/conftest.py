@@ -32,7 +32,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 LONG_MATRICES = ("tests/parity/", "tests/gpu/", "tests/megatrain/engine/", "tests/megatrain/embed/")
 SHARE, FEWEST = 6, 6
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
-LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed")
+LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed", "gpu", "gpu_profile")
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs

@@ -20,7 +20,6 @@ from reference.blocks import PALETTES
 from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
 
 KERNELS = "megatrain.optim.triton_kernels"
-FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
