@@ -57,10 +57,12 @@ python=("$py") bench=(--device cuda --scratch "$scratch" --out "$out/gpu.jsonl" 
 tests=(-n 8 -m "gpu and not slow" -W "ignore:Synchronization debug mode" tests/gpu)
 # Only the plugins that are needed: where warnings are errors, one of others ends pytest before its first test.
 pytest=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$py" -m pytest -p xdist -p timeout -p no:cacheprovider -v --tb=short)
+patience=1 # limits of runs are so many times as long
 one_step=(compute-sanitizer --tool memcheck --error-exitcode 9 "$py" tests/gpu/one_step.py)
 if [[ $is_quick ]]; then
   python=("$py" tests/reference/on_virtual_gpu.py)
   bench+=(--quick)
+  patience=5 # on a processor that has other things to do
   tests=(tests/gpu/test_page_locking.py)
   one_step=("$py" tests/gpu/one_step.py --virtual)
 fi
@@ -68,9 +70,9 @@ fi
 failed=()
 note() { echo "[$call, $SECONDS s] $*" | tee -a "$out/log.txt"; }
 
-left() { # seconds that a run may take: so many, or what is left of the call
+left() { # SECONDS: what a run may take, at most what is left of the call
   local left=$((call_s - SECONDS))
-  echo $((left < $1 ? left : $1))
+  echo $((left < patience * $1 ? left : patience * $1))
 }
 
 run() { # NAME SECONDS FILE COMMAND...: what it prints goes to FILE in OUT at once, not through a pipe that could hang
@@ -89,11 +91,11 @@ run() { # NAME SECONDS FILE COMMAND...: what it prints goes to FILE in OUT at on
 }
 
 gpu() { # SECONDS PARTS [OPTIONS]: gpu.py ends by itself, with all of its rows, before it would be killed
-  local seconds parts=$2
+  local seconds limit=$1 parts=$2
   seconds=$(($(left "$1") - 15))
   shift 2
   compgen -G "$cache/megatrain-tier/*" >/dev/null || parts=rates,$parts # seconds of a step are predicted from them
-  run "gpu.py $parts $*" $((seconds + 15)) log.txt "${python[@]}" bench/gpu.py "${bench[@]}" --cache "$cache" \
+  run "gpu.py $parts $*" "$limit" log.txt "${python[@]}" bench/gpu.py "${bench[@]}" --cache "$cache" \
     --parts "$parts" --minutes "$(awk "BEGIN { print $seconds / 60 }")" "$@"
 }
 
