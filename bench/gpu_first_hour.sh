@@ -55,8 +55,10 @@ export PYTHONPATH=${PYTHONPATH-}
 
 python=("$py") bench=(--device cuda --scratch "$scratch" --out "$out/gpu.jsonl" ${RAM:+--ram "$RAM"})
 tests=(-n 8 -m "gpu and not slow" -W "ignore:Synchronization debug mode" tests/gpu)
-# Only the plugins that are needed: where warnings are errors, one of others ends pytest before its first test.
-pytest=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$py" -m pytest -p xdist -p timeout -p no:cacheprovider -v --tb=short)
+# Only the plugins that are needed: where warnings are errors, one of others ends pytest before its first test. What
+# pyproject.toml says to plugins that are not there is passed over: so no --strict-config, which is in its addopts.
+pytest=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$py" -m pytest -o addopts=--import-mode=importlib
+  -W "ignore::pytest.PytestConfigWarning" -p xdist -p timeout -p no:cacheprovider -v --tb=short)
 patience=1 # limits of runs are so many times as long
 one_step=(compute-sanitizer --tool memcheck --error-exitcode 9 "$py" tests/gpu/one_step.py)
 if [[ $is_quick ]]; then
