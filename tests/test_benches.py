@@ -282,14 +282,14 @@ def test_every_call_of_a_first_session(tmp_path: Path) -> None:
     calls = {"1": 0, "2": 0, "3": 1, "4": 0, "20b_nvme": 0, "long_128k": 0, "long_512k": 0, "7b_16k": 0}
     for call, expected in calls.items():
         status, log, out = first_hour(tmp_path, call)
-        # Kernels that are made for a GPU run on none: these two fail, and what comes after them runs all the same.
+        # liger's kernels run on no processor: that variant fails, and the one after it runs all the same.
         assert status == expected, log
     rows = {row["name"]: row for row in map(json.loads, (out / "gpu.jsonl").read_text().splitlines())}
     for part in ("7b_64k", "plain", "14b", "20b_nvme", "long_32k", "long_128k", "long_512k", "7b_16k"):
         assert rows[f"{part}.ours.rate"]["value"] > 0, part
-    for variant in ("any_kernel", "kept_graphs", "bf16_gradients"):
+    for variant in ("any_kernel", "kept_graphs", "bf16_gradients", "compile"):
         assert rows[f"7b_4k+{variant}.ours.rate"]["value"] > 0, variant
-    assert all(rows[f"7b_4k+{variant}.ours.failed"]["value"] for variant in ("liger", "compile"))
+    assert rows["7b_4k+liger.ours.failed"]["value"]
     assert rows["kernels.busy"]["value"] > 0
     assert {"7b_64k.json", "profile.json.gz"} <= {path.name for path in out.iterdir()}
     assert len(list(out.iterdir())) <= 8, "as many files as come back"
