@@ -90,6 +90,13 @@ class DataConfig(Table):
         description="What happens to rows whose loss mask cannot be proven, or that the chat template refuses: drop "
         "leaves them out, counted and explained; error ends the run at the first.",
     )
+    max_dropped: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Largest share of the rows, or of the tokens, of a source that may be dropped or cut; with more a "
+        "run is refused. Above 0.05 there is a warning. 1: no limit.",
+    )
     cache_dir: CacheFolder = Field(
         default="auto",
         description="Folder of tokenized data, found again by its contents. auto: $XDG_CACHE_HOME/megatrain-tier/"

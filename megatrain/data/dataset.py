@@ -186,6 +186,7 @@ def _encode_sources(
             max_samples=source.max_samples,
         )
         encoder.add_rows(rows)
+        encoder.counts.end_source()
         source_starts.append(writer.num_documents)
     return _finish(encoder, writer), tuple(source_starts)
 
@@ -202,6 +203,7 @@ def encode_rows(
     def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
         each = Encoder(encoder, writer, EncodingOptions(max_length, overlong))
         each.add_rows(rows)
+        each.counts.end_source()
         return _finish(each, writer), ()
 
     return _in_memory(encode)

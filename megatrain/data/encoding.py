@@ -150,7 +150,9 @@ class Encoder:
             self._add_text(coded, where)
             return
         counts, max_length = self.counts, self._options.max_length
+        num_kept = min(len(coded.tokens), max_length)
         counts.num_rows += 1
+        counts.num_tokens += len(coded.tokens)
         if len(coded.tokens) > max_length:
             if self._options.overlong == "error":
                 raise DataError(
@@ -158,16 +160,21 @@ class Encoder:
                     f"{len(coded.tokens)} tokens are more than data.max_length = {max_length}",
                     'Raise it, or write overlong = "truncate" or "drop"',
                 )
+            counts.num_rows_lost += 1
             if self._options.overlong == "drop":
                 counts.num_too_long += 1
+                counts.num_tokens_lost += len(coded.tokens)
                 return
             counts.num_truncated += 1
+            counts.num_tokens_lost += len(coded.tokens) - num_kept
         trained = coded.trained[:max_length]
         if any(trained):
             self._writer.add(coded.tokens[:max_length], trained)
             for reason in coded.untrained_turns:
                 counts.leave_turn(reason, where)
         else:
+            counts.num_rows_lost += len(coded.tokens) <= max_length  # else it is counted already, as cut
+            counts.num_tokens_lost += num_kept
             self._leave_untrained(where)
 
     def _leave_untrained(self, where: str) -> None:
@@ -177,6 +184,7 @@ class Encoder:
 
     def _add_text(self, coded: Encoded, where: str) -> None:
         """Cut text into pieces of ``max_length``; what is left over waits for the next part of the same text."""
+        self.counts.num_tokens += len(coded.tokens)
         self._open_tokens += coded.tokens
         self._open_trained += coded.trained
         size = self._options.max_length
@@ -188,10 +196,13 @@ class Encoder:
                 piece = self._open_tokens[start : start + size]
                 self._writer.add(piece, trained, begins_row=not self._open_is_kept)
                 self._open_is_kept = True
+            else:
+                self.counts.num_tokens_lost += len(trained)
         del self._open_tokens[:whole], self._open_trained[:whole]
         if coded.is_end:
             self.counts.num_rows += 1
             if not self._open_is_kept:
+                self.counts.num_rows_lost += 1
                 self._leave_untrained(where)
             self._open_is_kept = False
 
