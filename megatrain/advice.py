@@ -1,6 +1,6 @@
 """What a config may say and seldom means: told before a run as warnings; nothing here refuses one.
 
-The bounds are rules of thumb, wide enough that published recipes lie within them (in docs/decisions: refusals and warnings).
+The bounds are rules of thumb, wide enough that published recipes lie within them; docs/decisions has the reasons.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import psutil
-import torch
 
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.sizes import Size
@@ -22,6 +21,8 @@ from megatrain.plan.profile import FileSystem, disk_of, file_system_of, missing_
 from tiered.units import GiB, MiB, format_size
 
 if TYPE_CHECKING:
+    import torch
+
     from megatrain.config.schema import RunConfig
     from megatrain.config.tier_tables import NvmeTierConfig
 
@@ -146,7 +147,7 @@ def _gpu(config: RunConfig, device: torch.device, needs: Mapping[str, int]) -> I
     if device.type != "cuda" or config.tiers.gpu.size.is_auto:
         return
     free, total = machine.gpu_memory_bytes(device)
-    has = f"this GPU, {torch.cuda.get_device_name(device)}, has {_of(total, free)} of memory"
+    has = f"this GPU, {machine.gpu_name(device)}, has {_of(total, free)} of memory"
     yield from _memory({"tiers.gpu.size": config.tiers.gpu.size}, needs.get("gpu", 0), total, free, has)
 
 

@@ -157,6 +157,11 @@ def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
     return free, total
 
 
+def gpu_name(device: torch.device) -> str:
+    """Return what a CUDA device calls itself."""
+    return torch.cuda.get_device_name(device)
+
+
 def nvme_capacity_bytes(config: RunConfig) -> int:
     """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin.
 

@@ -97,7 +97,7 @@ def test_an_emulated_gpu_takes_ram(write: Write) -> None:
 
 def test_the_memory_of_a_gpu(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_memory_bytes", lambda device: (20 * GiB, 24 * GiB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
+    monkeypatch.setattr(machine, "gpu_name", lambda device: "Some Card")
     cuda = torch.device("cuda")
     beyond = only(find_objections(write('[tiers.gpu]\nsize = "80GiB"'), cuda), "tiers.gpu.size")
     assert beyond.kind == "size" and "Some Card, has 24.00 GiB (20.00 GiB free now) of memory" in beyond.text
