@@ -63,6 +63,8 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
     figures = f"{preview.num_tokens:,} tokens, {preview.num_trained:,} trained ({share:.1f}%)"
     if preview.num_tokens_before > preview.num_tokens:
         figures += f", cut from {preview.num_tokens_before:,}"
+    if preview.num_pieces > 1:
+        figures += f", in {preview.num_pieces:,} pieces"
     click.echo(f"{styled(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
     if preview.where:
         click.echo(styled(preview.where, dim=True))

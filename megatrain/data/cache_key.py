@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.data.cache import TokenCache
 
 #: To be raised whenever the same rows become other tokens or masks.
-ENCODING = 1
+ENCODING = 2
 
 
 def cache_key(

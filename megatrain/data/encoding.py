@@ -96,6 +96,55 @@ class TokenWriter:
         self._begins_row = bytearray()
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document that was cut out of a text: its tokens, which of them are trained, and whether it is the first."""
+
+    tokens: list[int]
+    trained: list[bool]
+    is_first: bool
+
+
+class TextCutter:
+    """Cuts texts into pieces of at most ``max_length`` tokens; what is left over waits for the next part of a text.
+
+    Where a text begins with the tokens that the tokenizer puts before texts (``<bos>``), each of its pieces does:
+    models of that kind rest their attention on it. The first token of the text itself in a later piece is not trained:
+    what is before it in the text is not there to predict it.
+
+    Args:
+        max_length: tokens of a piece, the ones before it included. start_tokens: of the tokenizer; () for none.
+    """
+
+    def __init__(self, max_length: int, start_tokens: Sequence[int] = ()) -> None:
+        self._max_length = max_length
+        self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
+        self._tokens: list[int] = []
+        self._trained: list[bool] = []
+        self._repeated: list[int] = []  # before each further piece of this text
+        self._is_first = True
+
+    def cut(self, coded: Encoded) -> Iterator[Piece]:
+        """Yield the pieces that are whole with this part of a text, and at its end the last one."""
+        if coded.is_start:
+            begins = coded.tokens[: len(self._start_tokens)] == self._start_tokens
+            self._repeated, self._is_first = self._start_tokens if begins else [], True
+        self._tokens += coded.tokens
+        self._trained += coded.trained
+        at = 0
+        while True:
+            before = [] if self._is_first else self._repeated
+            end = at + self._max_length - len(before)
+            if end > len(self._tokens) and not (coded.is_end and at < len(self._tokens)):
+                break
+            trained = self._trained[at:end]
+            trained[0] = False  # nothing in this piece predicts it
+            yield Piece([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], self._is_first)
+            self._is_first = False
+            at = min(end, len(self._tokens))
+        del self._tokens[:at], self._trained[:at]
+
+
 class Encoder:
     """Encodes the rows of one source after the other into a :class:`TokenWriter`.
 
@@ -118,9 +167,8 @@ class Encoder:
         self._writer = writer
         self._options = options
         self._on_rows = on_rows
-        self._open_tokens: list[int] = []  # of a text of which only parts have been read
-        self._open_trained: list[bool] = []
-        self._open_is_kept = False
+        self._cutter = TextCutter(options.max_length, encoder.start_tokens)
+        self._open_is_kept = False  # of the text of which only parts have been read
 
     def add_rows(self, rows: Iterable[Row | RowError]) -> None:
         """Encode rows and write what is trained of them.
@@ -183,22 +231,13 @@ class Encoder:
         self.counts.leave_untrained(where)
 
     def _add_text(self, coded: Encoded, where: str) -> None:
-        """Cut text into pieces of ``max_length``; what is left over waits for the next part of the same text."""
         self.counts.num_tokens += len(coded.tokens)
-        self._open_tokens += coded.tokens
-        self._open_trained += coded.trained
-        size = self._options.max_length
-        whole = len(self._open_tokens) if coded.is_end else len(self._open_tokens) // size * size
-        for start in range(0, whole, size):
-            trained = self._open_trained[start : start + size]
-            trained[0] = False  # nothing in this document predicts its first token
-            if any(trained):
-                piece = self._open_tokens[start : start + size]
-                self._writer.add(piece, trained, begins_row=not self._open_is_kept)
+        for piece in self._cutter.cut(coded):
+            if any(piece.trained):
+                self._writer.add(piece.tokens, piece.trained, begins_row=not self._open_is_kept)
                 self._open_is_kept = True
             else:
-                self.counts.num_tokens_lost += len(trained)
-        del self._open_tokens[:whole], self._open_trained[:whole]
+                self.counts.num_tokens_lost += len(piece.tokens)
         if coded.is_end:
             self.counts.num_rows += 1
             if not self._open_is_kept:
