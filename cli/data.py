@@ -108,7 +108,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
-    _print_stats(stats, is_packed=loaded.config.data.packing, max_length=loaded.config.data.max_length)
+    _print_stats(stats, is_packed=bool(loaded.config.data.packing), max_length=loaded.config.data.max_length)
     return 0
 
 

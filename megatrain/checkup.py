@@ -325,7 +325,7 @@ class _Checkup:
             micro_batch_size=self._plan.micro_batch_size,
             num_micro_batches=self._plan.num_micro_batches,
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=bool(config.data.packing),
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(self._tokenizer),
         )

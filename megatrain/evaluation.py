@@ -94,7 +94,7 @@ def load_evaluation_sets(
             micro_batch_size=rows,
             num_micro_batches=num_micro_batches,
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=bool(config.data.packing),
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(tokenizer),
         )

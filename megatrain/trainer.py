@@ -204,7 +204,7 @@ class Trainer:
             micro_batch_size=self.plan.micro_batch_size,
             num_micro_batches=self.plan.num_micro_batches,
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=bool(config.data.packing),
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(tokenizer),
         )

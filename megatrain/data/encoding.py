@@ -30,12 +30,14 @@ class EncodingOptions:
         overlong: what happens to longer conversations. Longer plain text is cut into pieces.
         bad_rows: "drop": rows that cannot be trained are counted; "error": the first ends it all.
         only_text: refuse rows that are no plain text (and no tokens).
+        joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
     """
 
     max_length: int
     overlong: Overlong = "truncate"
     bad_rows: Literal["drop", "error"] = "drop"
     only_text: bool = False
+    joins_texts: bool = False
 
 
 class TokenWriter:
@@ -114,10 +116,12 @@ class TextCutter:
 
     Args:
         max_length: tokens of a piece, the ones before it included. start_tokens: of the tokenizer; () for none.
+        joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a
+            text is trained where another text is before it.
     """
 
-    def __init__(self, max_length: int, start_tokens: Sequence[int] = ()) -> None:
-        self._max_length = max_length
+    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
+        self._max_length, self._joins = max_length, joins
         self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
         self._tokens: list[int] = []
         self._trained: list[bool] = []
@@ -126,16 +130,31 @@ class TextCutter:
 
     def cut(self, coded: Encoded) -> Iterator[Piece]:
         """Yield the pieces that are whole with this part of a text, and at its end the last one."""
+        trained = coded.trained
         if coded.is_start:
-            begins = coded.tokens[: len(self._start_tokens)] == self._start_tokens
-            self._repeated, self._is_first = self._start_tokens if begins else [], True
+            self._repeated = self._start_tokens if self._begins(coded.tokens) else []
+            self._is_first = self._is_first or not self._joins
+            if self._joins and self._tokens:
+                trained = [True] * len(trained[:1]) + trained[1:]
         self._tokens += coded.tokens
-        self._trained += coded.trained
+        self._trained += trained
+        yield from self._pieces(is_end=coded.is_end and not self._joins)
+
+    def finish(self) -> Iterator[Piece]:
+        """Yield what is left of joined texts; the next one begins anew."""
+        yield from self._pieces(is_end=True)
+        self._is_first = True
+
+    def _begins(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[: len(self._start_tokens)]) == self._start_tokens
+
+    def _pieces(self, *, is_end: bool) -> Iterator[Piece]:
         at = 0
         while True:
-            before = [] if self._is_first else self._repeated
+            ahead = self._tokens[at : at + len(self._start_tokens)]
+            before = [] if self._is_first or self._begins(ahead) else self._repeated
             end = at + self._max_length - len(before)
-            if end > len(self._tokens) and not (coded.is_end and at < len(self._tokens)):
+            if end > len(self._tokens) and not (is_end and at < len(self._tokens)):
                 break
             trained = self._trained[at:end]
             trained[0] = False  # nothing in this piece predicts it
@@ -167,7 +186,7 @@ class Encoder:
         self._writer = writer
         self._options = options
         self._on_rows = on_rows
-        self._cutter = TextCutter(options.max_length, encoder.start_tokens)
+        self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins=options.joins_texts)
         self._open_is_kept = False  # of the text of which only parts have been read
 
     def add_rows(self, rows: Iterable[Row | RowError]) -> None:
@@ -232,18 +251,29 @@ class Encoder:
 
     def _add_text(self, coded: Encoded, where: str) -> None:
         self.counts.num_tokens += len(coded.tokens)
-        for piece in self._cutter.cut(coded):
-            if any(piece.trained):
-                self._writer.add(piece.tokens, piece.trained, begins_row=not self._open_is_kept)
-                self._open_is_kept = True
-            else:
-                self.counts.num_tokens_lost += len(piece.tokens)
+        self._add_pieces(self._cutter.cut(coded))
+        self._open_is_kept |= self._options.joins_texts and bool(coded.tokens)
         if coded.is_end:
             self.counts.num_rows += 1
             if not self._open_is_kept:
                 self.counts.num_rows_lost += 1
                 self._leave_untrained(where)
             self._open_is_kept = False
+
+    def end_source(self) -> None:
+        """Say that the rows from here on are of the next source, whose texts are not joined to those before."""
+        self._add_pieces(self._cutter.finish())
+        self._open_is_kept = False
+        self.counts.end_source()
+
+    def _add_pieces(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if any(piece.trained):
+                begins_row = self._options.joins_texts or not self._open_is_kept
+                self._writer.add(piece.tokens, piece.trained, begins_row=begins_row)
+                self._open_is_kept = True
+            else:
+                self.counts.num_tokens_lost += len(piece.tokens)
 
 
 def _batches(rows: Iterable[Row | RowError]) -> Iterator[list[Row | RowError]]:

@@ -219,7 +219,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
     if padded is None:
-        padded = config.data.packing or micro_batch_size > 1
+        padded = bool(config.data.packing) or micro_batch_size > 1
     trace = trace_visits(
         graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
     )
