@@ -52,12 +52,15 @@ def test_tiny_trains_and_its_folder_opens(tmp_path: Path) -> None:
 
 
 #: Where the example's model is not at hand, its config is checked with the one that is.
-AT_HAND = ("model_name_or_path=quickstart/model", "train_from_scratch=true", "chat_template=chatml.jinja")
+AT_HAND = (
+    f"model_name_or_path={ROOT}/examples/quickstart/model",
+    "train_from_scratch=true",
+    f"chat_template={ROOT}/tests/data/chat_templates/chatml.jinja",
+)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("tiny.toml", ()), ("quickstart.toml", AT_HAND), ("sft.toml", AT_HAND)])
 def test_an_example_is_checked_without_a_warning(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests/data/chat_templates/chatml.jinja", tmp_path)
     done = run_example(name, tmp_path, "--json", *(f"--set={change}" for change in changes), command="check")
     found = json.loads(done.stdout)["findings"]
     assert done.returncode == 0, done.stdout + done.stderr

@@ -66,6 +66,8 @@ def _graph_count(value: object) -> object:
 
 
 def _packing(value: object) -> object:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        raise ValueError(f'"{value}" is text. Write it without quotes: {value.lower()}')
     if value != "concat" and not isinstance(value, bool):
         raise ValueError(f'{value!r} is no way to pack. Write true, false or "concat"')
     return value

@@ -100,11 +100,16 @@ class TokenWriter:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A document that was cut out of a text: its tokens, which of them are trained, and whether it is the first."""
+    """A document that was cut out of a text.
+
+    Attributes:
+        tokens, trained: its tokens, and which of them are trained.
+        num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
+    """
 
     tokens: list[int]
     trained: list[bool]
-    is_first: bool
+    num_repeated: int
 
 
 class TextCutter:
@@ -158,7 +163,7 @@ class TextCutter:
                 break
             trained = self._trained[at:end]
             trained[0] = False  # nothing in this piece predicts it
-            yield Piece([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], self._is_first)
+            yield Piece([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
             self._is_first = False
             at = min(end, len(self._tokens))
         del self._tokens[:at], self._trained[:at]
@@ -273,7 +278,7 @@ class Encoder:
                 self._writer.add(piece.tokens, piece.trained, begins_row=begins_row)
                 self._open_is_kept = True
             else:
-                self.counts.num_tokens_lost += len(piece.tokens)
+                self.counts.num_tokens_lost += len(piece.tokens) - piece.num_repeated
 
 
 def _batches(rows: Iterable[Row | RowError]) -> Iterator[list[Row | RowError]]:
