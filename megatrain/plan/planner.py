@@ -23,6 +23,7 @@ from megatrain.plan.budgets import gradient_staging_bytes, tier_budgets, with_re
 from megatrain.plan.cost import Estimate, estimate_step
 from megatrain.plan.drives import StepShape, measured_drive_rates
 from megatrain.plan.kept import GraphKeeper, num_layers_kept, weights_stay
+from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import (
@@ -73,6 +74,7 @@ class Plan:
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
+        objections: what speaks against running it on this machine.
     """
 
     graph: ModelGraph
@@ -92,6 +94,7 @@ class Plan:
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
+    objections: Sequence[Objection] = ()
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -226,7 +229,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
     if padded is None:
-        padded = config.data.packing or micro_batch_size > 1
+        padded = bool(config.data.packing) or micro_batch_size > 1
     trace = trace_visits(
         graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
     )
@@ -258,11 +261,11 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))
-    if not any(plan.traffic.values()):
-        return plan
-    return fastest(
-        replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
-    )
+    if any(plan.traffic.values()):
+        plan = fastest(
+            replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
+        )
+    return replace(plan, objections=find_objections(config, device, plan.totals))
 
 
 def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> ModelGraph:
