@@ -13,6 +13,7 @@ what libraries take inside of a kernel, and the speed of anything.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,6 +60,9 @@ _LOOKS = {
 }
 #: Views by a mark on the tensor, which ours do not carry: made at once.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+#: Products that torch hands to cuBLAS, which it asks for the setting that makes it add in the same order each time.
+_CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
+_REPEATABLE = (":4096:8", ":16:8")
 #: May have tensors of the host among their arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -90,6 +94,7 @@ class VirtualCuda(LazyDevice):
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
         self._registered: set[int] = set()  # addresses of those that were locked by cudaHostRegister
+        self._cublas_is_repeatable: bool | None = None
         self._last_error = threading.local()
         self._mode = threading.local()
 
@@ -324,8 +329,22 @@ class VirtualCuda(LazyDevice):
         if number:
             raise RuntimeError(f"CUDA error: {number}")
 
+    def _check_cublas(self) -> None:
+        """Read the setting of cuBLAS at the first product, as torch does: once, whatever is set later."""
+        if self._cublas_is_repeatable is None:
+            self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _REPEATABLE
+        if torch.get_deterministic_debug_mode() == 2 and not self._cublas_is_repeatable:
+            raise RuntimeError(
+                "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but "
+                "this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. To enable "
+                "deterministic behavior in this case, you must set an environment variable before running your PyTorch "
+                "application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
+            )
+
     def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[VirtualTensor]) -> None:
         self._raise_last_error()
+        if func in _CUBLAS_PRODUCTS:
+            self._check_cublas()
         args, kwargs = memories(args), memories(kwargs)
         targets = [target.memory for target in into]
         seed = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None
