@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ class VirtualCuda(LazyDevice):
         self.last_call: int | None = None
         self.waits: list[str] = []
         self.tells_addresses = False
-        self._forbids_waits = False
+        self._forbids_waits = self._has_warned_of_mode = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
         self._registered: set[int] = set()  # addresses of those that were locked by cudaHostRegister
@@ -158,8 +159,14 @@ class VirtualCuda(LazyDevice):
             "manual_seed_all": self._seed,
             "get_rng_state": lambda device=None: torch.tensor(self._random).view(torch.uint8).clone(),
             "set_rng_state": lambda state, device=None: self._set_random(state),
-            "set_sync_debug_mode": lambda mode: setattr(self, "_forbids_waits", mode == "error"),
+            "set_sync_debug_mode": self._set_sync_debug_mode,
         }
+
+    def _set_sync_debug_mode(self, mode: str) -> None:
+        self._forbids_waits = mode == "error"
+        if not self._has_warned_of_mode:  # once, and as torch does behind the change
+            self._has_warned_of_mode = True
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
 
     def check(self) -> None:
         self.num_calls += 1
@@ -180,7 +187,7 @@ class VirtualCuda(LazyDevice):
 
     def _memory_stats(self) -> dict[str, int]:
         zero = dict.fromkeys(("segment.all.allocated", "num_ooms", "num_alloc_retries"), 0)
-        names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
+        names = ("allocated_bytes.all.current", "requested_bytes.all.current", "reserved_bytes.all.current")
         return zero | dict.fromkeys(names, self.allocated_bytes) | {"allocated_bytes.all.peak": self.peak_bytes}
 
     def count(self, nbytes: int) -> None:
