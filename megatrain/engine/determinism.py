@@ -62,7 +62,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
 def _check_cublas() -> None:
     setting = os.environ.get(_CUBLAS)
     if setting is None:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise DeterminismError(_too_late("was not set before the process began to use the GPU"))
         os.environ[_CUBLAS] = _REPEATABLE[0]
     elif setting not in _REPEATABLE:

@@ -45,6 +45,7 @@ class SomePlan:
     budgets: dict[str, int] = field(default_factory=lambda: {"ram": 4 * MiB, "nvme": GiB})
     traffic: dict[str, int] = field(default_factory=lambda: {"nvme->ram": 6 * MiB})
     fits: bool = True
+    guesses: tuple[str, ...] = ()
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
 
 
