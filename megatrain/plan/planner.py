@@ -74,6 +74,7 @@ class Plan:
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
+        room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
     """
 
     graph: ModelGraph
@@ -93,6 +94,7 @@ class Plan:
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
+    room_beside_tier: str = ""
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -151,7 +153,8 @@ class Plan:
         estimates = [f"the workspace is estimated: {guess}" for guess in self.guesses]
         if self.trace.uncounted:
             estimates.append(f"the FLOPs of a step are not known: {'; '.join(self.trace.uncounted)}")
-        return (*self._messages_of_moves(), *estimates)
+        beside = [self.room_beside_tier] if self.room_beside_tier else []
+        return (*self._messages_of_moves(), *beside, *estimates)
 
     def _messages_of_moves(self) -> tuple[str, ...]:
         compute = self.program.compute_tier
@@ -269,6 +272,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
         kept_bytes=kept.nbytes,
         device_optimizer=on_device,
         host_updates=host_updates,
+        room_beside_tier=machine.gpu_room_beside_tier(budgets[program.compute_tier].capacity_bytes, device),
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))

@@ -258,5 +258,8 @@ def test_the_command_says_whether_the_plan_is_exact(
         "the workspace is estimated: model.layers.0 and 3 more: a number that it looks at is not known before it runs"
     )
     assert ("logits; exact" in plain.stdout, said in plain.stdout.replace("\n", " ")) == (is_exact, not is_exact)
+    if not torch.cuda.is_available():
+        room = "768.0 MiB of free GPU memory are outside of the tier; libraries are allowed 102.4 MiB"
+        assert room in found["messages"] and room in plain.stdout.replace("\n", " ")
     assert found["workspace_is_exact"] is is_exact and len(found["guesses"]) == (0 if is_exact else 1)
     assert next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] > MiB
