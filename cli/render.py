@@ -48,6 +48,7 @@ class PlanView(Protocol):
         totals, budgets: tier -> bytes.
         traffic: ``"ram->nvme"`` -> bytes per step.
         fits: whether it can run.
+        guesses: what of the workspace was guessed, and why; empty: it is exact.
         messages: hints, or what does not fit.
     """
 
@@ -65,6 +66,8 @@ class PlanView(Protocol):
     def traffic(self) -> Mapping[str, int]: ...
     @property
     def fits(self) -> bool: ...
+    @property
+    def guesses(self) -> Sequence[str]: ...
     @property
     def messages(self) -> Sequence[str]: ...
 
@@ -153,6 +156,8 @@ def plan_to_json(plan: PlanView) -> dict[str, Any]:
         "totals": dict(plan.totals),
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
+        "workspace_is_exact": not plan.guesses,
+        "guesses": list(plan.guesses),
         "messages": list(plan.messages),
         "estimate": None if estimate is None else estimate.to_json(),
         "fits_this_machine": plan.fits and not any(each.refuses for each in objections),

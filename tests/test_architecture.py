@@ -67,6 +67,7 @@ RESTRICTED = {
         "megatrain/verify/",
     ),
     "torch.cuda": (
+        "megatrain/__init__.py",
         "megatrain/doctor/gpu.py",
         "megatrain/embed/device_copies.py",
         "megatrain/embed/stores.py",
@@ -298,6 +299,14 @@ print(sorted(heavy & {{"kvikio", "cupy", "zarr", "transformers", "safetensors", 
 print(torch.cuda.is_initialized(), threading.active_count() - threads)
 """
     assert run_python(code).splitlines() == ["[]", "False 0"]
+
+
+def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None:
+    unset = "import os; os.environ.pop('CUBLAS_WORKSPACE_CONFIG', None)"
+    code = "import sys, megatrain; print('torch' in sys.modules, os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    assert run_python(f"{unset}\n{code}") == "False :4096:8"
+    chosen = "import os; os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':16:8'"
+    assert run_python(f"{chosen}\n{code}") == "False :16:8"
 
 
 def test_the_command_shows_its_help_without_torch() -> None:

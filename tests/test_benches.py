@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -13,10 +14,11 @@ import time
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from bench import gpu_profile
+from bench import gpu, gpu_profile
 from bench.gpu_sides.cases import PARTS, VARIANTS, part_named, write_shape
 from bench.gpu_sides.job import Job
 from megatrain.config.keys import known_keys
@@ -387,6 +389,20 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
     seen = json.loads(result.read_text())
     assert seen["is_complete"] and seen["num_steps_missing"] == 1001 - len(seen["steps"]) > 0
     assert "ready after" in done.stdout and "step 1 of 1001" in done.stdout
+
+
+def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They multiply before ours asks for deterministic kernels, and torch reads the setting once."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    arguments = argparse.Namespace(
+        layers=None, quick=True, tables={}, traces=None, steps=1, device="cpu", ram=None, megatrain=None, deepspeed=None
+    )
+    comparison = gpu.Comparison("7b_4k", PARTS["7b_4k"].small(), tmp_path, arguments, Mock(), time.monotonic() + 60)
+    start = subprocess.Popen
+    said = [sys.executable, "-c", "import os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"]
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: start(said, **options))
+    assert comparison._run_side("ours", num_left=1) == ({}, "")
+    assert (tmp_path / "ours.log").read_text() == ":4096:8\n"
 
 
 def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:

@@ -51,7 +51,10 @@ class NvmeTierConfig(Table):
 class TiersConfig(Table):
     """``[tiers]``: what this run may use."""
 
-    safety_margin: Size = Field(default=Size("5%", fraction=0.05), description='Kept free where a size is "auto".')
+    safety_margin: Size = Field(
+        default=Size("5%", fraction=0.05),
+        description='Kept free where a size is "auto"; of GPU memory at least 1 GiB, or a tenth, for libraries.',
+    )
     engine: Literal["posix", "auto", "kvikio"] = Field(
         default="posix",
         description="How files are read and written. auto: kvikio where GPUDirect Storage works, else posix.",

@@ -137,7 +137,7 @@ class LayerRunner:
         self._objective = objective or Objective()
         self._random = RandomStates(self._device, enabled=random_enabled)
         self._micro_batches = MicroBatches(self._device)
-        _move_buffers(graph.model, self._device)
+        move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
         if self._objective.label_smoothing_factor and self._plan is None:
@@ -373,10 +373,16 @@ def _single_threaded_backward() -> Iterator[None]:
         yield
 
 
-def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Put a model's buffers on a device; those that were one tensor stay one."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is not None and not _is_on(buffer, device):
                 moved.setdefault(id(buffer), buffer.to(device))
                 module._buffers[leaf] = moved[id(buffer)]
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device; one without a number is the device of its type that is in use."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

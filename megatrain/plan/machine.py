@@ -17,12 +17,14 @@ from megatrain.run_folder import CHECKPOINTS_NAME
 from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
 from tiered.tiers.directory import files_below, reusable_bytes
 from tiered.tiers.ownership import read_owner, read_store_id, snapshot_folders
+from tiered.units import GiB, format_size
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_LIBRARY_BYTES = GiB
 
 
 def resolve_device(config: RunConfig) -> torch.device:
@@ -143,12 +145,38 @@ def ram_capacity_bytes(config: RunConfig) -> int:
 
 
 def gpu_capacity_bytes(config: RunConfig, device: torch.device) -> int:
-    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured."""
+    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured.
+
+    The margin is at least what libraries take.
+    """
     if config.advanced.emulate_gpu:
         return config.tiers.gpu.size.resolve(total_ram_bytes())
     free, total = gpu_memory_bytes(device)
-    margin = config.tiers.safety_margin.resolve(total)
+    margin = max(config.tiers.safety_margin.resolve(total), library_bytes(total))
     return config.tiers.gpu.size.resolve(total, auto_bytes=max(0, free - margin))
+
+
+def library_bytes(total_bytes: int) -> int:
+    """Return what libraries may take of a GPU's memory beside the tier, in which no plan has it.
+
+    An allowance, estimated from the sources of libraries and not measured: workspaces of cuBLAS and cuDNN, and kernels,
+    which are loaded when they are first used.
+    """
+    return min(_LIBRARY_BYTES, total_bytes // 10)
+
+
+def gpu_room_beside_tier(capacity_bytes: int, device: torch.device) -> str:
+    """Return, for a person, how much GPU memory a tier of this capacity leaves to libraries; "": nobody can tell."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    free, total = gpu_memory_bytes(device)
+    left, allowed = max(0, free - capacity_bytes), library_bytes(total)
+    text = (
+        f"{format_size(left)} of free GPU memory are outside of the tier; libraries are allowed {format_size(allowed)}"
+    )
+    if left < allowed:
+        text += f" of it: with more than tiers.gpu.size = {format_size(max(0, free - allowed))} they may find none"
+    return text
 
 
 def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.engine.determinism import deterministic_kernels
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, Tick
 from megatrain.engine.tiled import tile_mlps
@@ -75,6 +76,7 @@ class Plan:
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
         objections: what speaks against running it on this machine.
+        room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
     """
 
     graph: ModelGraph
@@ -95,6 +97,7 @@ class Plan:
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
     objections: Sequence[Objection] = ()
+    room_beside_tier: str = ""
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -109,7 +112,7 @@ class Plan:
             for kind in KINDS
         ]
         rows.append(("working set", self.placement.working_bytes, "copies away from home that one tick needs at once"))
-        estimate = "" if self.trace.exact else ", estimated: this model looks at values"
+        precision = "exact" if self.trace.exact else "estimated"
         if any(self.placement.generation_bytes.values()):
             count = max(budget.generations for budget in self.budgets_by_tier.values())
             note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
@@ -121,7 +124,7 @@ class Plan:
             kept, layers = num_layers_kept(self.graph, self.trace, self.program)
             note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
             rows.append(("kept graphs", {name: self.kept_bytes * (name == tier) for name in self.tiers}, note))
-        rows.append(("workspace", workspace, f"activations inside one unit, logits{estimate}"))
+        rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
         return rows
 
     @property
@@ -144,7 +147,19 @@ class Plan:
         return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] != "nvme")
 
     @property
+    def guesses(self) -> Sequence[str]:
+        """What of the workspace had to be guessed, and why; nothing where it is exact."""
+        return self.trace.guesses
+
+    @property
     def messages(self) -> Sequence[str]:
+        estimates = [f"the workspace is estimated: {guess}" for guess in self.guesses]
+        if self.trace.uncounted:
+            estimates.append(f"the FLOPs of a step are not known: {'; '.join(self.trace.uncounted)}")
+        beside = [self.room_beside_tier] if self.room_beside_tier else []
+        return (*self._messages_of_moves(), *beside, *estimates)
+
+    def _messages_of_moves(self) -> tuple[str, ...]:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
         updates: tuple[str, ...] = () if compute == "ram" else (self._where_updates_are_made(),)
@@ -230,9 +245,11 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     objective = Objective.of(config.training)
     if padded is None:
         padded = bool(config.data.packing) or micro_batch_size > 1
-    trace = trace_visits(
-        graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
-    )
+    # As the run will be: which kernels there are to choose from, and what they take, depends on it.
+    with deterministic_kernels(device, type(graph.model).__name__, enabled=config.full_determinism):
+        trace = trace_visits(
+            graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
+        )
     optimizer = make_optimizer(config.optimizer)
     on_device, host_updates = _on_device(config, optimizer, device)
     program = _build_program(config, graph, trace, optimizer, machine.compute_tier(config, device), on_device)
@@ -258,6 +275,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
         kept_bytes=kept.nbytes,
         device_optimizer=on_device,
         host_updates=host_updates,
+        room_beside_tier=machine.gpu_room_beside_tier(budgets[program.compute_tier].capacity_bytes, device),
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))

@@ -46,6 +46,7 @@ class SomePlan:
     budgets: dict[str, int] = field(default_factory=lambda: {"ram": 4 * MiB, "nvme": GiB})
     traffic: dict[str, int] = field(default_factory=lambda: {"nvme->ram": 6 * MiB})
     fits: bool = True
+    guesses: tuple[str, ...] = ()
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
     objections: tuple[Objection, ...] = ()
 
@@ -288,6 +289,28 @@ def test_help_does_not_import_torch(cli_package: str, arguments: list[str]) -> N
     assert result.returncode == 0, result.stderr
     assert "HEAVY []" in result.stdout
     assert "megatrain-tier" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None")],
+    ids=["by us", "by the user"],
+)
+def test_gpu_memory_grows_in_pieces_unless_the_user_chose(
+    cli_package: str, chosen: dict[str, str], expected: str
+) -> None:
+    script = (
+        "import sys, os, runpy, atexit\n"
+        "atexit.register(lambda: print('CONF', os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules))\n"
+        "sys.argv = ['megatrain-tier', '--version']\n"
+        f"runpy.run_module('{cli_package}', run_name='__main__')\n"
+    )
+    others = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")}
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+        env={**others, **chosen}, check=True,
+    )  # fmt: skip
+    assert f"CONF {expected} False" in result.stdout
 
 
 def test_every_expected_error_exists(cli_module: CliModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,8 +99,11 @@ def deterministic() -> Iterator[None]:
 @contextmanager
 def no_waits_allowed() -> Iterator[None]:
     """Let torch raise where an operation makes the host wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            # Said once in a process, behind the change of the mode: as an error it would leave the mode as it is.
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
