@@ -17,7 +17,6 @@ from .main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from megatrain.activity import Moment
     from megatrain.metrics import StepMetrics
     from megatrain.run_folder import Owner, RunStatus
 
@@ -153,7 +152,7 @@ class _View(_Lines):
 
     def close(self) -> None:
         self._moment = replace(self._moment, doing="", notice="")
-        self._live.close()
+        self._live.close(stays=self._status is not None and _metrics_of(self._status) is not None)
 
     def _picture(self) -> RenderableType:
         from megatrain.metrics import EvaluationMetrics
@@ -169,6 +168,4 @@ class _View(_Lines):
             name: EvaluationMetrics(int(each["step"]), status.max_steps, name, float(each["loss"]), 0, 0.0)
             for name, each in status.evaluations.items()
         }
-        return live_view(
-            _metrics_of(status), moment, evaluations, width=self._console.width, max_steps=status.max_steps
-        )
+        return live_view(_metrics_of(status), moment, evaluations, width=self._console.width)

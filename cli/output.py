@@ -91,7 +91,7 @@ class RunOutput:
         with self._lock:
             self.is_lost = True
             if plain := _CONTROL.sub("", text):
-                self._kept.append(plain)
+                self._kept.append(plain if plain.endswith("\n") else f"{plain}\n")
             self._turn()
 
     def _turn(self, *, only_gone: bool = True) -> None:
@@ -169,6 +169,8 @@ class _Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        if not isinstance(text, str):  # click asks with bytes whether this is a stream of bytes
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         with self._adding:
             self._waiting.append(text)
         if "\n" in text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import textwrap
 import threading
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 0.25  # often enough for the eye; a picture takes a few milliseconds of a processor
 _CLOSE_TIMEOUT_S = 5.0  # for a terminal that takes nothing
-_SHORTEST_TEXTS, _LONGEST_TEXTS = 38, 54  # columns beside a bar
+_SHORTEST_TEXTS, _LONGEST_TEXTS = 44, 54  # columns beside a bar
 _LONGEST_NAME = 24
 
 PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
@@ -268,7 +269,7 @@ class LiveView:
         self._console, self._picture, self._is_lost = console, picture, is_lost
         self._messages: deque[str] = deque()
         self._news = threading.Event()
-        self._over = False
+        self._over, self._stays = False, True
         self._thread = threading.Thread(target=self._run, name="view", daemon=True)
         self._thread.start()
 
@@ -277,8 +278,13 @@ class LiveView:
         self._messages.append(text)
         self._news.set()
 
-    def close(self) -> None:
-        """Draw a last time and put the terminal right; safe to call twice. Does not wait for one that takes nothing."""
+    def close(self, *, stays: bool = True) -> None:
+        """Draw a last time and put the terminal right; safe to call twice. Does not wait for one that takes nothing.
+
+        Args:
+            stays: whether the last picture is left standing.
+        """
+        self._stays = stays
         self._over = True
         self._news.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -293,6 +299,7 @@ class LiveView:
             is_over = self._over  # before the messages are taken: none that came before close is missed
             if is_drawn and self._is_lost():
                 is_drawn = False
+                self._console.file = io.StringIO()  # what puts a terminal right is not for the log
                 live.stop()
             while self._messages:
                 text = self._messages.popleft()
@@ -305,6 +312,7 @@ class LiveView:
             if is_over:
                 break
         if is_drawn:
+            live.transient = not self._stays
             live.stop()
 
 
@@ -327,7 +335,6 @@ class LiveObserver(PlainObserver):
         self._view: LiveView | None = None
         self._is_lost = is_lost
         self._activity = activity or Activity()
-        self._max_steps = 0
         self._shown: StepMetrics | None = None
         self._evaluations: dict[str, EvaluationMetrics] = {}
 
@@ -337,7 +344,6 @@ class LiveObserver(PlainObserver):
         self._open()
 
     def on_start(self, info: RunInfo) -> None:
-        self._max_steps = info.max_steps
         self._open()
         super().on_start(info)
 
@@ -360,7 +366,7 @@ class LiveObserver(PlainObserver):
         view, self._view = self._view, None
         if view is not None:
             self._activity.begin("")  # the last picture is of what was done
-            view.close()
+            view.close(stays=self._shown is not None)
 
     def _open(self) -> None:
         if self._view is None:
@@ -369,7 +375,7 @@ class LiveObserver(PlainObserver):
 
     def _picture(self) -> RenderableType:
         moment = self._activity.look()
-        return live_view(self._shown, moment, self._evaluations, width=self._console.width, max_steps=self._max_steps)
+        return live_view(self._shown, moment, self._evaluations, width=self._console.width)
 
     def _line(self, text: str) -> None:
         if self._view is not None:
@@ -413,13 +419,12 @@ def live_view(
     evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     *,
     width: int = 80,
-    max_steps: int = 0,
 ) -> RenderableType:
     """Return the view of a run: figures of its last step, and bars for the run, for what it does now, for each tier.
 
     Args:
         metrics: of the last step; None before the first. moment: what is done now. evaluations: set -> its last one.
-        width: columns there are, at least 60. max_steps: of the run, where no step has told.
+        width: columns there are, at least 60.
     """
     bars = Table.grid(padding=(0, 2, 0, 0))
     names = ["run", "now", *(metrics.tier_used_bytes if metrics is not None else ())]
@@ -427,9 +432,8 @@ def live_view(
     # The same from picture to picture, whatever the texts are: bars that change their length draw the eye.
     bar = max(8, width - max(len(name) for name in names) - texts - 2 * 2)
     lines: list[RenderableType] = []
-    step = 0 if metrics is None else metrics.step
     if metrics is not None:
-        max_steps = metrics.max_steps
+        step, max_steps = metrics.step, metrics.max_steps
         figures = Text.assemble(
             ("step ", "dim"), (f"{step}/{max_steps}", "bold"),
             ("  loss ", "dim"), (f"{metrics.loss:.4f}", "bold green"),
@@ -439,9 +443,8 @@ def live_view(
             no_wrap=True, overflow="ellipsis",
         )  # fmt: skip
         lines.append(figures)
-    if max_steps:
-        mean = "" if metrics is None else f"  {format_duration(metrics.mean_step_s)}/step (mean)"
-        bars.add_row("run", _bar(step, max_steps, bar), _cut(f"{100.0 * step / max_steps:.1f}%{mean}", texts))
+        mean = f"{format_duration(metrics.mean_step_s)}/step (mean)"
+        bars.add_row("run", _bar(step, max_steps, bar), _cut(f"{100.0 * step / max_steps:.1f}%  {mean}", texts))
     if moment.doing:
         bars.add_row("now", _bar(moment.part, moment.num_parts, bar), _cut(describe_moment(moment), texts))
     for tier, used in (metrics.tier_used_bytes if metrics is not None else {}).items():
@@ -464,7 +467,7 @@ def live_view(
 
 def describe_moment(moment: Moment) -> str:
     """Return what a run is doing now: "backward layers.3, micro-batch 2/4  1.2 s"."""
-    unit = moment.unit if len(moment.unit) <= _LONGEST_NAME else ".".join(moment.unit.split(".")[-2:])[-_LONGEST_NAME:]
+    unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_NAME:]
     what = " ".join(part for part in (moment.phase, unit) if part)
     if moment.doing != "step":
         what = f"{moment.doing}  {what}".rstrip()
