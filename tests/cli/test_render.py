@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -92,8 +93,9 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
 
 def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     stream = io.StringIO()
-    Console(file=stream, width=width).print(cli_module("render").live_view(*arguments, width=width))
-    return [line.rstrip() for line in stream.getvalue().splitlines()]
+    console = Console(file=stream, width=width, force_terminal=True, color_system="standard")  # else bars have no rest
+    console.print(cli_module("render").live_view(*arguments, width=width))
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
