@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 0.25  # often enough for the eye; a picture takes a few milliseconds of a processor
 _CLOSE_TIMEOUT_S = 5.0  # for a terminal that takes nothing
-_SHORTEST_TEXTS, _LONGEST_TEXTS = 44, 54  # columns beside a bar
+_SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR = 47, 54, 8  # columns
 _LONGEST_NAME = 24
 
 PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
@@ -428,9 +428,10 @@ def live_view(
     """
     bars = Table.grid(padding=(0, 2, 0, 0))
     names = ["run", "now", *(metrics.tier_used_bytes if metrics is not None else ())]
-    texts = max(_SHORTEST_TEXTS, min(_LONGEST_TEXTS, width // 2))
+    room = width - max(len(name) for name in names) - 2 * 2
     # The same from picture to picture, whatever the texts are: bars that change their length draw the eye.
-    bar = max(8, width - max(len(name) for name in names) - texts - 2 * 2)
+    texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
+    bar = room - texts
     lines: list[RenderableType] = []
     if metrics is not None:
         step, max_steps = metrics.step, metrics.max_steps
@@ -491,7 +492,7 @@ def _cut(text: str, width: int) -> Text:
     """Return text that the time at its end survives where it is too long."""
     if len(text) > width:
         head, mark, tail = text.rpartition("  ")
-        text = f"{head[: width - len(mark) - len(tail)]}{mark}{tail}"
+        text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
     return Text(text, no_wrap=True)
 
 
