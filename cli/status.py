@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .control import age, describe_ended, duration, find_runs, own_status
+from .follow import follow
 from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
 
@@ -36,12 +37,20 @@ class _Seen:
 
 @click.command("status")
 @click.argument("run", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="[RUN]")
+@click.option(
+    "--follow",
+    "is_followed",
+    is_flag=True,
+    help="Show the live view of a run until that ends, and end with its exit code. Ctrl-C leaves the view alone.",
+)
 @json_option
-def command(run: Path | None, as_json: bool) -> int:
+def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
     """Show where runs stand.
 
     RUN is the output_dir of a run, or a folder with several below it; default: the current one.
     """
+    if is_followed:
+        return follow(_one_of(run or Path()), as_json=as_json)
     seen = [_look(path) for path in find_runs(run or Path())]
     if run is not None and not seen and (alone := _look(run)).owner is not None:
         seen = [alone]
@@ -56,6 +65,20 @@ def command(run: Path | None, as_json: bool) -> int:
         if not as_json:
             click.echo("no run in the current folder or below")
     return 0
+
+
+def _one_of(root: Path) -> Path:
+    """Return the run to follow: the folder itself, or the only one below it that is alive."""
+    from megatrain.run_folder import living_owner
+
+    if living_owner(root) is not None:
+        return root
+    alive = [path for path in find_runs(root) if living_owner(path) is not None]
+    if len(alive) > 1:
+        raise RunFailedError(
+            f"{len(alive)} runs are alive in '{root}': name one of {', '.join(map(str, alive))}", EXIT_CONFIG
+        )
+    return alive[0] if alive else root
 
 
 def _look(path: Path) -> _Seen:

@@ -209,12 +209,14 @@ class Evaluator:
                 device=session.plan.device,
                 timeline=session.timeline,
                 cross_entropy=LigerCrossEntropy.of(session.config.model),
+                activity=session.activity,
             )
         session.timeline.is_on = False
         for each in self._sets:
             if self._is_done(step, each.name):
                 continue
             start_s = time.perf_counter()
+            session.activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
             total, num_tokens = self._run_set(self._engine, each)
             if self._should_stop():
                 return

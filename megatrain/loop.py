@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from megatrain.plan.planner import Plan
     from megatrain.session import Session
     from tiered.events import StoreStats
+
+#: Steps that the mean time of a step is taken over: the newest, as the first ones compile and fill caches.
+_MEAN_OF_STEPS = 20
 
 
 class Progress:
@@ -90,6 +94,8 @@ class Progress:
             seconds=before.seconds,
             first_loss=before.first_loss,
             last_loss=before.last_loss,
+            first_losses=before.first_losses,
+            last_losses=before.last_losses,
         )
         progress = Progress(state, is_continued=True)
         progress.saved_step = before.step if checkpoint.is_own else None
@@ -99,7 +105,7 @@ class Progress:
         """Take in one step."""
         before = self.state
         self.state = replace(
-            before,
+            before.with_loss(result.loss),
             step=before.step + 1,
             num_updates=num_updates,
             epoch=batch.position.epoch,
@@ -107,8 +113,6 @@ class Progress:
             num_real_tokens=before.num_real_tokens + batch.num_real_tokens,
             num_trained_tokens=before.num_trained_tokens + result.num_trained_tokens,
             seconds=before.seconds + step_s,
-            first_loss=result.loss if before.first_loss is None else before.first_loss,
-            last_loss=result.loss,
         )
 
 
@@ -162,7 +166,11 @@ class Loop:
         self._progress, self._lr = progress, learning_rate
         self._num_steps = progress.state.max_steps
         self._first_step = progress.state.step
-        self._signals = RunSignals(stops_after_step=config.checkpoint.save_on_signal)
+        self._activity = session.activity
+        self._signals = RunSignals(stops_after_step=config.checkpoint.save_on_signal, activity=session.activity)
+        is_warmed_up = config.optimizer.lr_scheduler_type != "constant"  # transformers' has no warm-up
+        self._warmup_steps = int(progress.state.lr_schedule["warmup_steps"]) if is_warmed_up else 0
+        self._step_seconds: deque[float] = deque(maxlen=_MEAN_OF_STEPS)
         self._saver = Saver(
             config,
             session.store,
@@ -185,6 +193,7 @@ class Loop:
 
     def run(self) -> RunSummary:
         """Run the steps that are left, then export; or less, if somebody asks for a stop."""
+        self._activity.begin("compiling kernels of the optimizer")
         self._plan.warm_up()
         config, store = self._config, self._session.store
         places = config.rows_per_step * config.data.max_length
@@ -192,6 +201,7 @@ class Loop:
         self._observer.on_start(RunInfo(name, config.task, device, config.output_dir, self._num_steps, places))
         if self._progress.is_continued:
             self._observer.on_message(f"continuing after step {self._first_step} of {self._num_steps}")
+        self._say_warmup()
         store.wait_idle()  # what loading still writes is not part of any step
         before = store.stats()
         self._signals.is_stuck = self.is_paused
@@ -203,6 +213,9 @@ class Loop:
                 num_updates=self._progress.state.num_updates,
             )
             self._run_steps(engine)
+            if self._signals.is_hung_up:
+                self._observer.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
+            self._activity.begin("making the last update")
             engine.finish_updates()
             self._write_trace()
             self._evaluate()
@@ -213,12 +226,23 @@ class Loop:
                 return self._summary(moved, interrupted=True)
             return self._export(moved)
 
+    def _say_warmup(self) -> None:
+        """Say what the first learning rate is: it is 0 in transformers' schedules, which users do not expect."""
+        if self._first_step >= self._warmup_steps:
+            return
+        first, peak = self._lr(0), self._config.optimizer.learning_rate
+        text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over {self._warmup_steps} steps"
+        if first == 0.0 and self._first_step == 0:
+            text += "; the first one changes no weights, as in transformers"
+        self._observer.on_message(text)
+
     def is_paused(self) -> bool:
         """Whether the run waits for somebody to free space on a drive."""
         return self._session.store.is_paused or self._saver.is_waiting
 
     def _export(self, moved: StoreStats) -> RunSummary:
         step = self._progress.state.step
+        self._activity.begin("exporting the model")
         self._signals.is_stuck = lambda: True  # no step can end any more: stop at once
         try:
             folder = self._session.export(self._config.output_dir / FINAL_NAME, {"step": step})
@@ -234,6 +258,7 @@ class Loop:
             if self._signals.stop_requested:
                 return
             step = self._run_step(engine, number)
+            self._step_seconds.append(step.step_s)
             self._progress.count(step.batch, step.result, engine.num_updates, step.step_s)
             eta_s = (time.perf_counter() - start_s) / (number + 1 - self._first_step) * (self._num_steps - number - 1)
             self._tell(step, eta_s)
@@ -248,10 +273,13 @@ class Loop:
             self._evaluate()
         if (self._saver.is_due(done) and done < self._num_steps) or self._signals.save_requested:
             self._signals.save_requested = False
+            self._activity.begin("saving")
             self._saver.save(self._state())
 
     def _run_step(self, engine: StepEngine, number: int) -> _Step:
         start_s, stats = time.perf_counter(), self._session.store.stats()
+        micro_batches = self._plan.num_micro_batches
+        self._activity.begin("step", num_parts=len(self._plan.program.ticks), num_micro_batches=micro_batches)
         batch = next(self._loader)
         self._session.timeline.is_on = number + 1 in self._config.profile.trace_steps
         lr = self._lr(number)
@@ -280,6 +308,7 @@ class Loop:
     def _save_at_the_end(self) -> None:
         is_on = self._config.checkpoint.save_strategy != "no"
         if is_on or (self._signals.stop_requested and self._config.checkpoint.save_on_signal):
+            self._activity.begin("saving")
             self._saver.save(self._state(), wait=True)
         self._saver.finish()
 
@@ -288,10 +317,13 @@ class Loop:
 
     def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:
         state = self._progress.state
+        means = state.mean_losses
         return RunSummary(
             num_steps=state.step,
             first_loss=state.first_loss,
             last_loss=state.last_loss,
+            mean_losses=None if means is None else means[:2],
+            num_averaged=0 if means is None else means[2],
             seconds=state.seconds,
             num_real_tokens=state.num_real_tokens,
             num_trained_tokens=state.num_trained_tokens,
@@ -333,6 +365,8 @@ class Loop:
                 num_trained_tokens=step.result.num_trained_tokens,
                 step_s=step.step_s,
                 eta_s=eta_s,
+                mean_step_s=sum(self._step_seconds) / len(self._step_seconds),
+                warmup_steps=self._warmup_steps,
                 tier_used_bytes={name: tier.used_bytes for name, tier in window.tiers.items()},
                 tier_capacity_bytes={name: tier.capacity_bytes for name, tier in window.tiers.items()},
                 stall_s=dict(window.stall_s),

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CHECKPOINTS_NAME",
     "FINAL_STATES",
+    "LOG_NAME",
     "STATUS_NAME",
     "Owner",
     "RunFolder",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 STATUS_NAME = "status.json"
+#: Where the output of a run goes that has no terminal, inside ``output_dir``.
+LOG_NAME = "run.log"
 #: Where checkpoints and the trained model go, inside ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
 FINAL_NAME = "final"
@@ -84,6 +87,8 @@ class RunStatus:
         rss_bytes: resident memory of the process.
         checkpoint_step, checkpoint_at: the newest checkpoint, and when it was done; None if there is none.
         evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``.
+        metrics: ``StepMetrics.to_json`` of the last step. activity: what is done at this moment, see ``Moment``.
+        exit_code: that the process ends with; None while it runs.
         updated_at: when this was written. message: what a person was told last; of a failed run, why it failed.
 
     Times are ISO 8601, UTC.
@@ -106,6 +111,9 @@ class RunStatus:
     checkpoint_step: int | None = None
     checkpoint_at: str | None = None
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    activity: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
     updated_at: str = ""
     message: str = ""
 
@@ -135,6 +143,7 @@ class RunFolder:
 
     Args:
         path: ``output_dir``; made if missing, and removed again if nothing came to lie in it.
+        exit_code_of: what the process will end with after an error, for who follows the run.
 
     Attributes:
         path: absolute. checkpoints, final: where checkpoints and the trained model go.
@@ -144,7 +153,8 @@ class RunFolder:
     Entering raises LockedError where a living run has the folder, OSError where it cannot be made or locked.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, exit_code_of: Callable[[BaseException], int] = lambda error: 1) -> None:
+        self._exit_code_of = exit_code_of
         self.path = Path(os.path.abspath(path))
         self.checkpoints = self.path / CHECKPOINTS_NAME
         self.final = self.path / FINAL_NAME
@@ -174,7 +184,9 @@ class RunFolder:
 
         if error is not None and self.status is not None and self.status.state not in FINAL_STATES:
             state: State = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.write_status(replace(self.status, state=state, message=str(error) or type(error).__name__), force=True)
+            message, code = str(error) or type(error).__name__, self._exit_code_of(error)
+            ended = replace(self.status, state=state, message=message, exit_code=code, activity={})
+            self.write_status(ended, force=True)
         self._remove_if_unused()
         fd, self._lock_fd = self._lock_fd, -1
         unlock_directory(fd)

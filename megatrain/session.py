@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.activity import Activity
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
@@ -58,19 +59,27 @@ class Session:
         on_notice: told what a person should know about the drives, from any thread.
 
     Attributes:
-        store: holds all blocks. timeline: of the steps during which it is on.
+        store: holds all blocks. timeline: of the steps during which it is on. activity: what is being done now.
 
     Raises:
         ModelFolderError: the weights do not fit the model. DoesNotFitError: a drive has too little free space.
         LockedError: another run uses an NVMe path. Nothing is allocated before these are known.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        on_notice: Callable[[str], None] | None = None,
+        activity: Activity | None = None,
+    ) -> None:
         self.config, self.plan = config, plan
+        self.activity = activity or Activity()
         self._on_notice = on_notice or (lambda text: None)
         self.timeline = Timeline()
         self._contexts = ExitStack()
         self._engine: StepEngine | None = None
+        self._layout_numbers = {name: number for number, name in enumerate(plan.graph.layouts)}
         self._weights: WeightLoader | None = None
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
@@ -157,6 +166,7 @@ class Session:
         )
 
     def _load_one(self, checkpoint: Checkpoint) -> None:
+        self.activity.begin("loading the checkpoint")
         if checkpoint.is_own:
             self.store.load(checkpoint.generation)
             return
@@ -175,12 +185,16 @@ class Session:
 
     def _fill_weights(self) -> None:
         graph, config = self.plan.graph, self.config
+        self.activity.begin("making random weights" if self._weights is None else "loading weights")
+        num_layouts = len(graph.layouts)
         if self._weights is None:
-            for layout in graph.layouts.values():
+            for number, layout in enumerate(graph.layouts.values()):
+                self.activity.come_to(number, unit=layout.name, num_parts=num_layouts)
                 with self._master(layout) as master:
                     init_weights(graph.model, layout, views(master, layout), config.seed)
             return
-        for layout in graph.layouts.values():
+        for number, layout in enumerate(graph.layouts.values()):
+            self.activity.come_to(number, unit=layout.name, num_parts=num_layouts)
             with self._master(layout) as master:
                 self._weights.fill(layout, views(master, layout))
         self._weights.load_buffers()
@@ -268,6 +282,7 @@ class Session:
             cross_entropy=LigerCrossEntropy.of(self.config.model),
             timeline=self.timeline,
             device_optimizer=plan.device_optimizer,
+            activity=self.activity,
         )
         self._engine.num_updates = num_updates
         return self._engine
@@ -308,6 +323,7 @@ class Session:
 
     @contextmanager
     def _exported_weights(self, layout: UnitLayout) -> Iterator[Mapping[str, torch.Tensor]]:
+        self.activity.come_to(self._layout_numbers[layout.name], unit=layout.name, num_parts=len(self._layout_numbers))
         with self._room_for_master(layout), self.master_weights(layout) as weights:
             yield weights
 

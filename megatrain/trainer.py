@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatrain.activity import Activity
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.checkpoint.resume import Checkpoint, already_done, check_changes, find_candidates
 from megatrain.config.problems import ConfigError, Problem
@@ -37,18 +38,31 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """One run of one config. ``plan`` is there after construction; nothing is allocated or written before ``train``.
+    """One run of one config. Nothing is allocated or written before ``train``.
 
     Args:
         allow_config_change: continue a checkpoint although the config now says something that alters results.
+        exit_code_of: what the process will end with after an error, or after this summary; for who follows the run.
+
+    Attributes:
+        plan: there after construction. activity: what is done at this moment.
 
     Raises:
         DoesNotFitError: the run cannot fit its tiers. ConfigError: data.max_length is more than the model's positions.
         ModelFolderError, UnsupportedModelError: the model is unusable.
     """
 
-    def __init__(self, config: RunConfig, *, observer: RunObserver, allow_config_change: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        observer: RunObserver,
+        allow_config_change: bool = False,
+        exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
+    ) -> None:
         self.config = config
+        self.activity = Activity()
+        self._exit_code_of = exit_code_of or _exit_code_of
         self.observer = observer
         self._allow_config_change = allow_config_change
         self.plan = plan_run(config)
@@ -76,6 +90,7 @@ class Trainer:
         check_loggers(self.config)
         check_writable(self.config)
         check_target(self.config.output_dir / FINAL_NAME)
+        self.activity.begin("reading the data")
         loader = self.make_loader()
         training = self.config.training
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
@@ -84,8 +99,12 @@ class Trainer:
         sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), tell, loader.dataset, self._warn)
         for text in (*model_warnings(self.config, self.plan.graph), *schedule_warnings(self.config, num_steps)):
             self._warn(text)
-        with RunFolder(self.config.output_dir) as folder:
-            status = StatusWriter(folder, run_name=self.config.run_name)
+        with ExitStack() as stack:
+            folder = stack.enter_context(RunFolder(self.config.output_dir, exit_code_of=self._exit_code_of))
+            status = StatusWriter(
+                folder, run_name=self.config.run_name, activity=self.activity, exit_code_of=self._exit_code_of
+            )
+            stack.enter_context(status)
             self.observer = Observers([self.observer, status])
             candidates = self._candidates(loader)
             if candidates and (summary := already_done(self.config, candidates[0], num_steps)) is not None:
@@ -126,7 +145,7 @@ class Trainer:
         sets: Sequence[EvaluationSet],
     ) -> RunSummary:
         with ExitStack() as stack:
-            session = stack.enter_context(Session(self.config, self.plan, self.observer.on_message))
+            session = stack.enter_context(Session(self.config, self.plan, self.observer.on_message, self.activity))
             checkpoint = session.prepare(candidates)
             if checkpoint is not None and checkpoint is not candidates[0]:
                 # The newest one has this config, or it was allowed; this one may have been saved before it changed.
@@ -208,3 +227,8 @@ class Trainer:
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(tokenizer),
         )
+
+
+def _exit_code_of(ending: BaseException | RunSummary) -> int:
+    """Return 0 for a run that came to its end, 1 for all others."""
+    return int(isinstance(ending, BaseException) or ending.interrupted)

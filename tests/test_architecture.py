@@ -309,6 +309,19 @@ def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None
     assert run_python(f"{chosen}\n{code}") == "False :16:8"
 
 
+def test_a_config_is_read_without_torch() -> None:
+    """So that a mistake in it is answered at once, and a line is there before anything takes seconds."""
+    code = """
+import sys
+import tiered, megatrain.config, megatrain.metrics, megatrain.run_folder
+megatrain.config.load_config("examples/tiny.toml")
+print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
+assert all(getattr(tiered, name) is not None for name in tiered.__all__)
+assert "torch" in sys.modules
+"""
+    assert run_python(code) == "[]"
+
+
 def test_the_command_shows_its_help_without_torch() -> None:
     pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     code = """

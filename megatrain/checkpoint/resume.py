@@ -191,10 +191,13 @@ def already_done(config: RunConfig, checkpoint: Checkpoint, num_steps: int) -> R
     wanted = state.model["dtype"] if config.export.dtype == "auto" else config.export.dtype
     if record.get("step") != state.step or record.get("dtype") != wanted:
         return None
+    means = state.mean_losses
     return RunSummary(
         num_steps=state.step,
         first_loss=state.first_loss,
         last_loss=state.last_loss,
+        mean_losses=None if means is None else means[:2],
+        num_averaged=0 if means is None else means[2],
         seconds=state.seconds,
         num_real_tokens=state.num_real_tokens,
         num_trained_tokens=state.num_trained_tokens,

@@ -203,7 +203,8 @@ class CheckpointConfig(Table):
     save_interval: Duration | None = Field(default=None, description='time: between two saves, e.g. "45min".')
     save_total_limit: int = Field(default=2, ge=1, description="Checkpoints that are kept, the newest ones.")
     save_on_signal: bool = Field(
-        default=True, description="SIGTERM and SIGINT: finish the step, save, exit with 75. false: end at once."
+        default=True,
+        description="SIGTERM, SIGINT and SIGHUP: finish the step, save, exit with 75. false: end at once.",
     )
     resume_from_checkpoint: ResumeSource = Field(
         default="auto",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.activity import Activity
 from megatrain.engine.copies import Copies
 from megatrain.engine.program import (
     Stays,
@@ -59,7 +60,7 @@ class StoreAccess:
     Args:
         homes: block key -> tier, as planned and registered. stays: copies that wait for their next use, as planned.
         update: called with the index of a layout at the tick of its update.
-        timeline: told of every tick.
+        timeline, activity: told of every tick.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class StoreAccess:
         threads: KernelThreads,
         update: Callable[[int], None],
         timeline: Timeline | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._stays = store, graph, program, stays
         self._homes, self._copies = homes, Copies(store, homes)
@@ -80,6 +82,14 @@ class StoreAccess:
         self._tier = program.compute_tier
         self._threads = threads
         self._update, self._timeline = update, timeline
+        self._activity = activity or Activity()
+        layouts = tuple(graph.layouts)
+        self._unit_names = {
+            (tick.phase, tick.visit): layouts[tick.visit]
+            if tick.phase == "update"
+            else graph.units[trace.visits[tick.visit].unit].name
+            for tick in program.ticks
+        }
         self._first_tick = 0
         self._turns: Iterator[Turn] = iter(())
         self._turn: Turn | None = None
@@ -134,7 +144,9 @@ class StoreAccess:
         """Move to the next tick, and tell the prefetcher; False after the last one."""
         self._turn = next(self._turns, None)
         if self._turn is not None:
-            self._store.advance(self._first_tick + self._turn.number)
+            number, tick = self._turn.number, self._turn.tick
+            self._store.advance(self._first_tick + number)
+            self._activity.come_to(number, tick.phase, self._unit_names[tick.phase, tick.visit])
         if self._timeline is not None:
             self._timeline.on_turn(None if self._turn is None else self._turn.tick)
         return self._turn is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatrain.activity import Activity
 from megatrain.engine.program import Stays, StepProgram, gradient_key, state_key, uses_of_layouts
 from megatrain.engine.residency import StoreAccess
 from megatrain.engine.runner import LayerRunner, QueuedLoss
@@ -73,7 +74,7 @@ class StepEngine:
             ``ignore`` uses it.
         seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
         compiler: of layers; None: they run as they are. cross_entropy: in the place of torch's; None: torch's.
-        timeline: told of every tick.
+        timeline: told of every tick. activity: told of every tick and micro-batch.
 
     Attributes:
         num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.
@@ -101,13 +102,14 @@ class StepEngine:
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
         device_optimizer: Optimizer | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._graph = graph
         self._optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
         assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         self._access = StoreAccess(
-            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._update, timeline
+            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._update, timeline, activity
         )
         self._runner = LayerRunner(
             graph,
@@ -121,6 +123,7 @@ class StepEngine:
             kept=program.kept,
             compiler=compiler,
             cross_entropy=cross_entropy,
+            activity=activity,
         )
         uses = uses_of_layouts(graph, trace)
         self._trained = {

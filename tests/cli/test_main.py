@@ -70,7 +70,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
 
     class ReplacedTrainer:
-        def __init__(self, config: Any, *, observer: RunObserver, allow_config_change: bool = False) -> None:
+        def __init__(
+            self,
+            config: Any,
+            *,
+            observer: RunObserver,
+            allow_config_change: bool = False,
+            exit_code_of: Any = None,
+        ) -> None:
             asked["config"], asked["allow_config_change"] = config, allow_config_change
             self.observer = observer
             self.plan = asked["plan"]
@@ -118,12 +125,13 @@ def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Pat
     assert lines[5].split() == ["budget", "4.0", "1,024.0"]
     assert lines[6] == "moved per step  nvme->ram 6.00 MiB"
     assert "fits." in lines
-    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0.50 s"  # fmt: skip
+    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0 s"  # fmt: skip
     assert step in lines
     assert any(
         line.startswith("saved  checkpoint at step 2: 3.00 MiB (1.00 MiB written, 2.00 MiB linked)") for line in lines
     )
-    assert lines[-3].startswith("done   2 steps in 1.00 s   loss 1.2500 -> 1.0000   200 tok/s")
+    assert "done   2 steps in 1.00 s   200 tok/s   200 tokens, 100 trained" in lines
+    assert "loss   1.2500 -> 1.0000, of the first and the last step alone" in lines
     assert "\x1b" not in result.output
 
 
