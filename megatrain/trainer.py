@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.resume import Checkpoint, already_done, check_changes, find_candidates
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import check_writable, write_resolved
@@ -123,6 +124,10 @@ class Trainer:
             if checkpoint is not None and checkpoint is not candidates[0]:
                 # The newest one has this config, or it was allowed; this one may have been saved before it changed.
                 self._check_changes(checkpoint, loader, allow=True)
+            tell, drive_bytes = self.observer.on_message, self.plan.checkpoint_bytes_on_drives
+            copier = stack.enter_context(CheckpointCopier(self.config, drive_bytes, tell))
+            if checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy:
+                copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
             write_resolved(self.config)
             continued_from = None if checkpoint is None else checkpoint.state.step
             write_plan(self.plan, self.config, continued_from)
@@ -137,6 +142,7 @@ class Trainer:
                 self.config,
                 self.plan,
                 session,
+                copier,
                 loader,
                 Observers(observers),
                 progress,
