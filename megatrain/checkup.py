@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.checkpoint.resume import ConfigChangedError, already_done, check_changes, find_candidates
+from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.resume import (
+    ConfigChangedError,
+    LostCheckpointsError,
+    already_done,
+    check_changes,
+    find_candidates,
+)
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.salvage import salvage
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
 Kind = Literal["config", "fit", "data", "failed"]
 _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ((DoesNotFitError,), "fit"),
+    ((LostCheckpointsError,), "failed"),
     ((DataError,), "data"),
     (
         (
@@ -319,6 +327,8 @@ class _Checkup:
         owner = living_owner(self._config.output_dir)
         if owner is not None:
             yield Finding("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+        drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
+        yield from (Finding("checkpoints", "note", text) for text in describe_drives(self._config, drive_bytes))
         notices: list[str] = []
         candidates = find_candidates(self._config, notices.append)
         yield from (Finding("checkpoints", "note", text) for text in notices)

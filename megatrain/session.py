@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.checkpoint.catalog import search_paths
+from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.compiled import LayerCompiler
@@ -93,6 +94,8 @@ class Session:
             for tier in self._tiers:
                 tier.close()
             raise
+        for table in config.tiers.nvme:
+            write_readme(table.path, config.output_dir / CHECKPOINTS_NAME)
 
     def __enter__(self) -> Session:
         model_type = type(self.plan.graph.model).__name__

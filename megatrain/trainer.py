@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.resume import Checkpoint, already_done, check_changes, find_candidates
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import check_writable, write_resolved
@@ -125,6 +126,8 @@ class Trainer:
                 # The newest one has this config, or it was allowed; this one may have been saved before it changed.
                 self._check_changes(checkpoint, loader, allow=True)
             tell, drive_bytes = self.observer.on_message, self.plan.checkpoint_bytes_on_drives
+            for line in describe_drives(self.config, drive_bytes):
+                tell(line)
             copier = stack.enter_context(CheckpointCopier(self.config, drive_bytes, tell))
             if checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy:
                 copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short

@@ -41,7 +41,7 @@ from tiered.manifest import (
     write_manifest,
 )
 from tiered.reader import GenerationReader
-from tiered.tiers.directory import TierDirectory, make_groups, write_document
+from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
 from tiered.tiers.ownership import (
     StoreIdentity,
     read_owner,
@@ -127,7 +127,8 @@ class WholeCopies:
         copied = linked = 0
         try:
             self._identity.mark(folder)
-            write_document(folder.parent, group_document())
+            if read_document(folder.parent) != group_document():  # a power cut may have torn it
+                write_document(folder.parent, group_document(), replace=True, durable=True)
             write_document(folder, group_document())
             records = []
             for record in source.manifest.blocks:
