@@ -120,7 +120,9 @@ def in_order(own: Sequence[_Kind], copies: Sequence[_Kind], saved_at: Callable[[
 
 
 def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path] = ()) -> tuple[Path, ...]:
-    """Return the paths of drives on which files of a generation should lie and do not; no byte is read.
+    """Return the paths of drives on which a generation had files, and where its folder is gone; no byte is read.
+
+    A file that is missing in a folder that is there is damage: it is named by whoever reads the generation.
 
     Args:
         manifest: the body of its manifest. folder: directory of generations. search: paths where parts may have moved.
@@ -139,7 +141,7 @@ def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path]
         for number in range(num_files):
             if not any((place / "c" / str(number)).exists() for place in places):
                 missing[_where_it_lay(named / "c" / str(number), drive)] = None
-    return tuple(missing)
+    return tuple(drive for drive in missing if drive != folder and not (drive / _SNAPSHOT_FOLDER / name).is_dir())
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:

@@ -17,7 +17,8 @@ from megatrain.plan import machine
 from megatrain.plan.profile import file_system_of
 from tiered.units import GiB
 
-_SCRATCH = "scratch/megatrain-tier"
+#: The folder on a drive, named for what it holds: training state, and checkpoints made of it.
+_FOLDER = "state"
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs")
 _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
@@ -54,7 +55,7 @@ def _any_config(folder: Path) -> RunConfig:
 def _drives(folder: Path) -> Iterator[Drive]:
     """Yield the drive of ``folder``, then the others of this machine that can be written, the emptiest first."""
     own = file_system_of(folder)
-    yield Drive(_SCRATCH, _free(folder), own.kind, _objection(own.kind, _free(folder)))
+    yield Drive(_FOLDER, _free(folder), own.kind, _objection(own.kind, _free(folder)))
     found = []
     seen = {own.device}
     for partition in psutil.disk_partitions(all=False):
@@ -66,7 +67,7 @@ def _drives(folder: Path) -> Iterator[Drive]:
         if file_system.device in seen or _free(point) < _LEAST_FREE_BYTES:
             continue
         seen.add(file_system.device)
-        found.append(Drive(str(point / "megatrain-tier"), _free(point), file_system.kind))
+        found.append(Drive(str(point / "megatrain-tier" / _FOLDER), _free(point), file_system.kind))
     yield from sorted(
         (Drive(d.path, d.free_bytes, d.kind, _objection(d.kind, d.free_bytes)) for d in found),
         key=lambda drive: (bool(drive.objection), -drive.free_bytes),

@@ -53,7 +53,9 @@ def commit(store: TieredStore, value: int) -> GenerationReader:
 def check_copy(path: Path, generation: int | None = None) -> None:
     """A copy is sound, and its bytes are those of the generation that its ``meta`` names."""
     reader = GenerationReader(path, generation)
-    assert list(reader.problems()) == []
+    # A cut in the middle of the very first flip leaves a whole copy that no file names yet.
+    is_named = (path / MANIFEST_NAME).exists()
+    assert [text for text in reader.problems() if is_named or "names the current" not in text] == []
     for key, (shape, dtype, _) in BLOCKS.items():
         out = torch.empty(shape, dtype=dtype)
         reader.read(key, out)
