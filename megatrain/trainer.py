@@ -87,6 +87,7 @@ class Trainer:
                     f"nothing to do: this run is done, {summary.num_steps} of {num_steps} steps. To train longer raise "
                     "training.max_steps or num_train_epochs; to start anew name another output_dir"
                 )
+                self._copy_last(candidates[0])
                 before = last_evaluations(self.config.output_dir / METRICS_NAME, summary.num_steps)
                 summary = replace(summary, evaluations=before)
             else:
@@ -99,6 +100,14 @@ class Trainer:
         if candidates:
             self._check_changes(candidates[0], loader, allow=self._allow_config_change)
         return candidates
+
+    def _copy_last(self, checkpoint: Checkpoint) -> None:
+        """Make the copy of a run that is done, if one is wanted and was not made, or was given up."""
+        if not checkpoint.is_copy:
+            drive_bytes = self.plan.checkpoint_bytes_on_drives
+            with CheckpointCopier(self.config, drive_bytes, self.observer.on_message) as copier:
+                copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
+                copier.finish()
 
     def _check_changes(self, checkpoint: Checkpoint, loader: BatchLoader, *, allow: bool) -> None:
         check_changes(

@@ -1,4 +1,4 @@
-"""Drives that are lost, and whole copies of checkpoints: what is made, what people are told, what a run goes on from."""
+"""Whole copies of checkpoints, and drives that are lost: what is made, what is said, what a run goes on from."""
 
 from __future__ import annotations
 
@@ -129,6 +129,15 @@ def test_a_copy_without_room_costs_no_step(run: SavedRun, monkeypatch: pytest.Mo
     assert result.exit_code == 0 and copied_steps(run) == []
 
 
+def test_a_run_that_is_done_can_be_copied_afterwards(run: SavedRun) -> None:
+    assert run.run(**ON_DRIVE).exit_code == 0
+    for _ in range(2):
+        result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
+        assert result.exit_code == 0 and "nothing to do" in result.stdout, result.output
+        assert copied_steps(run) == [6]
+    assert "copied checkpoint" not in result.stdout, "it is there already"
+
+
 # -- what a run goes on from -------------------------------------------------------------------------------------
 
 
@@ -145,7 +154,8 @@ def lost(run: SavedRun) -> SavedRun:
 def test_a_run_that_lost_its_drive_goes_on_from_the_copy(lost: SavedRun) -> None:
     found = usable_checkpoint(lost.out)
     assert found is not None and (found.step, found.is_copy) == (4, True)
-    assert "run it again to continue from the copy of step 4" in lost.call("status", lost.out).stdout
+    status = lost.call("status", lost.out).stdout
+    assert "copies   step 4, whole in output_dir" in status and "steps 2, 4 are gone" in status
     result = lost.run(checkpoint='save_copy = "last"', **ON_DRIVE)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("are gone") == 1 and "steps 2, 4 are gone" in result.stdout
