@@ -113,7 +113,7 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
 def _places(seen: _Seen) -> list[tuple[str, str]]:
     """Return a line for each drive that holds parts of checkpoints, and one for the copies in output_dir."""
     lines = [
-        ("drive", f"{_size(nbytes)} of its checkpoints lie in {path}: who deletes that folder destroys them")
+        ("drive", f"{_size(nbytes)} of its checkpoints lie in {path}: deleting that folder destroys them")
         for path, nbytes in seen.drive_bytes.items()
     ]
     if seen.copied_steps:

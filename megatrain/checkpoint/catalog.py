@@ -90,7 +90,7 @@ def list_checkpoints(run: Path | str) -> list[CheckpointInfo]:
         there = {info.generation: info for info in found if info is not None}
         infos += there.values()
         tried.append([there[number] for number in newest_first(folder) if number in there])
-    order = in_order(*tried, lambda info: info.saved_at or "")
+    order = in_order(tried[0], tried[1], lambda info: info.saved_at or "")
     newest = next((info for info in order if info.problem is None), None)
     return [replace(info, is_newest=info is newest) for info in infos]
 
@@ -149,8 +149,8 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
         folder = checkpoints_folder(given)
         numbers = [(folder, number) for number in newest_first(folder)]
         if step is not None:  # also one that a crash kept from becoming the current one
-            known = [number for _, number in numbers]
-            numbers += [(folder, n) for n in reversed(list_generations(folder)) if n not in known]
+            first = {number for _, number in numbers}
+            numbers += [(folder, n) for n in reversed(list_generations(folder)) if n not in first]
         own, copies = _folders(given)
         if own is not None and copies is not None:
             numbers += [(copies, number) for number in newest_first(copies)]

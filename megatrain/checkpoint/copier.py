@@ -96,7 +96,6 @@ class CheckpointCopier:
         if self._job is None or self._job.thread is None or self._job.thread.is_alive():
             return
         job, self._job = self._job, None
-        job.thread.join()
         self._report(job)
         if self._next is not None:
             job, self._next = self._next, None

@@ -78,11 +78,11 @@ def describe_drives(config: RunConfig, drive_bytes: int) -> list[str]:
         names = _names(drives)
         now = sum(found.get(path, 0) for path in drives)
         lies = f"{format_size(drive_bytes)} of each checkpoint stay in {names}, {format_size(now)} lie there now"
-        lines.append(f"{lies}: who deletes that folder destroys them. {_advice(config)}")
+        lines.append(f"{lies}: deleting that folder destroys them. {_advice(config)}")
     elif any(path in found for path in drives):
         there = [path for path in drives if path in found]
         nbytes = format_size(sum(found[path] for path in there))
-        lines.append(f"{nbytes} of this run's checkpoints lie in {_names(there)}: who deletes that destroys them")
+        lines.append(f"{nbytes} of this run's checkpoints lie in {_names(there)}: deleting that destroys them")
     others = {path: nbytes for path, nbytes in found.items() if path not in drives}
     lines += [f"{format_size(size)} of this run's earlier checkpoints lie in '{path}'" for path, size in others.items()]
     return lines

@@ -216,7 +216,8 @@ def _num_files(block: dict[str, Any], places: Sequence[Path]) -> int | None:
     for place in places:
         try:
             grid = _read(place / "zarr.json")["chunk_grid"]
-            return math.ceil(math.prod(block["shape"]) / int(grid["configuration"]["chunk_shape"][0]))
+            num_files: int = math.ceil(math.prod(block["shape"]) / int(grid["configuration"]["chunk_shape"][0]))
+            return num_files
         except (LookupError, TypeError, ValueError, ZeroDivisionError):
             continue
     return None

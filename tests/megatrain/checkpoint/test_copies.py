@@ -255,7 +255,7 @@ def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:
     text = (drive / "README.txt").read_text()
     for part in (str(run.out), "CHECKPOINTS LIE HERE", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
         assert part in text, text
-    assert f"stay in '{drive}', 0 B lie there now: who deletes that folder destroys them" in result.stdout
+    assert f"stay in '{drive}', 0 B lie there now: deleting that folder destroys them" in result.stdout
     size = f"{nbytes / (1 << 20):.1f} MiB"
     assert f"{size} of its checkpoints lie in {drive}" in run.call("status", run.out).stdout
     check = run.call("check", run.write_config(**ON_DRIVE))
