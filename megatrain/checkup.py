@@ -330,7 +330,13 @@ class _Checkup:
         drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
         yield from (Finding("checkpoints", "note", text) for text in describe_drives(self._config, drive_bytes))
         notices: list[str] = []
-        candidates = find_candidates(self._config, notices.append)
+        try:
+            candidates = find_candidates(self._config, notices.append)
+        except LostCheckpointsError as lost:
+            if self._num_steps is None or already_done(self._config, lost.newest, self._num_steps) is None:
+                raise
+            yield Finding("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
+            return
         yield from (Finding("checkpoints", "note", text) for text in notices)
         if not candidates:
             yield Finding("checkpoints", "ok", "none: the run starts from the model")

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.drive_folders import describe_drives
-from megatrain.checkpoint.resume import Checkpoint, already_done, check_changes, find_candidates
+from megatrain.checkpoint.resume import (
+    Checkpoint,
+    LostCheckpointsError,
+    already_done,
+    check_changes,
+    find_candidates,
+)
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import check_writable, write_resolved
 from megatrain.data.dataset import check_ids, load_dataset
@@ -81,13 +87,20 @@ class Trainer:
         with RunFolder(self.config.output_dir) as folder:
             status = StatusWriter(folder, run_name=self.config.run_name)
             self.observer = Observers([self.observer, status])
-            candidates = self._candidates(loader)
+            is_lost = False
+            try:
+                candidates = self._candidates(loader)
+            except LostCheckpointsError as lost:
+                if already_done(self.config, lost.newest, num_steps) is None:
+                    raise
+                candidates, is_lost = [lost.newest], True  # who has the model may have deleted the rest
             if candidates and (summary := already_done(self.config, candidates[0], num_steps)) is not None:
                 self.observer.on_message(
                     f"nothing to do: this run is done, {summary.num_steps} of {num_steps} steps. To train longer raise "
                     "training.max_steps or num_train_epochs; to start anew name another output_dir"
                 )
-                self._copy_last(candidates[0])
+                if not is_lost:
+                    self._copy_last(candidates[0])
                 before = last_evaluations(self.config.output_dir / METRICS_NAME, summary.num_steps)
                 summary = replace(summary, evaluations=before)
             else:

@@ -62,7 +62,15 @@ class UnreadableCheckpointsError(CheckpointError):
 
 
 class LostCheckpointsError(CheckpointError):
-    """Parts of all checkpoints of a run lay on drives, and are gone."""
+    """Parts of all checkpoints of a run lay on drives, and are gone.
+
+    Attributes:
+        newest: the one that the run would have continued.
+    """
+
+    def __init__(self, message: str, newest: Checkpoint) -> None:
+        self.newest = newest
+        super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +120,10 @@ def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list
     if found or source == "auto":
         return _with_all_parts(found, config.output_dir, drives, on_notice)
     other = Path(source)
-    if other.name == CHECKPOINTS_NAME and not (other / CHECKPOINTS_NAME).is_dir():
-        other = other.parent
-    found = _with_all_parts(_all(other, False, on_notice), other, drives, on_notice)
+    if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
+        found = _with_all_parts(_all(other, False, on_notice), other, drives, on_notice)
+    else:  # a directory of generations itself
+        found = _whole(other, False, on_notice)
     if not found:
         raise NoSuchCheckpointError(
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
@@ -155,7 +164,8 @@ def _with_all_parts(
     if not left:
         raise LostCheckpointsError(
             f"{lost}. {_what_is_left(output_dir)}. Bring that folder back (mount its drive, restore a backup) and run "
-            f"again; or give up what was trained: megatrain-tier ckpt rm {output_dir} --all, then run again"
+            f"again; or give up what was trained: megatrain-tier ckpt rm {output_dir} --all, then run again",
+            found[0],
         )
     if found[0] is not left[0]:
         on_notice(f"{lost}. What is left: {left[0]}, from which this run goes on")

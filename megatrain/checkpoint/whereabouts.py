@@ -5,9 +5,11 @@ Imports neither torch nor the store, so that ``status`` answers at once. Content
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import stat
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +44,6 @@ class SavedCheckpoint:
     Attributes:
         step: steps done. generation: its number in its folder. saved_at: date and time, ISO 8601.
         is_copy: whether it is a whole copy in ``copies/``.
-        nbytes: of all blocks. drive_bytes: of those that lie on drives.
         missing: paths of drives on which parts of it are gone; none: it is whole, as far as names tell.
     """
 
@@ -50,8 +51,6 @@ class SavedCheckpoint:
     generation: int
     saved_at: str
     is_copy: bool
-    nbytes: int
-    drive_bytes: int
     missing: tuple[Path, ...]
 
 
@@ -60,12 +59,11 @@ class Lost:
     """Checkpoints whose parts on drives are gone, for messages.
 
     Attributes:
-        steps: ascending. paths: where the parts lay. nbytes: of all their blocks that lay there.
+        steps: ascending. paths: where the parts lay.
     """
 
     steps: tuple[int, ...]
     paths: tuple[Path, ...]
-    nbytes: int
 
     @classmethod
     def of(cls, checkpoints: Sequence[SavedCheckpoint]) -> Lost | None:
@@ -75,13 +73,13 @@ class Lost:
             return None
         steps = tuple(sorted({checkpoint.step for checkpoint in lost}))
         paths = tuple(dict.fromkeys(path for checkpoint in lost for path in checkpoint.missing))
-        return cls(steps, paths, sum(checkpoint.drive_bytes for checkpoint in lost))
+        return cls(steps, paths)
 
     def __str__(self) -> str:
         what = "checkpoint of step" if len(self.steps) == 1 else "checkpoints of steps"
         steps = ", ".join(map(str, self.steps))
         verb = "is" if len(self.steps) == 1 else "are"
-        states = (f"'{path}'" + ("" if path.is_dir() else ", which is not there") for path in self.paths)
+        states = (f"'{path}'" + ("" if os.path.isdir(path) else ", which is not there") for path in self.paths)
         return f"the {what} {steps} {verb} gone: parts of {'it' if verb == 'is' else 'them'} lay in {'; '.join(states)}"
 
 
@@ -134,14 +132,16 @@ def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path]
         places = [named, *(path / _SNAPSHOT_FOLDER / name / block["key"] for path in search)]
         written = [Path(path) for path in manifest.get("paths", {}).get(block["home"], ())]
         places += [path / _SNAPSHOT_FOLDER / name / block["key"] for path in written]
-        drive = named.parents[block["key"].count("/") + 2]
+        depth = block["key"].count("/")
+        drive = named.parents[depth + 2]
         if (num_files := _num_files(block, places)) is None:
             missing[drive] = None
             continue
         for number in range(num_files):
-            if not any((place / "c" / str(number)).exists() for place in places):
-                missing[_where_it_lay(named / "c" / str(number), drive)] = None
-    return tuple(drive for drive in missing if drive != folder and not (drive / _SNAPSHOT_FOLDER / name).is_dir())
+            # A drive that died, or that nobody here may read, is as good as gone: ``os.path`` raises nothing.
+            if not any(os.path.exists(place / "c" / str(number)) for place in places):
+                missing[_where_it_lay(named / "c" / str(number), depth)] = None
+    return tuple(drive for drive in missing if drive != folder and not os.path.isdir(drive / _SNAPSHOT_FOLDER / name))
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
@@ -152,9 +152,8 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
     """
     root = Path(os.path.abspath(output_dir))
     store = _read(root / CHECKPOINTS_NAME / _STORE_NAME).get("id")
-    named = [
-        Path(path) for body in _bodies(root / CHECKPOINTS_NAME) for paths in body["paths"].values() for path in paths
-    ]
+    manifests = _bodies(root / CHECKPOINTS_NAME)
+    named = [Path(path) for body in manifests for paths in body.get("paths", {}).values() for path in paths]
     found = {}
     for path in dict.fromkeys([*drives, *_drives_of_config(root), *named]):
         nbytes = sum(_bytes_of(path / _SNAPSHOT_FOLDER, store).values()) if store is not None else 0
@@ -164,16 +163,17 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
 
 
 def _bytes_of(snap: Path, store: object) -> dict[int, int]:
-    """Return inode -> bytes of the chunk files in the snapshots of one store."""
+    """Return inode -> bytes of the chunk files in the snapshots of one store, of which a living run may remove some."""
     sizes: dict[int, int] = {}
-    for folder in snap.iterdir() if snap.is_dir() else ():
-        if not folder.name.isdigit() or _read(folder / _OWNER_NAME).get("id") != store:
+    for name in os.listdir(snap) if os.path.isdir(snap) else ():
+        if not name.isdigit() or _read(snap / name / _OWNER_NAME).get("id") != store:
             continue
-        for place, _, names in os.walk(folder):
-            for name in names if os.path.basename(place) == "c" else ():
-                if not os.path.islink(os.path.join(place, name)):
-                    status = os.lstat(os.path.join(place, name))
-                    sizes[status.st_ino] = status.st_blocks * 512
+        for place, _, files in os.walk(snap / name):
+            for file in files if os.path.basename(place) == "c" else ():
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(os.path.join(place, file))
+                    if stat.S_ISREG(status.st_mode):
+                        sizes[status.st_ino] = status.st_blocks * 512
     return sizes
 
 
@@ -181,17 +181,11 @@ def _described(folder: Path, search: Sequence[Path], *, is_copy: bool) -> Iterat
     """Yield what manifests say; nothing where the newest is no checkpoint of ours, which a run would refuse."""
     for number, body in enumerate(_bodies(folder)):
         try:
-            blocks, meta = body["blocks"], body["meta"]
-            drive_bytes = sum(block["nbytes"] for block in blocks if block["home"] in body.get("paths", {}))
-            yield SavedCheckpoint(
-                step=int(meta["step"]),
-                generation=int(body["generation"]),
-                saved_at=str(meta.get("saved_at", "")),
-                is_copy=is_copy,
-                nbytes=sum(block["nbytes"] for block in blocks),
-                drive_bytes=drive_bytes,
-                missing=missing_parts(body, folder, search),
-            )
+            meta, generation = body["meta"], int(body["generation"])
+            step, missing = int(meta["step"]), missing_parts(body, folder, search)
+            if missing and not (folder / _SNAPSHOT_FOLDER / f"{generation:08d}" / _MANIFEST_NAME).exists():
+                continue  # a living run has just removed it: the manifest first
+            yield SavedCheckpoint(step, generation, str(meta.get("saved_at", "")), is_copy, missing)
         except (LookupError, TypeError, ValueError, AttributeError):
             if number == 0:
                 return
@@ -204,7 +198,8 @@ def _bodies(folder: Path) -> Iterator[dict[str, Any]]:
         names = sorted((entry.name for entry in snap.iterdir() if entry.name.isdigit()), reverse=True)
     except OSError:
         return
-    current = _read(folder / _MANIFEST_NAME).get("body", {}).get("generation")
+    top = _read(folder / _MANIFEST_NAME).get("body")
+    current = top.get("generation") if isinstance(top, dict) else None
     for name in names:
         body = _read(snap / name / _MANIFEST_NAME).get("body")
         if isinstance(body, dict) and (not isinstance(current, int) or int(name) <= current):
@@ -223,13 +218,14 @@ def _num_files(block: dict[str, Any], places: Sequence[Path]) -> int | None:
     return None
 
 
-def _where_it_lay(file: Path, drive: Path) -> Path:
-    """Return the path of the drive that a missing file was on: where its link points, or where the array is."""
-    if not file.is_symlink():
-        return drive
-    target = Path(os.readlink(file))
-    parts = target.parts
-    return Path(*parts[: parts.index(_SNAPSHOT_FOLDER)]) if _SNAPSHOT_FOLDER in parts else drive
+def _where_it_lay(file: Path, depth: int) -> Path:
+    """Return the path of the drive that a missing file was on: where its link points, or where the array is.
+
+    Args:
+        file: ``<drive>/snap/<generation>/<key>/c/<number>``. depth: slashes in the key.
+    """
+    target = Path(os.readlink(file)) if os.path.islink(file) else file
+    return target.parents[depth + 4]
 
 
 def _drives_of_config(output_dir: Path) -> tuple[Path, ...]:

@@ -233,6 +233,15 @@ def test_a_lost_drive_without_copies_is_said_in_one_message(run: SavedRun) -> No
     assert weights(run) == weights(run, "undisturbed")
 
 
+def test_a_run_that_is_done_needs_its_drive_no_more(run: SavedRun) -> None:
+    assert run.run(**ON_DRIVE).exit_code == 0
+    shutil.rmtree(run.folder / "drive")
+    result = run.run(**ON_DRIVE)
+    assert result.exit_code == 0 and "nothing to do: this run is done" in result.stdout, result.output
+    check = run.call("check", run.write_config(**ON_DRIVE))
+    assert check.exit_code == 0 and "the run is done" in check.stdout, check.output
+
+
 def test_one_of_two_drives_is_lost(run: SavedRun) -> None:
     two = '[[tiers.nvme]]\npath = "one"\nsize = "20MiB"\n[[tiers.nvme]]\npath = "two"\nsize = "20MiB"\n'
     config = {"placement": ON_NVME, "more": f'{two}[advanced]\nfile_size = "32KiB"\n'}
