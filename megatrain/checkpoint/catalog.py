@@ -156,6 +156,7 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
             numbers += [(copies, number) for number in newest_first(copies)]
     steps: list[int] = []
     found: list[Checkpoint] = []
+    lost: dict[int, str] = {}
     problem: Exception | None = None
     for place, generation in numbers:
         try:
@@ -163,7 +164,8 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
             state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{place}'")
             gone = _what_is_gone(place, manifest)
             if gone is not None:
-                raise CheckpointError(f"the checkpoint of step {state.step} in '{place}' cannot be used: {gone}")
+                lost[state.step] = f"the checkpoint of step {state.step} in '{place}' cannot be used: {gone}"
+                raise CheckpointError(lost[state.step])
         except (GenerationError, CheckpointError) as error:
             problem = problem or error
             continue
@@ -174,6 +176,8 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
     if found:
         own_ones, whole_copies = ([one for one in found if one.is_copy == is_copy] for is_copy in (False, True))
         return in_order(own_ones, whole_copies, lambda one: one.state.saved_at)[0]
+    if step in lost:
+        raise CheckpointError(lost[step])
     if steps:
         known = ", ".join(map(str, sorted(set(steps))))
         raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. There are those of steps {known}")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints, usable_checkpoint
 from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
@@ -87,8 +92,6 @@ def test_without_drives_there_is_nothing_to_copy(run: SavedRun) -> None:
 
 def test_a_slow_copy_never_reads_what_a_save_removes(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves come faster than copies: training waits only where a checkpoint would go under the copy, and says so."""
-    from megatrain.checkpoint import copier
-
     rest = copier._Pace.rest
 
     def rest_longer(self: copier._Pace) -> None:
@@ -119,14 +122,50 @@ def test_a_copy_that_cannot_be_made_costs_no_step(run: SavedRun) -> None:
 
 
 def test_a_copy_without_room_costs_no_step(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain.checkpoint import copier
-
     real = shutil.disk_usage
     full = SimpleNamespace(disk_usage=lambda path: real(path)._replace(free=100))
     monkeypatch.setattr(copier, "shutil", full)
     result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
     assert "was not copied" in result.stdout and "has 100 B free" in result.stdout, result.output
     assert result.exit_code == 0 and copied_steps(run) == []
+
+
+def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
+    run: SavedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.loop import Loop
+
+    run_step, rest = Loop._run_step, copier._Pace.rest
+    copying = threading.Event()
+
+    def run_and_stop(self: Loop, engine: Any, number: int) -> Any:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_step(self, engine, number)
+
+    def stop_again(self: copier._Pace) -> None:
+        if not copying.is_set() and self._hurry.is_set():  # somebody waits for it: all is saved
+            copying.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert self._cancelled.wait(30)
+        rest(self)
+
+    monkeypatch.setattr(Loop, "_run_step", run_and_stop)
+    monkeypatch.setattr(copier._Pace, "rest", stop_again)
+    config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
+    result = run.run(**config)
+    assert result.exit_code == 75, result.output
+    assert "the copy was given up" in result.stdout and copied_steps(run) == []
+    assert "interrupted at step 2, saved: run the same command again" in result.stderr
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        Loop,
+        "_run_step",
+        lambda self, engine, number: os.kill(os.getpid(), signal.SIGTERM) or run_step(self, engine, number),
+    )
+    result = run.run(**config)
+    assert result.exit_code == 75 and "copied checkpoint at step 2" in result.stdout, result.output
+    assert copied_steps(run) == [2, 3]
 
 
 def test_a_run_that_is_done_can_be_copied_afterwards(run: SavedRun) -> None:
