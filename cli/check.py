@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _EXIT_CODES = {"config": EXIT_CONFIG, "fit": EXIT_DOES_NOT_FIT, "data": EXIT_DATA, "failed": EXIT_FAILED}
 _ORDER = (EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_FAILED)
-_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _PLAIN_WIDTH = 140
 
 
@@ -63,7 +63,9 @@ def command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, .
     if count:
         click.secho(f"{count} problem{'s' if count > 1 else ''}", fg="red", bold=True)
     else:
-        click.secho("no problem found", fg="green")
+        warnings = sum(finding.severity == "warning" for finding in findings)
+        more = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        click.secho(f"no problem found{more}", fg="yellow" if warnings else "green")
     return code
 
 

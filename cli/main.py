@@ -46,6 +46,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.run_folder", "UnreachableRunError", EXIT_FAILED),
     ("megatrain.report.history", "NotARunError", EXIT_CONFIG),
     ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),
+    ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
     ("megatrain.data.errors", "DataError", EXIT_DATA),
     ("megatrain.engine.device_errors", "DeviceError", EXIT_FAILED),
     ("megatrain.engine.runner", "NoTrainedTokensError", EXIT_DATA),

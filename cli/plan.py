@@ -243,6 +243,7 @@ def _print_alternatives(lines: Sequence[Alternative]) -> None:
             table.add_row(Text(one.what), "", "", "", "", "", Text(f"cannot run: {one.problem}", style="red"))
             continue
         needs = "  ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in one.peak_bytes.items())
+        beyond = f"  beyond this machine: {', '.join(one.beyond_machine)}" if one.beyond_machine else ""
         table.add_row(
             Text(one.what),
             "-" if one.step_s is None else format_duration(one.step_s),
@@ -250,6 +251,6 @@ def _print_alternatives(lines: Sequence[Alternative]) -> None:
             one.bound_by or "-",
             format_size(one.moved_bytes),
             format_size(one.written_bytes),
-            needs,
+            Text.assemble(needs, (beyond, "red")),
         )
     console.print(table)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from megatrain.plan.cost import Estimate
+    from megatrain.plan.limits import Objection
     from megatrain.plan.simulate import SimulatedStep
 
 PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
@@ -76,6 +77,14 @@ class TimedPlan(Protocol):
     def estimate(self) -> Estimate | None: ...
 
 
+@runtime_checkable
+class JudgedPlan(Protocol):
+    """A plan that was compared with this machine."""
+
+    @property
+    def objections(self) -> Sequence[Objection]: ...
+
+
 def print_plan(
     plan: PlanView,
     *,
@@ -105,14 +114,23 @@ def print_plan(
         print_line(console, simulated.line, indent=16)
     for message in plan.messages:
         print_line(console, message, indent=0)
-    console.print(Text("fits.", style="green") if plan.fits else Text("does not fit.", style="red"))
+    objections = plan.objections if isinstance(plan, JudgedPlan) else ()
+    for each in objections:
+        name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
+        print_line(console, f"{name:<7} {each}", indent=8, style=style)
+    if not plan.fits:
+        console.print(Text("does not fit.", style="red"))
+    elif any(each.refuses for each in objections):
+        console.print(Text("fits, but not on this machine: `run` would refuse it here.", style="red"), soft_wrap=True)
+    else:
+        console.print(Text("fits.", style="green"))
 
 
-def print_line(console: Console, text: str, *, indent: int = 7) -> None:
+def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
     """Print text; on a terminal it is cut between words.
 
     Args:
-        indent: columns that further lines begin with: those of the name that stands at the start.
+        indent: columns that further lines begin with: those of the name that stands at the start. style: of rich.
     """
     if console.is_terminal:
         width, below = max(console.width, 2 * indent), " " * indent
@@ -121,12 +139,13 @@ def print_line(console: Console, text: str, *, indent: int = 7) -> None:
             for line in text.splitlines()
         ]
         text = "\n".join(line for lines in parts for line in lines)
-    console.print(Text(text), soft_wrap=True)
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def plan_to_json(plan: PlanView) -> dict[str, Any]:
     """Return a plan as JSON values, sizes in bytes."""
     estimate = plan.estimate if isinstance(plan, TimedPlan) else None
+    objections = plan.objections if isinstance(plan, JudgedPlan) else ()
     return {
         "headline": plan.headline,
         "fits": plan.fits,
@@ -136,6 +155,8 @@ def plan_to_json(plan: PlanView) -> dict[str, Any]:
         "traffic_per_step": dict(plan.traffic),
         "messages": list(plan.messages),
         "estimate": None if estimate is None else estimate.to_json(),
+        "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
+        "objections": [dataclasses.asdict(each) for each in objections],
     }
 
 

@@ -54,6 +54,7 @@ def command(
     logging = loaded.config.logging
     as_json = as_json or logging.progress == "json"
     with announced("planning", as_json=as_json):
+        from megatrain.plan.limits import refuse
         from megatrain.trainer import Trainer
 
         from .render import make_observer, print_plan
@@ -64,6 +65,7 @@ def command(
     print_plan(plan, as_json=as_json)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
+    refuse(plan.objections)
     if dry_run:
         return 0
     try:

@@ -22,7 +22,6 @@ from megatrain.engine.step import StepEngine, StepResult
 from megatrain.evaluation import EvaluationSet, Evaluator
 from megatrain.flops import step_flops
 from megatrain.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
-from megatrain.optim import clip
 from megatrain.optim.lr import num_warmup_steps
 from megatrain.run_folder import FINAL_NAME
 from megatrain.signals import RunSignals
@@ -195,10 +194,7 @@ class Loop:
 
     def run(self) -> RunSummary:
         """Run the steps that are left, then export; or less, if somebody asks for a stop."""
-        self._plan.optimizer.warm_up()
-        if self._plan.device_optimizer is not None and self._plan.device_updates:
-            self._plan.device_optimizer.warm_up()
-        clip.warm_up()
+        self._plan.warm_up()
         config, store = self._config, self._session.store
         places = config.rows_per_step * config.data.max_length
         name, device = config.run_name, str(self._plan.device)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.resume import (
@@ -20,6 +21,7 @@ from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import check_writable, write_resolved
 from megatrain.data.dataset import check_ids, load_dataset
 from megatrain.data.loader import BatchLoader
+from megatrain.data.report import check_losses, source_names
 from megatrain.data.tokenizer import load_tokenizer, pad_token_id
 from megatrain.evaluation import EvaluationSet, load_evaluation_sets
 from megatrain.loggers import METRICS_NAME, check_loggers, make_loggers
@@ -29,6 +31,7 @@ from megatrain.metrics_log import last_evaluations
 from megatrain.models.export import check_target
 from megatrain.models.graph import num_learned_positions
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
+from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
 from megatrain.report.record import write_plan, write_summary
 from megatrain.run_folder import FINAL_NAME, RunFolder
@@ -71,10 +74,13 @@ class Trainer:
 
         Raises:
             ScheduleError: the warm-up is longer than the run. DataError: the data cannot be used.
-            ConfigError: ``output_dir`` cannot be written. ExportError: somebody else's files are where the model goes.
+            BeyondMachineError: this machine has less than the tiers' sizes.
+            ConfigError: ``output_dir`` cannot be written, or a drive's path is no drive.
+            ExportError: somebody else's files are where the model goes.
             CheckpointError: a checkpoint cannot be used or written. ConfigChangedError: the config is another one.
             LockedError: another run uses ``output_dir``. TieredError, OSError: storage failed. NonFiniteGradientError.
         """
+        refuse(self.plan.objections)
         check_loggers(self.config)
         check_writable(self.config)
         check_target(self.config.output_dir / FINAL_NAME)
@@ -83,7 +89,9 @@ class Trainer:
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
         learning_rate = self._learning_rate(num_steps)
         tell = self.observer.on_message
-        sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), tell, loader.dataset)
+        sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), tell, loader.dataset, self._warn)
+        for text in (*model_warnings(self.config, self.plan.graph), *schedule_warnings(self.config, num_steps)):
+            self._warn(text)
         with RunFolder(self.config.output_dir) as folder:
             status = StatusWriter(folder, run_name=self.config.run_name)
             self.observer = Observers([self.observer, status])
@@ -204,8 +212,15 @@ class Trainer:
             table.tokenizer_name_or_path or table.model_name_or_path, chat_template=table.chat_template
         )
 
+    def _warn(self, text: str) -> None:
+        self.observer.on_message(f"warning: {text}")
+
     def make_loader(self) -> BatchLoader:
-        """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache."""
+        """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache.
+
+        Raises:
+            DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
+        """
         config = self.config
         folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
         tokenizer = self._tokenizer()
@@ -213,12 +228,14 @@ class Trainer:
         num_embeddings = self.plan.graph.model.get_input_embeddings().weight.shape[0]
         check_ids(dataset, num_embeddings, where=folder)
         self.observer.on_message(str(dataset.report))
+        for text in check_losses(dataset.report, source_names(config.data), config.data.max_dropped):
+            self._warn(text)
         return BatchLoader(
             dataset,
             micro_batch_size=self.plan.micro_batch_size,
             num_micro_batches=self.plan.num_micro_batches,
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=bool(config.data.packing),
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(tokenizer),
         )

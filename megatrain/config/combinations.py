@@ -104,6 +104,12 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 
 def _check_data(config: RunConfig) -> Iterator[Problem]:
     if config.task != "pretrain":
+        if config.data.packing == "concat":
+            yield Problem(
+                "data.packing",
+                f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on rows that stay apart',
+                'Write packing = true, or task = "pretrain"',
+            )
         return
     if config.data.train_on != "all":
         yield Problem(

@@ -35,6 +35,11 @@ class NvmeTierConfig(Table):
         "deleting it destroys them."
     )
     size: Size = Field(default=AUTO_SIZE, description='Space it may take: "300GiB", "50%" or "auto" (of what is free).')
+    mount_point: ConfigPath | None = Field(
+        default=None,
+        description='Folder where the drive of this path is mounted, e.g. "/mnt/nvme0": a run is refused while it is '
+        "not, so that blocks never fill another drive. Default: not looked at.",
+    )
     rate: Rate | None = Field(
         default=None,
         description='Relative weight when striped, e.g. "2.0GB/s". Default: as doctor measured it, else equal.',
@@ -66,6 +71,11 @@ class TiersConfig(Table):
     )
     on_disk_full: Literal["pause", "error"] = Field(
         default="pause", description="A drive that is full during the run: pause until there is room, or end the run."
+    )
+    allow_tmpfs: bool = Field(
+        default=False,
+        description="Accept a [[tiers.nvme]] path on tmpfs, which is RAM: for tests. Checkpoints there are gone after "
+        "a restart.",
     )
     gpu: GpuTierConfig = Field(default_factory=GpuTierConfig, description="GPU memory.")
     ram: RamTierConfig = Field(default_factory=RamTierConfig, description="Host memory.")

@@ -14,6 +14,7 @@ from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import VisitTrace, trace_visits
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.models.liger import check_liger_kernels
+from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -22,6 +23,7 @@ from megatrain.plan.budgets import gradient_staging_bytes, tier_budgets, with_re
 from megatrain.plan.cost import Estimate, estimate_step
 from megatrain.plan.drives import StepShape, measured_drive_rates
 from megatrain.plan.kept import GraphKeeper, num_layers_kept, weights_stay
+from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import (
@@ -74,6 +76,7 @@ class Plan:
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
         copies: whole copies of checkpoints that ``output_dir`` holds at most.
+        objections: what speaks against running it on this machine.
     """
 
     graph: ModelGraph
@@ -94,6 +97,7 @@ class Plan:
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
     copies: int = 0
+    objections: Sequence[Objection] = ()
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -177,6 +181,15 @@ class Plan:
     def _updates(self) -> Sequence[Tick]:
         return [tick for tick in self.program.ticks if tick.phase == "update"]
 
+    def warm_up(self) -> None:
+        """Compile or load the kernels of this run's updates, of host and device, so that no step pays for it."""
+        gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
+        formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
+        self.optimizer.warm_up(formats)
+        if self.device_optimizer is not None and self.device_updates:
+            self.device_optimizer.warm_up(formats)
+        clip.warm_up()
+
     def num_updated(self, *, on_gpu: bool) -> int:
         """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
         there = self.device_updates if self.device.type == "cuda" else ()
@@ -228,7 +241,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
     if padded is None:
-        padded = config.data.packing or micro_batch_size > 1
+        padded = bool(config.data.packing) or micro_batch_size > 1
     trace = trace_visits(
         graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
     )
@@ -261,11 +274,11 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))
-    if not any(plan.traffic.values()):
-        return plan
-    return fastest(
-        replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
-    )
+    if any(plan.traffic.values()):
+        plan = fastest(
+            replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
+        )
+    return replace(plan, objections=find_objections(config, device, plan.totals))
 
 
 def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> ModelGraph:

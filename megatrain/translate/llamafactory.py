@@ -111,8 +111,11 @@ def _packing(draft: Draft, is_pretraining: bool) -> None:
     packing, neat = values.get("packing"), values.get("neat_packing", False)
     is_packed = bool(neat) or (is_pretraining if packing is None else bool(packing))
     theirs = "neat_packing" if neat else "packing" if packing is not None else ""
-    note = "documents never attend to each other here" if is_packed and not neat else ""
-    draft.put("data.packing", is_packed, theirs, note or ("" if theirs else "LLaMA-Factory's default"))
+    joins = is_packed and is_pretraining and not neat
+    note = "documents never attend to each other here" if is_packed and not neat and not joins else ""
+    draft.put(
+        "data.packing", "concat" if joins else is_packed, theirs, note or ("" if theirs else "LLaMA-Factory's default")
+    )
 
 
 def _train_on(draft: Draft) -> None:

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from megatrain.data.errors import DataError
 from megatrain.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.plan.limits import Objection
 from tiered.errors import CapacityError
 from tiered.manifest import Manifest, write_manifest
 from tiered.units import GiB, MiB
@@ -46,6 +47,7 @@ class SomePlan:
     traffic: dict[str, int] = field(default_factory=lambda: {"nvme->ram": 6 * MiB})
     fits: bool = True
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
+    objections: tuple[Objection, ...] = ()
 
 
 METRICS = StepMetrics(
