@@ -94,7 +94,7 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
         "ckpt ls": Entry("outputs/first"),
         "ckpt verify": Entry("outputs/first"),
         "ckpt rm": Entry("outputs/first --step 200 --yes"),
-        "clean": Entry("scratch --yes"),
+        "clean": Entry("state --yes"),
     },
     "Shell": {"completion": Entry("bash")},
 }

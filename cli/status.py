@@ -27,12 +27,17 @@ class _Seen:
     Attributes:
         owner: the living process, or None. status: what it wrote, else what the last one wrote.
         saved_step: of the checkpoint that it would continue from.
+        drive_bytes: path of a drive -> bytes of its checkpoints there. copied_steps: of whole copies in output_dir.
+        lost_steps: of checkpoints whose parts on a drive are gone.
     """
 
     path: Path
     owner: Owner | None
     status: RunStatus | None
     saved_step: int | None
+    drive_bytes: dict[Path, int]
+    copied_steps: list[int]
+    lost_steps: list[int]
 
 
 @click.command("status")
@@ -82,11 +87,21 @@ def _one_of(root: Path) -> Path:
 
 
 def _look(path: Path) -> _Seen:
-    from megatrain.run_folder import committed_step, living_owner, read_status
+    from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints
+    from megatrain.run_folder import living_owner, read_status
 
     owner = living_owner(path)
     status = read_status(path) if owner is None else own_status(path, owner)
-    return _Seen(path, owner, status, committed_step(path))
+    saved = saved_checkpoints(path)
+    return _Seen(
+        path,
+        owner,
+        status,
+        next((checkpoint.step for checkpoint in saved if not checkpoint.missing), None),
+        bytes_on_drives(path),
+        sorted(checkpoint.step for checkpoint in saved if checkpoint.is_copy and not checkpoint.missing),
+        sorted({checkpoint.step for checkpoint in saved if checkpoint.missing}),
+    )
 
 
 def _print(seen: _Seen) -> None:
@@ -99,7 +114,7 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
     status, owner = seen.status, seen.owner
     if owner is None:
         lines = [("", line) for line in describe_ended(seen.path).splitlines()]
-        lines += _evaluations(status)
+        lines += [*_evaluations(status), *_places(seen)]
         if status is not None and status.state == "done" and (seen.path / "final").is_dir():
             lines.append(("model", str(seen.path / "final")))
         return lines
@@ -111,9 +126,22 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
     if seen.saved_step is not None:
         when = f", {age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
         lines.append(("saved", f"step {seen.saved_step}{when}"))
+    lines += _places(seen)
     lines.append(("process", f"{owner.pid} on {owner.host}, last wrote {age(status.updated_at)} ago"))
     if status.message:
         lines.append(("said", status.message))
+    return lines
+
+
+def _places(seen: _Seen) -> list[tuple[str, str]]:
+    """Return a line for each drive that holds parts of checkpoints, and one for the copies in output_dir."""
+    lines = [
+        ("drive", f"{_size(nbytes)} of its checkpoints lie in {path}: deleting that folder destroys them")
+        for path, nbytes in seen.drive_bytes.items()
+    ]
+    if seen.copied_steps:
+        steps = ", ".join(map(str, seen.copied_steps))
+        lines.append(("copies", f"step{'s' if len(seen.copied_steps) > 1 else ''} {steps}, whole in output_dir"))
     return lines
 
 
@@ -166,5 +194,8 @@ def _to_json(seen: _Seen) -> dict[str, Any]:
         "running": seen.owner is not None,
         "owner": None if seen.owner is None else seen.owner.text,
         "saved_step": seen.saved_step,
+        "checkpoint_bytes_on_drives": {str(path): nbytes for path, nbytes in seen.drive_bytes.items()},
+        "copied_steps": seen.copied_steps,
+        "lost_steps": seen.lost_steps,
         "status": None if seen.status is None else seen.status.to_json(),
     }

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatrain.advice import model_warnings, schedule_warnings
-from megatrain.checkpoint.resume import ConfigChangedError, already_done, check_changes, find_candidates
+from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.resume import (
+    ConfigChangedError,
+    LostCheckpointsError,
+    already_done,
+    check_changes,
+    find_candidates,
+)
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.salvage import salvage
@@ -54,6 +61,7 @@ if TYPE_CHECKING:
 Kind = Literal["config", "fit", "data", "failed"]
 _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ((DoesNotFitError,), "fit"),
+    ((LostCheckpointsError,), "failed"),
     ((DataError,), "data"),
     (
         (
@@ -350,8 +358,16 @@ class _Checkup:
         owner = living_owner(self._config.output_dir)
         if owner is not None:
             yield Finding("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+        drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
+        yield from (Finding("checkpoints", "note", text) for text in describe_drives(self._config, drive_bytes))
         notices: list[str] = []
-        candidates = find_candidates(self._config, notices.append)
+        try:
+            candidates = find_candidates(self._config, notices.append)
+        except LostCheckpointsError as lost:
+            if self._num_steps is None or already_done(self._config, lost.newest, self._num_steps) is None:
+                raise
+            yield Finding("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
+            return
         yield from (Finding("checkpoints", "note", text) for text in notices)
         if not candidates:
             yield Finding("checkpoints", "ok", "none: the run starts from the model")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.resume import Checkpoint, continued_position
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState, installed_versions, now_text
@@ -44,6 +45,7 @@ class Progress:
         self.state = state
         self.is_continued = is_continued
         self.saved_step = state.step if is_continued else None
+        self.saved_generation: int | None = None
 
     @classmethod
     def start(cls, config: RunConfig, plan: Plan, loader: BatchLoader, num_steps: int) -> Progress:
@@ -98,7 +100,9 @@ class Progress:
             last_losses=before.last_losses,
         )
         progress = Progress(state, is_continued=True)
-        progress.saved_step = before.step if checkpoint.is_own else None
+        is_there = checkpoint.is_own and not checkpoint.is_copy
+        progress.saved_step = before.step if is_there else None
+        progress.saved_generation = checkpoint.generation if is_there else None
         return progress
 
     def count(self, batch: StepBatch, result: StepResult, num_updates: int, step_s: float) -> None:
@@ -145,7 +149,8 @@ class Loop:
     """Runs what is left of a run.
 
     Args:
-        session: prepared. loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
+        session: prepared. copier: of this run; whoever made it closes it.
+        loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
         evaluation_sets: held-out rows. evaluations: the last one of each set before the run is continued.
     """
 
@@ -154,6 +159,7 @@ class Loop:
         config: RunConfig,
         plan: Plan,
         session: Session,
+        copier: CheckpointCopier,
         loader: BatchLoader,
         observer: RunObserver,
         progress: Progress,
@@ -163,7 +169,7 @@ class Loop:
     ) -> None:
         self._config, self._plan = config, plan
         self._session, self._loader, self._observer = session, loader, observer
-        self._progress, self._lr = progress, learning_rate
+        self._progress, self._lr, self._copier = progress, learning_rate, copier
         self._num_steps = progress.state.max_steps
         self._first_step = progress.state.step
         self._activity = session.activity
@@ -176,9 +182,12 @@ class Loop:
             session.store,
             observer,
             self._begin_checkpoint,
+            copier,
+            should_stop=lambda: self._signals.stop_requested,
             written_bytes=plan.checkpoint_bytes_in_output_dir,
             steps_per_epoch=loader.steps_per_epoch,
             saved_step=progress.saved_step,
+            saved_generation=progress.saved_generation,
         )
         self._evaluator = Evaluator(
             config,
@@ -204,7 +213,8 @@ class Loop:
         self._say_warmup()
         store.wait_idle()  # what loading still writes is not part of any step
         before = store.stats()
-        self._signals.is_stuck = self.is_paused
+        # Who waits for room for a checkpoint looks for a stop by himself, and may still save.
+        self._signals.is_stuck = lambda: store.is_paused
         with self._signals:
             self._evaluate()
             engine = self._session.make_engine(
@@ -223,6 +233,7 @@ class Loop:
             store.wait_idle()
             moved = store.stats() - before
             if self._signals.stop_requested:
+                self._finish_copies()
                 return self._summary(moved, interrupted=True)
             return self._export(moved)
 
@@ -246,11 +257,20 @@ class Loop:
         self._signals.is_stuck = lambda: True  # no step can end any more: stop at once
         try:
             folder = self._session.export(self._config.output_dir / FINAL_NAME, {"step": step})
+            self._copier.finish()
         except KeyboardInterrupt:
             if self._saver.saved_step != step:
                 raise
             return self._summary(moved, interrupted=True)
         return self._summary(moved, export_dir=folder)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies that are due, unless somebody asks for a stop once more: what is saved is saved."""
+        self._signals.is_stuck = lambda: True
+        try:
+            self._copier.finish()
+        except KeyboardInterrupt:
+            self._observer.on_message("the copy was given up: the next start of the run makes it")
 
     def _run_steps(self, engine: StepEngine) -> None:
         start_s = time.perf_counter()
@@ -311,6 +331,7 @@ class Loop:
             self._activity.begin("saving")
             self._saver.save(self._state(), wait=True)
         self._saver.finish()
+        self._saver.copy_last()
 
     def _state(self) -> RunState:
         return replace(self._progress.state, saved_at=now_text())

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from megatrain.checkpoint.state import now_text
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, usable_checkpoint
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = [
     "CHECKPOINTS_NAME",
+    "COPIES_NAME",
     "FINAL_STATES",
     "LOG_NAME",
     "STATUS_NAME",
@@ -44,8 +46,7 @@ __all__ = [
 STATUS_NAME = "status.json"
 #: Where the output of a run goes that has no terminal, inside ``output_dir``.
 LOG_NAME = "run.log"
-#: Where checkpoints and the trained model go, inside ``output_dir``.
-CHECKPOINTS_NAME = "checkpoints"
+#: Where the trained model goes, inside ``output_dir``.
 FINAL_NAME = "final"
 _LOCK_NAME = "LOCK"  # of tiered.tiers.directory, which imports torch
 _WRITE_INTERVAL_S = 1.0
@@ -310,14 +311,9 @@ def read_status(path: Path | str) -> RunStatus | None:
 
 
 def committed_step(path: Path | str) -> int | None:
-    """Return the step of the checkpoint that a run in this folder would continue from, or None.
+    """Return the step of the checkpoint, or copy of one, that a run in this folder would continue from, or None.
 
-    Believes the manifests: whether the blocks are sound is seen when they are read.
+    Believes manifests and the names of files: whether the blocks are sound is seen when they are read.
     """
-    root = Path(path, CHECKPOINTS_NAME)
-    try:
-        generation = json.loads((root / "MANIFEST.json").read_bytes())["body"]["generation"]
-        manifest = json.loads((root / "snap" / f"{generation:08d}" / "MANIFEST.json").read_bytes())
-        return int(manifest["body"]["meta"]["step"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    found = usable_checkpoint(path)
+    return None if found is None else found.step

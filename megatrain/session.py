@@ -13,6 +13,7 @@ import torch
 
 from megatrain.activity import Activity
 from megatrain.checkpoint.catalog import search_paths
+from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.compiled import LayerCompiler
@@ -31,7 +32,7 @@ from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.planner import Plan
 from megatrain.plan.solve import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
 from megatrain.precision import decode, encode, high_half
-from megatrain.run_folder import CHECKPOINTS_NAME
+from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.timeline import Timeline
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.policies import LRU, Belady
@@ -42,7 +43,7 @@ from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.tiers.stripe import plan_chunks
-from tiered.units import PAGE_BYTES, round_up
+from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -102,6 +103,8 @@ class Session:
             for tier in self._tiers:
                 tier.close()
             raise
+        for table in config.tiers.nvme:
+            write_readme(table.path, config.output_dir / CHECKPOINTS_NAME)
 
     def __enter__(self) -> Session:
         model_type = type(self.plan.graph.model).__name__
@@ -167,7 +170,7 @@ class Session:
 
     def _load_one(self, checkpoint: Checkpoint) -> None:
         self.activity.begin("loading the checkpoint")
-        if checkpoint.is_own:
+        if checkpoint.is_own and not checkpoint.is_copy:
             self.store.load(checkpoint.generation)
             return
         reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
@@ -377,14 +380,18 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
 def check_drives(config: RunConfig, plan: Plan) -> None:
     """Refuse drives that have less free space than the plan puts on them; files of earlier runs are free space.
 
+    On the drive of ``output_dir`` ``checkpoint.min_free_disk`` counts as well: without it no save would ever begin.
+
     Raises:
         DoesNotFitError: with the bytes that the drive would need.
     """
-    checkpoints = config.output_dir / CHECKPOINTS_NAME
-    generations = max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0
+    table, checkpoints = config.checkpoint, config.output_dir / CHECKPOINTS_NAME
+    generations = max(table.save_total_limit, MIN_GENERATIONS) if table.is_on else 0
     needs = _drive_needs(config, plan, generations)
-    owned = {table.path: own_drive_bytes(table.path, checkpoints) for table in config.tiers.nvme}
-    owned[checkpoints] = sum(file.lstat().st_blocks * 512 for file in files_below(checkpoints))
+    owned = {each.path: own_drive_bytes(each.path, checkpoints) for each in config.tiers.nvme}
+    own_files = [*files_below(checkpoints), *files_below(config.output_dir / COPIES_NAME)]
+    sizes = {status.st_ino: status.st_blocks * 512 for status in (file.lstat() for file in own_files)}
+    owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
     drives: dict[int, list[Path]] = {}
     for path in needs:
         drives.setdefault(existing_parent(path).stat().st_dev, []).append(path)
@@ -394,8 +401,14 @@ def check_drives(config: RunConfig, plan: Plan) -> None:
         if need > have:
             tier = "output_dir" if paths == [checkpoints] else "nvme"
             advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
-            if generations:
+            on_drives = any(path != checkpoints for path in paths)
+            if generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
                 advice += f" {generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+            if checkpoints in paths and plan.copies and plan.checkpoint_bytes_on_drives:
+                size = format_size(plan.copies * plan.checkpoint_bytes_on_drives)
+                advice += f" {size} of it are for whole copies: checkpoint.save_copy."
+            if checkpoints in paths and table.min_free_disk:
+                advice += f" {format_size(table.min_free_disk)} of it stay free: checkpoint.min_free_disk."
             raise DoesNotFitError(tier, need, have, advice)
 
 
@@ -410,5 +423,7 @@ def _drive_needs(config: RunConfig, plan: Plan, generations: int) -> Counter[Pat
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[paths[path_index]] += sets * cut.chunk_bytes * count
     if generations:
-        needs[config.output_dir / CHECKPOINTS_NAME] += generations * plan.checkpoint_bytes_in_output_dir
+        in_output_dir = generations * plan.checkpoint_bytes_in_output_dir + config.checkpoint.min_free_disk
+        in_output_dir += plan.copies * plan.checkpoint_bytes_on_drives
+        needs[config.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

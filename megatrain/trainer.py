@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from megatrain.activity import Activity
 from megatrain.advice import model_warnings, schedule_warnings
-from megatrain.checkpoint.resume import Checkpoint, already_done, check_changes, find_candidates
+from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.resume import (
+    Checkpoint,
+    LostCheckpointsError,
+    already_done,
+    check_changes,
+    find_candidates,
+)
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import check_writable, write_resolved
 from megatrain.data.dataset import check_ids, load_dataset
@@ -106,12 +114,20 @@ class Trainer:
             )
             stack.enter_context(status)
             self.observer = Observers([self.observer, status])
-            candidates = self._candidates(loader)
+            is_lost = False
+            try:
+                candidates = self._candidates(loader)
+            except LostCheckpointsError as lost:
+                if already_done(self.config, lost.newest, num_steps) is None:
+                    raise
+                candidates, is_lost = [lost.newest], True  # who has the model may have deleted the rest
             if candidates and (summary := already_done(self.config, candidates[0], num_steps)) is not None:
                 self.observer.on_message(
                     f"nothing to do: this run is done, {summary.num_steps} of {num_steps} steps. To train longer raise "
                     "training.max_steps or num_train_epochs; to start anew name another output_dir"
                 )
+                if not is_lost:
+                    self._copy_last(candidates[0])
                 before = last_evaluations(self.config.output_dir / METRICS_NAME, summary.num_steps)
                 summary = replace(summary, evaluations=before)
             else:
@@ -124,6 +140,14 @@ class Trainer:
         if candidates:
             self._check_changes(candidates[0], loader, allow=self._allow_config_change)
         return candidates
+
+    def _copy_last(self, checkpoint: Checkpoint) -> None:
+        """Make the copy of a run that is done, if one is wanted and was not made, or was given up."""
+        if not checkpoint.is_copy:
+            drive_bytes = self.plan.checkpoint_bytes_on_drives
+            with CheckpointCopier(self.config, drive_bytes, self.observer.on_message) as copier:
+                copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
+                copier.finish()
 
     def _check_changes(self, checkpoint: Checkpoint, loader: BatchLoader, *, allow: bool) -> None:
         check_changes(
@@ -150,6 +174,12 @@ class Trainer:
             if checkpoint is not None and checkpoint is not candidates[0]:
                 # The newest one has this config, or it was allowed; this one may have been saved before it changed.
                 self._check_changes(checkpoint, loader, allow=True)
+            tell, drive_bytes = self.observer.on_message, self.plan.checkpoint_bytes_on_drives
+            for line in describe_drives(self.config, drive_bytes):
+                tell(line)
+            copier = stack.enter_context(CheckpointCopier(self.config, drive_bytes, tell))
+            if checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy:
+                copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
             write_resolved(self.config)
             continued_from = None if checkpoint is None else checkpoint.state.step
             write_plan(self.plan, self.config, continued_from)
@@ -164,6 +194,7 @@ class Trainer:
                 self.config,
                 self.plan,
                 session,
+                copier,
                 loader,
                 Observers(observers),
                 progress,

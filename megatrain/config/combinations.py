@@ -293,7 +293,7 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f'{key} names "nvme", but there is no [[tiers.nvme]]',
-                'Write [[tiers.nvme]] and below it path = "scratch/blocks"',
+                'Write [[tiers.nvme]] and below it path = "state"',
             )
         if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')

@@ -30,7 +30,10 @@ class RamTierConfig(Table):
 class NvmeTierConfig(Table):
     """``[[tiers.nvme]]``: one folder on a drive. Several tables are striped."""
 
-    path: ConfigPath = Field(description="Folder for block files; made when missing.")
+    path: ConfigPath = Field(
+        description="Folder for training state on this drive, made when missing. Parts of checkpoints lie there too: "
+        "deleting it destroys them."
+    )
     size: Size = Field(default=AUTO_SIZE, description='Space it may take: "300GiB", "50%" or "auto" (of what is free).')
     mount_point: ConfigPath | None = Field(
         default=None,

@@ -17,7 +17,8 @@ from megatrain.plan import machine
 from megatrain.plan.profile import FileSystem, file_system_of
 from tiered.units import GiB
 
-_SCRATCH = "scratch/megatrain-tier"
+#: The folder on a drive, named for what it holds: training state, and checkpoints made of it.
+_FOLDER = "state"
 _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
 _LEAST_FREE_BYTES = 4 * GiB
 
@@ -52,7 +53,7 @@ def _any_config(folder: Path) -> RunConfig:
 def _drives(folder: Path) -> Iterator[Drive]:
     """Yield the drive of ``folder``, then the others of this machine that can be written, the emptiest first."""
     own = file_system_of(folder)
-    yield Drive(_SCRATCH, _free(folder), own.kind, _objection(own, _free(folder)))
+    yield Drive(_FOLDER, _free(folder), own.kind, _objection(own, _free(folder)))
     found: list[Drive] = []
     seen = {own.device}
     for partition in psutil.disk_partitions(all=False):
@@ -65,7 +66,7 @@ def _drives(folder: Path) -> Iterator[Drive]:
             continue
         seen.add(file_system.device)
         objection = _objection(file_system, _free(point))
-        found.append(Drive(str(point / "megatrain-tier"), _free(point), file_system.kind, objection))
+        found.append(Drive(str(point / "megatrain-tier" / _FOLDER), _free(point), file_system.kind, objection))
     yield from sorted(found, key=lambda drive: (bool(drive.objection), -drive.free_bytes))
 
 

@@ -29,6 +29,7 @@ from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import (
     DURABLE_KINDS,
+    MIN_GENERATIONS,
     DoesNotFitError,
     Placement,
     PlacementSolver,
@@ -75,6 +76,7 @@ class Plan:
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
+        copies: whole copies of checkpoints that ``output_dir`` holds at most.
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
     """
@@ -96,6 +98,7 @@ class Plan:
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
+    copies: int = 0
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
 
@@ -152,6 +155,12 @@ class Plan:
         return self.trace.guesses
 
     @property
+    def checkpoint_bytes_on_drives(self) -> int:
+        """Bytes of one checkpoint that stay on the drives, and that a whole copy of it writes to ``output_dir``."""
+        homes, blocks = self.placement.homes, self.program.blocks.values()
+        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] == "nvme")
+
+    @property
     def messages(self) -> Sequence[str]:
         estimates = [f"the workspace is estimated: {guess}" for guess in self.guesses]
         if self.trace.uncounted:
@@ -163,6 +172,9 @@ class Plan:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
         updates: tuple[str, ...] = () if compute == "ram" else (self._where_updates_are_made(),)
+        if self.copies and self.checkpoint_bytes_on_drives:
+            size = format_size(self.checkpoint_bytes_on_drives)
+            updates += (f"output_dir comes to hold {self.copies} whole copies of checkpoints, {size} each: save_copy",)
         if placement.direct:
             updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
         if not any(self.traffic.values()):
@@ -276,6 +288,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
         device_optimizer=on_device,
         host_updates=host_updates,
         room_beside_tier=machine.gpu_room_beside_tier(budgets[program.compute_tier].capacity_bytes, device),
+        copies=copies_at_most(config),
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))
@@ -370,6 +383,12 @@ def fastest(plans: Iterable[Plan]) -> Plan:
             best, best_s = plan, step_s
     assert best is not None
     return best
+
+
+def copies_at_most(config: RunConfig) -> int:
+    """Return how many whole copies of checkpoints are there at once: while one is made, the one before stays."""
+    table = config.checkpoint
+    return max(table.save_total_limit, MIN_GENERATIONS) if table.is_on and table.save_copy is not False else 0
 
 
 def defers_updates(config: RunConfig) -> bool:

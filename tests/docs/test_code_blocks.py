@@ -175,7 +175,7 @@ def check_program(words: list[str], block: Block) -> None:
 def prepare(folder: Path, output_dir: str) -> SavedRun:
     """Make what the pages take for granted: a config with its model and data, and files of other tools."""
     run = make_run(folder)
-    drive = '[[tiers.nvme]]\npath = "scratch/nvme"\nsize = "40MiB"\n'
+    drive = '[[tiers.nvme]]\npath = "state"\nsize = "40MiB"\n'
     run.write_config(out=output_dir, steps=4, more=drive + TRACED)
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
     (folder / "ds_config.json").write_text(json.dumps(batch))
