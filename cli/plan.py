@@ -57,6 +57,7 @@ def command(
     """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
     loaded = load(config, extra_files, overrides)
 
+    from megatrain.plan.inventory import kept_tensors
     from megatrain.plan.solve import DoesNotFitError
     from megatrain.plan.what_if import overrides_of, plan_alternative
 
@@ -76,6 +77,7 @@ def command(
         _print_misfit(error, others, as_json=as_json)
         return EXIT_DOES_NOT_FIT
     plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
+    plan = dataclasses.replace(plan, kept_tensors=kept_tensors(loaded.config, plan.graph))
     num_steps = None
     if count_steps:
         training = loaded.config.training

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.config.resolved import FILE_NAME
+from megatrain.models.kept import KEPT_COUNT
 from megatrain.run_folder import CHECKPOINTS_NAME, living_owner
 from tiered.errors import GenerationError, TieredError
 from tiered.manifest import SNAPSHOT_FOLDER, BlockRecord, list_generations, newest_first, read_manifest
@@ -37,6 +38,7 @@ class CheckpointInfo:
         saved_at: date and time, ISO 8601. nbytes: of all blocks. loss: of the last step.
         is_newest: whether a run in this folder would continue from it.
         problem: why it cannot be used, as far as its manifest tells; None: nothing is known against it.
+        note: what an export of it needs and lacks; None: nothing.
     """
 
     step: int | None
@@ -46,6 +48,7 @@ class CheckpointInfo:
     loss: float | None
     is_newest: bool
     problem: str | None
+    note: str | None = None
 
 
 def checkpoints_folder(run: Path | str) -> Path:
@@ -78,10 +81,7 @@ def list_checkpoints(run: Path | str) -> list[CheckpointInfo]:
     infos = [info for generation in list_generations(folder) if (info := _describe(folder, generation)) is not None]
     whole = {info.generation for info in infos if info.problem is None}
     newest = next((generation for generation in newest_first(folder) if generation in whole), None)
-    return [
-        CheckpointInfo(i.step, i.generation, i.saved_at, i.nbytes, i.loss, i.generation == newest, i.problem)
-        for i in infos
-    ]
+    return [replace(info, is_newest=info.generation == newest) for info in infos]
 
 
 def _describe(folder: Path, generation: int) -> CheckpointInfo | None:
@@ -94,7 +94,19 @@ def _describe(folder: Path, generation: int) -> CheckpointInfo | None:
             return None
         return CheckpointInfo(None, generation, None, 0, None, False, str(error))
     nbytes = sum(record.nbytes for record in manifest.blocks)
-    return CheckpointInfo(state.step, generation, state.saved_at, nbytes, state.last_loss, False, None)
+    note = _lacks(state)
+    return CheckpointInfo(state.step, generation, state.saved_at, nbytes, state.last_loss, False, None, note)
+
+
+def _lacks(state: RunState) -> str | None:
+    """Say if the model's folder is gone that an export copies tensors from."""
+    count, folder = state.model.get(KEPT_COUNT), Path(str(state.model.get("name")))
+    if not count or (folder / "config.json").is_file():
+        return None
+    return (
+        f"an export needs the {count} tensors that were kept in '{folder}', which is not there. Bring it back, or name "
+        "a copy of it: megatrain-tier export --model FOLDER"
+    )
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
