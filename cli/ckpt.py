@@ -63,6 +63,8 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
             click.echo(f"{_name(info)} (generation {info.generation}): {count}")
             for problem in problems:
                 click.echo(f"  {problem}")
+            if info.note is not None:
+                click.echo(f"  note: {info.note}")
     if as_json:
         values = [{**dataclasses.asdict(info), "problems": problems} for info, problems in results]
         click.echo(json.dumps({"checkpoints": values}))

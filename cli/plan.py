@@ -60,6 +60,7 @@ def command(
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
+            from megatrain.plan.inventory import kept_tensors
             from megatrain.plan.solve import DoesNotFitError
             from megatrain.plan.what_if import overrides_of, plan_alternative
 
@@ -83,6 +84,7 @@ def command(
             _print_misfit(error, others, as_json=as_json)
             return EXIT_DOES_NOT_FIT
         plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
+        plan = dataclasses.replace(plan, kept_tensors=kept_tensors(loaded.config, plan.graph))
         num_steps = None
         if count_steps:
             spinner.say("reading the data")

@@ -186,18 +186,26 @@ class _Checkup:
         self._device = device
         dtype = machine.resolve_compute_dtype(config, device)
         folder = table.model_name_or_path
-        graph = build_graph(folder, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype)
+        graph = build_graph(
+            folder,
+            attn_implementation=table.attn_implementation,
+            freeze=table.freeze,
+            dtype=dtype,
+            text_only=table.train_from_scratch,
+        )
         self._graph = graph
         size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
         if table.train_from_scratch:
             yield Finding("model", "ok", f"{size}, from random weights")
         else:
-            WeightLoader(folder, graph.model)
+            kept = WeightLoader(folder, graph.model).origin.kept
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))
             text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
             yield Finding("model", "ok", text)
+            if kept.names:
+                yield Finding("model", "note", f"{kept}. An export copies them: keep this folder")
         positions, length = num_learned_positions(graph), config.data.max_length
         if positions is not None and length > positions:
             text = f"data.max_length = {length}, but this model has {positions} positions. Write at most {positions}"

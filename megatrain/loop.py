@@ -48,8 +48,14 @@ class Progress:
         self.saved_generation: int | None = None
 
     @classmethod
-    def start(cls, config: RunConfig, plan: Plan, loader: BatchLoader, num_steps: int) -> Progress:
-        """Return the beginning of a run."""
+    def start(
+        cls, config: RunConfig, plan: Plan, loader: BatchLoader, num_steps: int, kept: Mapping[str, Any]
+    ) -> Progress:
+        """Return the beginning of a run.
+
+        Args:
+            kept: ``Session.kept``.
+        """
         return cls(
             RunState(
                 step=0,
@@ -72,7 +78,7 @@ class Progress:
                 },
                 config_toml=to_toml(config),
                 data_fingerprint=loader.dataset.fingerprint(),
-                model=describe_model(config, plan),
+                model={**describe_model(config, plan), **kept},
                 run_name=config.run_name,
                 saved_at="",
                 versions=installed_versions(),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,7 @@ from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
+from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
@@ -61,6 +62,7 @@ class Session:
 
     Attributes:
         store: holds all blocks. timeline: of the steps during which it is on. activity: what is being done now.
+        kept: what ``RunState.model`` is to tell of tensors that stay in the model's folder; known after ``prepare``.
 
     Raises:
         ModelFolderError: the weights do not fit the model. DoesNotFitError: a drive has too little free space.
@@ -82,8 +84,11 @@ class Session:
         self._engine: StepEngine | None = None
         self._layout_numbers = {name: number for number, name in enumerate(plan.graph.layouts)}
         self._weights: WeightLoader | None = None
+        self.kept: Mapping[str, Any] = {}
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
+            if self._weights.origin.kept.names:
+                self._on_notice(str(self._weights.origin.kept))
         if config.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not config.model.mlp_rows)
         check_drives(config, plan)
@@ -136,13 +141,15 @@ class Session:
             The checkpoint that the run goes on from; None: it starts from the model's weights.
 
         Raises:
-            ModelFolderError, InitializationError: the weights cannot be had. CheckpointError: no candidate is whole.
+            ModelFolderError, InitializationError: the weights cannot be had. CheckpointError: no candidate is whole, or
+                the model's folder no longer keeps the tensors that the run began with.
         """
         for tier, nbytes in self.plan.placement.generation_bytes.items():
             if nbytes:
                 self.store.reserve(tier, nbytes)
         self._register(durable=True)
         checkpoint = self._load(candidates) if candidates else None
+        self.kept = self._describe_kept(checkpoint)
         if checkpoint is None:
             self._fill_weights()
             self._zero_state()
@@ -153,6 +160,19 @@ class Session:
             if nbytes:
                 self.store.reserve(tier, nbytes)
         return checkpoint
+
+    def _describe_kept(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+        if self._weights is None or not self._weights.origin.kept.names:
+            return {}
+        kept = self._weights.origin.kept
+        record = kept.record()
+        before = {} if checkpoint is None else checkpoint.state.model
+        if before.get(KEPT_CHECKSUM, record[KEPT_CHECKSUM]) != record[KEPT_CHECKSUM]:
+            raise CheckpointError(
+                f"{kept.folder.path}: {kept}, but they are no longer those that {checkpoint} began with. Bring the "
+                "original files back, or name another output_dir"
+            )
+        return record
 
     def _load(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         problem: Exception | None = None
@@ -347,6 +367,8 @@ class Session:
             max_shard_nbytes=table.max_shard_size,
             copy_from=Path(self.config.model.tokenizer_name_or_path or self.config.model.model_name_or_path),
             record=record,
+            origin=None if self._weights is None else self._weights.origin,
+            kept_checksum=self.kept.get(KEPT_CHECKSUM),
         )
 
 

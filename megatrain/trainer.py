@@ -187,7 +187,7 @@ class Trainer:
             evaluations = {} if continued_from is None else last_evaluations(path, continued_from)
             made = make_loggers(self.config, continued_from, self.observer.on_message)
             observers = [self.observer, *(stack.enter_context(logger) for logger in made)]
-            progress = Progress.start(self.config, self.plan, loader, num_steps)
+            progress = Progress.start(self.config, self.plan, loader, num_steps, session.kept)
             if checkpoint is not None:
                 progress = progress.continue_from(checkpoint, loader, self.config.rows_per_step)
             loop = Loop(

@@ -12,6 +12,7 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.checkpoint.whereabouts import in_order, missing_parts
 from megatrain.config.resolved import FILE_NAME
+from megatrain.models.kept import KEPT_COUNT
 from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME, living_owner
 from tiered.errors import GenerationError, TieredError
 from tiered.manifest import SNAPSHOT_FOLDER, BlockRecord, Manifest, list_generations, newest_first, read_manifest
@@ -39,6 +40,7 @@ class CheckpointInfo:
         is_newest: whether a run in this folder would continue from it.
         problem: why it cannot be used, as far as its manifest and the names of its files tell; None: nothing is known
             against it. is_copy: whether it is a whole copy in ``output_dir/copies``.
+        note: what an export of it needs and lacks; None: nothing.
     """
 
     step: int | None
@@ -49,6 +51,7 @@ class CheckpointInfo:
     is_newest: bool
     problem: str | None
     is_copy: bool = False
+    note: str | None = None
 
 
 def checkpoints_folder(run: Path | str) -> Path:
@@ -121,7 +124,9 @@ def _describe(folder: Path, generation: int, *, is_copy: bool) -> CheckpointInfo
         return CheckpointInfo(None, generation, None, 0, None, False, str(error), is_copy)
     nbytes = sum(record.nbytes for record in manifest.blocks)
     problem = _what_is_gone(folder, manifest)
-    return CheckpointInfo(state.step, generation, state.saved_at, nbytes, state.last_loss, False, problem, is_copy)
+    return CheckpointInfo(
+        state.step, generation, state.saved_at, nbytes, state.last_loss, False, problem, is_copy, _lacks(state)
+    )
 
 
 def _what_is_gone(folder: Path, manifest: Manifest) -> str | None:
@@ -129,6 +134,17 @@ def _what_is_gone(folder: Path, manifest: Manifest) -> str | None:
     if not missing or manifest.generation not in list_generations(folder):
         return None
     return "parts of it are gone: they lay in " + ", ".join(f"'{path}'" for path in missing)
+
+
+def _lacks(state: RunState) -> str | None:
+    """Say if the model's folder is gone that an export copies tensors from."""
+    count, folder = state.model.get(KEPT_COUNT), Path(str(state.model.get("name")))
+    if not count or (folder / "config.json").is_file():
+        return None
+    return (
+        f"an export needs the {count} tensors that were kept in '{folder}', which is not there. Bring it back, or name "
+        "a copy of it: megatrain-tier export --model FOLDER"
+    )
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:

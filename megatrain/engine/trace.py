@@ -18,6 +18,7 @@ from torch import Tensor
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.trace_ledger import Ledger, LedgerError
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.kept import reads_more_than_text
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import PreTrainedModel
 
     from megatrain.engine.objective import Objective
     from megatrain.engine.runner import LayerRunner
@@ -156,7 +158,7 @@ def trace_visits(
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
                 num_rows = min(num_tokens, _TRACED_PIECES * runner.head_rows) or num_tokens  # all pieces are alike
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-            with nullcontext() if padded else rows_are_documents():
+            with nullcontext() if padded else rows_are_documents(), _texts_explained(graph.model):
                 runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
             access.close()
     return _with_all_pieces(access.trace(), num_rows, num_tokens)
@@ -182,6 +184,23 @@ def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) 
     finally:
         for module, buffers in before:
             module._buffers.update(buffers)
+
+
+@contextmanager
+def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
+    """Say it plainly if a model that reads images as well does not run on a text without any."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the code of every family raises its own kinds
+        if not reads_more_than_text(model):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedModelError(
+            type(model).__name__,
+            f"only text can be trained, and its forward does not run on text alone ({reason}). Take a text model",
+        ) from error
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> VisitTrace:

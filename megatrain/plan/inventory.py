@@ -13,6 +13,8 @@ import psutil
 from megatrain.config.schema import RunConfig
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts
 from megatrain.models.folder import ModelFolder, ModelFolderError
+from megatrain.models.graph import ModelGraph
+from megatrain.models.load import WeightLoader
 from megatrain.plan import machine
 from megatrain.plan.profile import FileSystem, file_system_of
 from tiered.units import GiB
@@ -83,6 +85,17 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
     if free_bytes < _LEAST_FREE_BYTES:
         return "little room"
     return ""
+
+
+def kept_tensors(config: RunConfig, graph: ModelGraph) -> str:
+    """Say what the model's folder has beside what is trained; "": nothing, or it has no weights that can be used."""
+    if config.model.train_from_scratch:
+        return ""
+    try:
+        kept = WeightLoader(config.model.model_name_or_path, graph.model).origin.kept
+    except (ModelFolderError, OSError):
+        return ""  # `check` says what is wrong
+    return f"{kept}; they take no memory" if kept.names else ""
 
 
 def model_facts(name: str, folder: Path | None) -> ModelFacts:

@@ -13,7 +13,9 @@ from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, Tick
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.kept import kept_modules
 from megatrain.models.liger import check_liger_kernels
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
@@ -79,6 +81,7 @@ class Plan:
         copies: whole copies of checkpoints that ``output_dir`` holds at most.
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
+        kept_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
     """
 
     graph: ModelGraph
@@ -101,6 +104,7 @@ class Plan:
     copies: int = 0
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
+    kept_tensors: str = ""
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -171,7 +175,8 @@ class Plan:
     def _messages_of_moves(self) -> tuple[str, ...]:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        updates: tuple[str, ...] = () if compute == "ram" else (self._where_updates_are_made(),)
+        updates: tuple[str, ...] = (self.kept_tensors,) if self.kept_tensors else ()
+        updates += () if compute == "ram" else (self._where_updates_are_made(),)
         if self.copies and self.checkpoint_bytes_on_drives:
             size = format_size(self.checkpoint_bytes_on_drives)
             updates += (f"output_dir comes to hold {self.copies} whole copies of checkpoints, {size} each: save_copy",)
@@ -251,6 +256,13 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     device = machine.resolve_device(config)
     dtype = machine.resolve_compute_dtype(config, device)
     graph = _make_graph(config, device, dtype)
+    if config.data.packing and kept_modules(graph.model) is not None:
+        # Several of transformers' classes let packed texts attend to each other, by positions of three dimensions, by
+        # masks of their own or by linear attention; nothing they declare tells which.
+        raise UnsupportedModelError(
+            type(graph.model).__name__,
+            "as it reads images as well, it may not keep apart the texts that share a row. Write data.packing = false",
+        )
     check_groups(config.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
@@ -302,7 +314,11 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
 def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> ModelGraph:
     table = config.model
     graph = build_graph(
-        table.model_name_or_path, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype
+        table.model_name_or_path,
+        attn_implementation=table.attn_implementation,
+        freeze=table.freeze,
+        dtype=dtype,
+        text_only=table.train_from_scratch,
     )
     if table.use_liger_kernel:
         check_liger_kernels(graph.model, device)

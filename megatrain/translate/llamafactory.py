@@ -55,8 +55,8 @@ RULES: dict[str, Rule] = {
     "swanlab_project": ignored,
     "interleave_probs": lost("data.train.N.weight says how often the rows of a source are used in an epoch"),
     "mix_strategy": lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
-    "freeze_vision_tower": unneeded("text models only"),
-    "freeze_multi_modal_projector": unneeded("text models only"),
+    "freeze_vision_tower": unneeded("what reads images is never trained"),
+    "freeze_multi_modal_projector": unneeded("what reads images is never trained"),
     "image_max_pixels": unneeded("text models only"),
     "video_max_pixels": unneeded("text models only"),
     **dict.fromkeys(
