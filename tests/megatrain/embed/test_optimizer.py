@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import megatrain
 from reference.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
+from tiered.store import TieredStore
 
 KINDS = {
     "adamw": lambda params, **options: megatrain.TieredAdamW(params, lr=1e-2, weight_decay=0.1, **options),
@@ -178,6 +179,47 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
                     chosen.param_groups[0]["lr"] /= 2
         for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class EitherWeight(nn.Module):
+    """Two weights of one block; a forward uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return x @ (self.first if name == "first" else self.second)
+
+
+def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> None:
+    """One weight's gradient waits on the drive, its room in RAM is somebody else's, when another's arrives."""
+    plain, module = pair_of(EitherWeight)
+    with small_store(tmp_path, "256KiB") as store:
+        megatrain.tier(module, store, gradients="nvme")
+        optimizer = megatrain.TieredSGD(module.parameters(), lr=0.5)
+        twin = megatrain.TieredSGD(plain.parameters(), lr=0.5, store=store)
+        for x, name in zip(batches(3), ("first", "second", "first"), strict=True):
+            for one in (plain, module):
+                one(x, name).square().mean().backward()
+            leave_ram(store)
+        twin.step()
+        optimizer.step()
+        assert_same_weights(plain, module)
+
+
+def leave_ram(store: TieredStore) -> None:
+    """Evict from RAM what lives elsewhere, and write NaN all over the room that is free then."""
+    for spec in store.blocks():
+        if spec.home != "ram" and "ram" in store.where(spec.key):
+            store.evict(spec.key, "ram").wait()
+    page = store.tier("ram").slot_bytes(1)
+    keys = [f"elsewhere/{number}" for number in range(store.tier("ram").usage().free_bytes // page)]
+    for key in keys:
+        store.register(key, (page // 4,), torch.float32, home="ram")
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(torch.nan)
+    store.unregister(*keys)
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])

@@ -22,6 +22,7 @@ from reference.adamw import adamw_step
 from reference.blocks import (
     cut_segments,
     gradient_block,
+    halves_not_kept,
     master_blocks,
     master_of,
     random_array,
@@ -208,6 +209,11 @@ def test_padding_of_zeros_stays_zero(name: str) -> None:
     blocks = {kind.name: torch.zeros(1024, dtype=kind.dtype) for kind in optimizer.state_kinds(True)}
     optimizer.update(blocks, torch.zeros(1024), [Segment(0, 1024, 0.1)], Update(step=1, lr=1.0))
     assert all(not block.any() for block in blocks.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_halves_are_rounded_alike_at_every_tie(name: str) -> None:
+    assert halves_not_kept(make_optimizer(name)) == []
 
 
 def test_a_gradient_of_another_type_is_refused() -> None:
