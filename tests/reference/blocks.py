@@ -61,10 +61,10 @@ def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
 
 
 def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
-    """Return segments that meet at `cuts`, each with its own settings."""
+    """Return segments that meet at `cuts`, each with its own settings: some share their decay, some their rate."""
     bounds = sorted({0, size, *cuts})
     return [
-        Segment(start, stop, weight_decay=0.1 * (index % 2), lr_scale=1.0 + index)
+        Segment(start, stop, weight_decay=0.1 * (index // 2 % 2), lr_scale=1.0 + (index + 1) // 2)
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
 

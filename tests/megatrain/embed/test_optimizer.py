@@ -181,6 +181,28 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
+def test_gradients_that_somebody_cleared_are_not_used(max_grad_norm: float, tmp_path: Path) -> None:
+    """One by one before a step, and all of them between two backwards; they had left for the store by then."""
+    plain, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        options = {"lr": 0.1, "store": store, "max_grad_norm": max_grad_norm}
+        twin = megatrain.TieredSGD(plain.parameters(), **options)
+        optimizer = megatrain.TieredSGD(module.parameters(), **options, offload_gradients=True, name="offloading")
+        xs = batches(3)
+        for one, chosen in ((plain, twin), (module, optimizer)):
+            run_backward(one, xs[0], 100)
+            one[0].weight.grad = None
+            chosen.step()
+            chosen.zero_grad()
+            run_backward(one, xs[1], 100)
+            for parameter in one.parameters():
+                parameter.grad = None
+            run_backward(one, xs[2])
+            chosen.step()
+        assert_same_weights(plain, module)
+
+
 class EitherWeight(nn.Module):
     """Two weights of one block; a forward uses one of them."""
 
@@ -206,6 +228,35 @@ def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> 
         twin.step()
         optimizer.step()
         assert_same_weights(plain, module)
+
+
+def test_weights_of_one_block_have_rates_and_steps_of_their_own(tmp_path: Path) -> None:
+    plain, module = pair_of(EitherWeight)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        pairs = [(one, [{"params": [one.first], "lr": 1e-1}, {"params": [one.second]}]) for one in (plain, module)]
+        chosen = [torch.optim.AdamW(pairs[0][1], lr=1e-2, foreach=False), megatrain.TieredAdamW(pairs[1][1], lr=1e-2)]
+        for x, names in zip(batches(3), (("first",), ("first", "second"), ("first", "second")), strict=True):
+            for (one, _), optimizer in zip(pairs, chosen, strict=True):
+                optimizer.zero_grad()
+                for name in names:
+                    one(x, name).square().mean().backward()
+                optimizer.step()
+        for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
+    """Also where the gradient is the same tensor with the same version: written through ``data``."""
+    plain, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)
+        for factor in (1.0, 100.0):
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.data.mul_(factor)
+            optimizer.step()
+            assert optimizer.grad_norm == pytest.approx(factor * sum(p.numel() for p in plain.parameters()) ** 0.5)
 
 
 def leave_ram(store: TieredStore) -> None:

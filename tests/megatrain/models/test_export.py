@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -289,6 +291,33 @@ def test_wide_tensors_come_first_so_that_all_are_aligned(tmp_path: Path) -> None
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
     assert list(ModelFolder(tmp_path).records) == ["wide", "scalar", "odd"]
+
+
+def test_a_file_may_be_as_large_as_it_may() -> None:
+    tensors = {name: torch.zeros(4, device="meta") for name in "abcd"}
+    assert [list(shard.offsets) for shard in plan_shards(tensors, 32)] == [["a", "b"], ["c", "d"]]
+    assert [list(shard.offsets) for shard in plan_shards(tensors, 31)] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_where_the_folder_cannot_get_its_name_the_earlier_export_keeps_it(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if ".partial-" in str(source):
+            raise OSError(errno.EIO, "the drive is gone")
+        rename(source, target)
+
+    weights.blocks["model.norm"] += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(ExportError, match="was not written"):
+            export_model(weights.graph, weights.source, out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
 def test_all_families_are_covered() -> None:
