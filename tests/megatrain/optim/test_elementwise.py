@@ -213,14 +213,16 @@ def test_padding_of_zeros_stays_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_knows_nothing_of_the_one_before(name: str) -> None:
-    """Blocks of one step may differ in rate and scale, and a step that is made again has the same number."""
+    """Parameters may differ in their rate alone, and an update of the same number in its rate or scale."""
     used, generator = make_optimizer(name), np.random.default_rng(5)
     kinds, master = [kind.name for kind in used.state], random_array(generator, 64)
-    grad, segments = torch.from_numpy(random_array(generator, 64)), [Segment(0, 64, 0.1)]
+    grad = torch.from_numpy(random_array(generator, 64))
+    segments = [Segment(0, 16, 0.1), Segment(16, 64, 0.1, lr_scale=2.0)]
     for update in (Update(2, 1e-3), Update(2, 1e-2), Update(2, 1e-2, 0.5), Update(3, 1e-2, 0.5)):
         found, expected = ({**master_blocks(master, False), **{kind: torch.ones(64) for kind in kinds}} for _ in "ab")
         used.update(found, grad, segments, update)
-        make_optimizer(name).update(expected, grad, segments, update)
+        for segment in segments:
+            make_optimizer(name).update(expected, grad, [segment], update)
         assert all(torch.equal(found[kind], expected[kind]) for kind in expected), update
 
 
