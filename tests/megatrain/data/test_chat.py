@@ -139,12 +139,31 @@ def test_a_rewritten_turn_is_not_trained(tokenizer: Any) -> None:
         RowEncoder(tokenizer).encode(replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
 
 
-def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(tokenizer: Any) -> None:
-    tokenizer.chat_template = ANSWERS_INSIDE
-    call = {"type": "function", "function": {"name": "depth", "arguments": {"of": "sea"}}}
+CALL = {"type": "function", "function": {"name": "depth", "arguments": {"of": "sea"}}}
+
+
+@pytest.mark.parametrize(("shown", "is_trained"), [(" {{ call.function.arguments['of'] }}", True), ("", False)])
+def test_a_call_that_is_not_shown_whole_is_not_trained(tokenizer: Any, shown: str, is_trained: bool) -> None:
+    calls = "{% for call in m.get('tool_calls') or [] %}{{ call.function.name }}" + shown + "{% endfor %}"
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}<|im_end|>", "{{ m['content'] }}" + calls + "<|im_end|>"
+    )
     messages = (
         {"role": "user", "content": "How deep?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "So be it"},
+    )
+    coded = RowEncoder(tokenizer).encode(Conversation(messages, "rows line 1"))
+    assert trained_runs(tokenizer, coded) == ["depth sea<|im_end|>"] * is_trained + ["So be it<|im_end|>"]
+    assert coded.untrained_turns == (() if is_trained else ("the chat template rewrites it",))
+
+
+def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(tokenizer: Any) -> None:
+    tokenizer.chat_template = ANSWERS_INSIDE
+    messages = (
+        {"role": "user", "content": "How deep?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "11 km"},
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "So be it"},
