@@ -230,14 +230,24 @@ def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> 
         assert_same_weights(plain, module)
 
 
-def test_weights_of_one_block_have_rates_and_steps_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rates", "used"),
+    [((1e-1, 1e-2), (("first", "second"),) * 2), ((1e-2, 1e-2), (("first",), ("first", "second")))],
+    ids=["rates", "steps"],
+)
+def test_weights_of_one_block_have_rates_and_steps_of_their_own(
+    rates: tuple[float, float], used: tuple[tuple[str, ...], ...], tmp_path: Path
+) -> None:
     plain, module = pair_of(EitherWeight)
     with small_store(tmp_path) as store:
         megatrain.tier(module, store)
-        pairs = [(one, [{"params": [one.first], "lr": 1e-1}, {"params": [one.second]}]) for one in (plain, module)]
-        chosen = [torch.optim.AdamW(pairs[0][1], lr=1e-2, foreach=False), megatrain.TieredAdamW(pairs[1][1], lr=1e-2)]
-        for x, names in zip(batches(3), (("first",), ("first", "second"), ("first", "second")), strict=True):
-            for (one, _), optimizer in zip(pairs, chosen, strict=True):
+        groups = [
+            [{"params": [one.first], "lr": rates[0]}, {"params": [one.second], "lr": rates[1]}]
+            for one in (plain, module)
+        ]
+        chosen = [torch.optim.AdamW(groups[0], foreach=False), megatrain.TieredAdamW(groups[1])]
+        for x, names in zip(batches(2), used, strict=True):
+            for one, optimizer in zip((plain, module), chosen, strict=True):
                 optimizer.zero_grad()
                 for name in names:
                     one(x, name).square().mean().backward()
