@@ -64,6 +64,13 @@ def test_room_that_is_kept_open_is_no_home(open_bytes: int, home: str) -> None:
     assert solve(program(tick([("b", "r")])), 10, EITHER, open_bytes=open_bytes).homes == {"b": home}
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("weights", 200), ("optimizer", 200), ("gradients", 0), ("activations", 0)])
+def test_generations_take_room_for_what_outlives_a_step(kind: Kind, kept: int) -> None:
+    steps, drive = program(tick([("a", "r")]), kind=kind), TierBudget("nvme", 10_000, int, generations=2)
+    placement = PlacementSolver(steps, [TierBudget("ram", 100, int), drive], DRIVE).solve()
+    assert placement.generation_bytes["nvme"] == kept and placement.peak_bytes("nvme") == 100 + kept
+
+
 def test_what_does_not_fit_leaves_the_others_their_place() -> None:
     """RAM holds ``b`` beside the largest tick, neither of the others."""
     placement = solve(READS, 110, EITHER)
