@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick
+from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
-from megatrain.plan.budgets import workspace_bytes
+from megatrain.plan.budgets import filling_bytes, workspace_bytes
 from megatrain.plan.solve import DoesNotFitError, Placement, PlacementSolver, TierBudget
 from megatrain.plan.traffic import Traffic
 from reference.families import tiny_config
@@ -127,3 +127,13 @@ def test_the_workspace_has_all_streams_twice_and_one_computation() -> None:
         assert 0 <= workspace_bytes(trace, count) - (2 * count * streams + inside) < PAGE_BYTES
     wide = replace(trace, head_nbytes=10 * inside)  # of a large vocabulary
     assert 0 <= workspace_bytes(wide, 1) - (2 * streams + 10 * inside) < PAGE_BYTES
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2 + 4 + 2)])
+def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dtype: torch.dtype, nbytes: int) -> None:
+    size = PAGE_BYTES
+    blocks = [
+        BlockPlan(weight_key("layer"), "weights", size, dtype),
+        BlockPlan(state_key("layer", "low"), "optimizer", size, torch.int16),
+    ]
+    assert filling_bytes(StepProgram({block.key: block for block in blocks}, (), "gpu")) == nbytes * size
