@@ -129,6 +129,7 @@ class Grants:
             movement.counters.prefetch_late += late
             movement.counters.prefetch_on_time += not late
         movement.mark_used(copy)
+        copy.leased_at = movement.now
         copy.drop_when_clean = False
         access = Access(movement.now, block.spec.key, copy.tier, mode)
         if self.trace is not None:

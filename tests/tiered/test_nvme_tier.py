@@ -302,7 +302,8 @@ def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not problems
     assert tier.usage().used_bytes == 0
     tier.close()

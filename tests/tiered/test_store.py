@@ -313,6 +313,27 @@ def test_traffic_does_not_depend_on_lookahead(
     assert (window.prefetch_on_time + window.prefetch_late > 0) == (lookahead_bytes != 0)
 
 
+@pytest.mark.parametrize("policy", [LRU(), Belady()], ids=["lru", "belady"])
+def test_a_prefetch_displaces_nothing_that_is_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
+    """By recency alone the copy for the next tick would go first, and by the schedule that of this very tick."""
+    keys = ["a", "b", "c", "d"]
+    with make_store(tmp_path, ram_blocks=3, policy=policy) as store:
+        add(store, *keys)
+        flush(store, *keys)
+        num_steps, period = 5, len(keys)
+        accesses = [Access(tick, key, "ram") for tick, key in enumerate(keys)]
+        before = store.stats()
+        store.set_schedule(Schedule(accesses, period=period, end=num_steps * period))
+        for tick in range(num_steps * period):
+            store.advance(tick)
+            store.wait_idle()  # what is fetched ahead has arrived before this tick's block is asked for
+            assert read(store, keys[tick % period]) == tick % period
+        window = store.stats() - before
+    num_uses = num_steps * period
+    assert window.links["nvme->ram"].num_bytes == num_uses * BLOCK_BYTES, "once for each use"
+    assert (window.prefetch_wasted, window.prefetch_late) == (0, 0) and window.prefetch_on_time == num_uses - 1
+
+
 def test_a_recorded_trace_becomes_a_schedule(store: TieredStore) -> None:
     add(store, *"abc")
     flush(store, *"abc")
