@@ -275,6 +275,51 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
     tier.close()
 
 
+def test_files_that_were_taken_over_are_kept_and_used_with_new_ones(tmp_path: Path) -> None:
+    """A new file must not get the name of one that is kept."""
+    tier = NvmeTier([tmp_path], MiB)
+    for key in ("a", "b"):
+        take(tier, 8192, key)
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    assert tier.pool_bytes == 2 * 8192
+    tier.free(take(tier, 8192, "a"))
+    assert tier.pool_bytes == bytes_on_disk(tmp_path) == 2 * 8192
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    tier.free(take(tier, 8192, "a"))
+    for key in ("a", "b", "c"):
+        take(tier, 8192, key)
+    assert tier.usage().used_bytes == bytes_on_disk(tmp_path) == 3 * 8192 and tier.pool_bytes == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_only_a_dead_run_is_told_of(dies: bool, tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    take(tier, 8192)
+    tier.close()
+    if dies:  # the lock of a process that is gone, with its name
+        (tmp_path / "LOCK").write_text("process 1 on here, since then\n")
+    notices: list[str] = []
+    NvmeTier([tmp_path], MiB, on_notice=notices.append).close()
+    assert ["dead run left (process 1 on here" in text for text in notices] == [True] * dies
+
+
+def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
+    """It would take its room on the drive in the middle of a write, where the drive may be full."""
+    tier = NvmeTier([tmp_path], MiB)
+    slots = {key: take(tier, 64 * KiB, key) for key in ("whole", "holes")}
+    (file,) = files_of(slots["holes"]).files
+    file.path.unlink()
+    with file.path.open("wb") as made:
+        made.truncate(64 * KiB)
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    assert tier.pool_bytes == bytes_on_disk(tmp_path) == 64 * KiB
+    tier.close()
+
+
 def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     tier = NvmeTier(paths, 256 * KiB, chunk_bytes=8192)

@@ -100,6 +100,19 @@ def test_generations_share_unchanged_files(make_tier: Callable[[], NvmeTier]) ->
     tier.close()
 
 
+def test_a_file_that_several_generations_hold_takes_its_room_once(make_tier: Callable[[], NvmeTier]) -> None:
+    tier = make_tier()
+    slot = take(tier, 20_000)
+    tier.describe(slot, (20_000,), torch.uint8)
+    for generation in ("1", "2", "3"):
+        tier.snapshot(slot, generation)
+    slot_bytes = slot.slot_bytes
+    tier.close()
+    tier = make_tier()
+    assert tier.snapshot_bytes == bytes_on_disk(*map(Path, tier.paths)) == slot_bytes
+    tier.close()
+
+
 def test_a_freed_block_lives_on_in_its_snapshot(make_tier: Callable[[], NvmeTier]) -> None:
     tier = make_tier()
     slot = take(tier, 20_000)

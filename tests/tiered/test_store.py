@@ -30,6 +30,7 @@ from tiered import (
     TransferError,
     UninitializedBlockError,
 )
+from tiered.schedule import Mode
 
 BLOCK_BYTES = 64 * KiB
 SHAPE = (128, 128)  # float32: 64 KiB
@@ -183,6 +184,33 @@ def test_acquire_many_gives_all_or_nothing(store: TieredStore) -> None:
     assert store.stats().tiers["ram"].leased_bytes == 0
     with pytest.raises(ValueError, match="one block twice"):
         store.acquire_many([("a", "ram", "r"), ("a", "ram", "w")])
+
+
+def test_two_that_gather_blocks_do_not_wait_for_each_others_share(tmp_path: Path) -> None:
+    """There is room for what one of them wants; each with half of that would wait for ever."""
+    keys = [f"b{i}" for i in range(8)]
+    num_rounds = 25
+    errors: list[BaseException] = []
+    with make_store(tmp_path, ram_blocks=2) as store:
+        add(store, *keys, value=0)
+
+        def work(first: int) -> None:
+            try:
+                for _ in range(num_rounds):
+                    requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in keys[first : first + 2]]
+                    with store.acquire_many(requests, timeout_s=10) as group:
+                        for lease in group:
+                            lease.tensor.add_(1)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(0, len(keys), 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors and not any(thread.is_alive() for thread in threads)
+        assert [read(store, key) for key in keys] == [num_rounds] * len(keys)
 
 
 def test_waiting_for_ones_own_lease_is_an_error(store: TieredStore) -> None:
@@ -349,6 +377,7 @@ def test_a_recorded_trace_becomes_a_schedule(store: TieredStore) -> None:
     read(store, "a")
     read(store, "b")
     assert store.stats().schedule_misses == 1, "b belongs to the next tick"
+    assert len(trace.accesses) == 3, "what came later is not in the record"
 
 
 def test_events_tell_every_movement(tmp_path: Path) -> None:

@@ -1,0 +1,217 @@
+"""A store whose transfers end by hand, in the order that a test wants: who is told what, and what moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tiered.block import CopyState
+from tiered.errors import TransferError
+from tiered.events import StoreStats
+from tiered.policies import LRU, EvictionPolicy
+from tiered.schedule import Access, Schedule
+from tiered.store import TieredStore
+from tiered.testing.manual import ManualLink, MemoryTier
+
+TIMEOUT_S = 30
+
+
+class Hand:
+    """A store of one-byte blocks; nothing moves between its tiers before ``move``.
+
+    Args:
+        sizes: bytes of the tiers, fast to slow; the last one is the home of all blocks.
+    """
+
+    def __init__(self, *sizes: int, policy: EvictionPolicy | None = None, **options: Any) -> None:
+        names = ["gpu", "ram", "disk"][-len(sizes) :]
+        pairs = [pair for a, b in zip(names, names[1:], strict=False) for pair in ((a, b), (b, a))]
+        self.links = {pair: ManualLink(*pair) for pair in pairs}
+        tiers = [MemoryTier(name, size, addressable=name != "disk") for name, size in zip(names, sizes, strict=True)]
+        self.fast, self.home = names[0], names[-1]
+        self.store = TieredStore(tiers, policy or LRU(), list(self.links.values()), **options)
+
+    def add(self, *keys: str, value: int = 0) -> None:
+        """Register blocks at home with contents: their place in the arguments, from ``value`` on."""
+        for number, key in enumerate(keys, start=value):
+            self.store.register(key, (1,), torch.uint8, home=self.home)
+            with self.store.acquire(key, "ram", "w", timeout_s=0) as lease:
+                lease.tensor.fill_(number)
+            self.store.evict(key, "ram")
+            self.move()
+
+    def under_way(self) -> list[tuple[str, str]]:
+        return [pair for pair, link in self.links.items() for _ in link.pending]
+
+    def move(self) -> None:
+        """End all that is under way, and what begins thereby."""
+        while self.under_way():
+            for link in self.links.values():
+                while link.pending:
+                    link.complete()
+
+    def read(self, key: str, tier: str) -> int:
+        """Return a block's value, with the moves that it takes."""
+        for _ in range(10):
+            try:
+                with self.store.acquire(key, tier, timeout_s=0) as lease:
+                    return int(lease.tensor)
+            except TimeoutError:
+                self.move()
+        raise AssertionError(f"{key} does not come to {tier}")
+
+    def num_moved(self, before: StoreStats) -> dict[str, int]:
+        window = self.store.stats() - before
+        return {link: stats.num_bytes for link, stats in window.links.items() if stats.num_bytes}
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Hand]]:
+    made: list[Hand] = []
+
+    def make_one(*sizes: int, **options: Any) -> Hand:
+        made.append(Hand(*sizes, **options))
+        return made[-1]
+
+    yield make_one
+    for hand in made:
+        hand.move()
+        hand.store.close()
+
+
+class Caller:
+    """A thread that asks the store for one thing, and what came of it."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._ask = ask
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._ask()
+        except BaseException as error:
+            self.result = error
+
+    def is_waiting(self) -> bool:
+        self._thread.join(0.05)
+        return self._thread.is_alive()
+
+    def join(self) -> Any:
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "a caller waits for ever"
+        return self.result
+
+
+# -- leases and evictions ------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_write_back_that_fails_is_told(make: Callable[..., Hand]) -> None:
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(7)
+    store.evict("a", "ram")
+    caller = Caller(lambda: store.acquire("a", "ram", "w", timeout_s=TIMEOUT_S))
+    assert caller.is_waiting()
+    hand.links["ram", "disk"].fail()
+    assert isinstance(caller.join(), TransferError)
+    assert hand.read("a", "ram") == 7, "the newest bytes are where they were"
+
+
+def test_an_eviction_that_waits_for_a_lease_comes_after_it_unless_the_copy_is_leased_again(
+    make: Callable[..., Hand],
+) -> None:
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a")
+    assert hand.read("a", "ram") == 0
+    first = store.acquire("a", "ram", timeout_s=0)
+    store.evict("a", "ram")
+    first.release()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "ram") == 0
+    first = store.acquire("a", "ram", timeout_s=0)
+    store.evict("a", "ram")
+    with store.acquire("a", "ram", timeout_s=0):
+        first.release()
+    assert store.where("a")["ram"] is CopyState.CLEAN, "its last use was later than the wish to drop it"
+
+
+def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
+    """What would arrive is older than what the writer gives back."""
+    hand = make(4, 4, 8)
+    store = hand.store
+    hand.add("a", value=1)
+    hand.read("a", "ram")
+    with store.acquire("a", "ram", "rw", timeout_s=0) as lease:
+        assert store.prefetch("a", "gpu").skipped
+        store.set_schedule(Schedule([Access(1, "a", "gpu")]))
+        store.advance(0)
+        assert hand.under_way() == []
+        lease.tensor.fill_(2)
+    assert hand.under_way() == [("ram", "gpu")], "the fetch that the schedule asks for, now that it can be"
+    hand.move()
+    assert hand.read("a", "gpu") == 2
+
+
+def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable[..., Hand]) -> None:
+    hand = make(1, 8)
+    store = hand.store
+    hand.add("a", "b")
+    hand.read("a", "ram")
+    with store.acquire("a", "ram", timeout_s=0):
+        store.set_schedule(Schedule([Access(1, "b", "ram")]))
+        store.advance(0)
+        assert hand.under_way() == []
+    assert hand.under_way() == [("disk", "ram")], "nobody had to ask again"
+
+
+# -- what the prefetcher counts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken_by", ["a home", "a reservation", "a pin", "a pin of what is not there"])
+def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reservations_leave(
+    taken_by: str, make: Callable[..., Hand]
+) -> None:
+    """A copy that were fetched into that room would have to go, and to be fetched once more."""
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("written", "used", "pinned")
+    if taken_by == "a home":
+        store.register("home", (1,), torch.uint8, home="ram")
+    elif taken_by == "a reservation":
+        store.reserve("ram", 1)
+    else:
+        store.pin("pinned", "ram")
+        if taken_by == "a pin":
+            hand.read("pinned", "ram")
+    before = store.stats()
+    store.set_schedule(Schedule([Access(1, "written", "ram", "w"), Access(2, "used", "ram")]))
+    store.advance(0)
+    assert hand.under_way() == []
+    store.advance(1)
+    with store.acquire("written", "ram", "w", timeout_s=0):
+        pass
+    store.evict("written", "ram")
+    hand.move()
+    store.advance(2)
+    assert hand.read("used", "ram") == 1
+    assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
+    # And when that room is free again, it is used.
+    store.evict("used", "ram")
+    if taken_by == "a home":
+        store.unregister("home")
+    elif taken_by == "a reservation":
+        store.reserve("ram", -1)
+    else:
+        store.unregister("pinned")
+    store.set_schedule(Schedule([Access(4, "written", "ram", "w"), Access(5, "used", "ram")]))
+    store.advance(3)
+    assert hand.under_way() == [("disk", "ram")]
