@@ -117,6 +117,8 @@ def test_a_cut_that_does_not_fit_any_more_is_read_into_place(tmp_path: Path) -> 
     with make_store(tmp_path, drives=("a", "b"), chunk_bytes=4 * KiB, capacity_bytes=exact) as store:
         store.load()
         check(store, 10)
+        nvme = store.stats().tiers["nvme"]
+        assert nvme.used_bytes <= nvme.high_water_bytes <= nvme.capacity_bytes == exact
 
 
 def test_drives_that_were_mounted_elsewhere_are_found(tmp_path: Path) -> None:

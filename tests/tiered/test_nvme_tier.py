@@ -17,6 +17,7 @@ from tiered.tiers.base import Slot
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.files import files_of
 from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.wear import WearLimitError
 from tiered.units import KiB, MiB
 from tiered.zarr_layout import own_attributes
 
@@ -318,6 +319,17 @@ def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
     tier = NvmeTier([tmp_path], MiB)
     assert tier.pool_bytes == bytes_on_disk(tmp_path) == 64 * KiB
     tier.close()
+
+
+def test_a_write_that_one_path_may_not_take_is_counted_on_none(tmp_path: Path) -> None:
+    limits = [None, 10_000]
+    tier = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, max_written_bytes=limits)
+    tier.count_wear({0: 4096, 1: 4096})
+    with pytest.raises(WearLimitError, match="10000 bytes"):
+        tier.count_wear({0: 8192, 1: 8192})
+    tier.close()
+    counts = [json.loads((tmp_path / name / "WEAR.json").read_text())["written_bytes"] for name in "ab"]
+    assert counts == [4096, 4096]
 
 
 def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None:

@@ -148,7 +148,8 @@ def test_what_can_never_fit_is_refused_at_once(store: TieredStore) -> None:
     held = [store.acquire(key, "ram") for key in "abcd"]
     with pytest.raises(CapacityError) as caught:
         store.acquire("e", "ram")
-    assert (caught.value.free_bytes, caught.value.leased_bytes) == (0, 4 * BLOCK_BYTES)
+    found = (caught.value.free_bytes, caught.value.leased_bytes, caught.value.pinned_bytes)
+    assert found == (0, 4 * BLOCK_BYTES, 0)
     held.pop().release()
     assert read(store, "e") == 4
     for lease in held:
@@ -272,6 +273,11 @@ def test_a_pinned_copy_stays(store: TieredStore) -> None:
         store.pin(key, "ram")
     with pytest.raises(CapacityError, match="to pin 'e'"):
         store.pin("e", "ram")
+    for key in "bcd":
+        read(store, key)
+    with pytest.raises(CapacityError, match="to acquire e") as caught:
+        store.acquire("e", "ram", timeout_s=20)
+    assert (caught.value.pinned_bytes, caught.value.leased_bytes) == (4 * BLOCK_BYTES, 0)
     for key in "abcd":
         store.unpin(key, "ram")
     with pytest.raises(LeaseError, match="is not pinned"):

@@ -125,6 +125,39 @@ def test_who_waits_for_a_write_back_that_fails_is_told(make: Callable[..., Hand]
     assert hand.read("a", "ram") == 7, "the newest bytes are where they were"
 
 
+def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
+    """Else what moves would depend on whether the write or the next user is faster."""
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(7)
+    before = store.stats()
+    store.evict("a", "ram")
+    with pytest.raises(TimeoutError, match="waiting for: drain"):
+        store.acquire("a", "ram", timeout_s=0)
+    assert store.prefetch("a", "ram").skipped
+    hand.move()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "ram") == 7
+    assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
+
+
+def test_what_is_pinned_and_asked_for_is_no_room_that_is_missing(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("pinned", "other", "wanted")
+    store.pin("pinned", "ram")
+    hand.read("pinned", "ram")
+    hand.read("other", "ram")
+    lease = store.acquire("other", "ram", timeout_s=0)
+    caller = Caller(lambda: store.acquire_many([("pinned", "ram", "r"), ("wanted", "ram", "w")], timeout_s=TIMEOUT_S))
+    assert caller.is_waiting(), caller.result
+    lease.release()
+    assert [given.key for given in caller.join()] == ["pinned", "wanted"]
+    caller.result.release()
+
+
 def test_an_eviction_that_waits_for_a_lease_comes_after_it_unless_the_copy_is_leased_again(
     make: Callable[..., Hand],
 ) -> None:
