@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ from tiered import (
     UninitializedBlockError,
 )
 from tiered.schedule import Mode
+from tiered.tiers import full
 
 BLOCK_BYTES = 64 * KiB
 SHAPE = (128, 128)  # float32: 64 KiB
@@ -443,6 +447,33 @@ def test_a_failed_write_back_keeps_the_contents(
     assert read(store, "a") == 4
     flush(store, "a")
     assert read(store, "a") == 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["drive", "quota"])
+def test_a_write_waits_for_room_and_a_person_is_told_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    nvme = NvmeTier([tmp_path], MiB, on_full="pause", on_notice=notices.append)
+    write, refusals = os.pwritev, [3]
+
+    def pwritev(*arguments: Any) -> int:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return write(*arguments)
+
+    monkeypatch.setattr(full, "RETRY_S", 0.01)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with TieredStore([RamTier(MiB, pin_memory=False), nvme]) as store:
+        for value in (1, 2):
+            store.register(f"block.{value}", SHAPE, torch.float32, home="nvme")
+            with store.acquire(f"block.{value}", "ram", "w") as lease:
+                lease.tensor.fill_(value)
+            flush(store, f"block.{value}")
+            assert not store.is_paused
+        assert [read(store, f"block.{value}") for value in (1, 2)] == [1, 2]
+    assert [("paused" in text, "room again" in text) for text in notices] == [(True, False), (False, True)]
 
 
 def test_threads_that_hammer_the_store_see_every_increment(tmp_path: Path) -> None:

@@ -177,6 +177,98 @@ def test_an_eviction_that_waits_for_a_lease_comes_after_it_unless_the_copy_is_le
     assert store.where("a")["ram"] is CopyState.CLEAN, "its last use was later than the wish to drop it"
 
 
+def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b", "c")
+    for key in ("a", "b"):
+        with store.acquire(key, "ram", "w", timeout_s=0) as lease:
+            lease.tensor.fill_(9)
+    for _ in range(3):  # whoever waits asks again whenever anything ends
+        with pytest.raises(TimeoutError):
+            store.acquire("c", "ram", timeout_s=0)
+    assert hand.under_way() == [("ram", "disk")]
+    assert hand.read("c", "ram") == 2
+    assert store.where("b")["ram"] is CopyState.DIRTY
+
+
+def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[..., Hand]) -> None:
+    hand = make(2, 2, 8)
+    store = hand.store
+    hand.add("a")
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(5)
+    before = store.stats()
+    store.evict("a", "gpu")
+    assert hand.under_way() == [("gpu", "ram")]
+    hand.move()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert store.stats().tiers["ram"].used_bytes == store.stats().tiers["gpu"].used_bytes == 0
+    assert hand.num_moved(before) == {"gpu->ram": 1, "ram->disk": 1}
+    assert hand.read("a", "ram") == 5
+
+
+def test_a_copy_that_is_pinned_before_its_lease_ends_stays_although_it_was_to_go(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a")
+    hand.read("a", "ram")
+    with store.acquire("a", "ram", timeout_s=0):
+        store.evict("a", "ram")
+        store.pin("a", "ram")
+    assert store.where("a")["ram"] is CopyState.CLEAN
+    store.unpin("a", "ram")
+    store.evict("a", "ram")
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+
+
+def test_an_eviction_counts_once_however_often_it_is_asked_for(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b")
+    hand.read("b", "ram")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(9)
+    before = store.stats()
+    lease = store.acquire("b", "ram", timeout_s=0)
+    for _ in range(3):
+        store.evict("a", "ram")
+        store.evict("b", "ram")
+    lease.release()
+    hand.move()
+    window = store.stats() - before
+    assert (window.evictions_dirty, window.evictions_clean) == (1, 1)
+
+
+def test_a_copy_that_somebody_waits_for_does_not_make_way(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b", "c")
+    before = store.stats()
+    writing = store.acquire("b", "ram", "w", timeout_s=0)
+    caller = Caller(lambda: store.acquire_many([("a", "ram", "r"), ("b", "ram", "r")], timeout_s=TIMEOUT_S))
+    assert caller.is_waiting()
+    hand.move()
+    with pytest.raises(TimeoutError, match="waiting for: space"):
+        store.acquire("c", "ram", timeout_s=0)
+    assert store.where("a")["ram"] is CopyState.CLEAN
+    writing.release()
+    caller.join().release()
+    assert hand.num_moved(before) == {"disk->ram": 1}
+
+
+def test_what_was_fetched_last_is_as_recent_as_what_was_used_last(make: Callable[..., Hand]) -> None:
+    hand = make(3, 8)
+    store = hand.store
+    hand.add("a", "b", "c", "d")
+    for key in ("a", "b"):
+        hand.read(key, "ram")
+    store.prefetch("c", "ram")
+    hand.move()
+    hand.read("d", "ram")
+    assert [key for key in "abcd" if "ram" in store.where(key)] == ["b", "c", "d"]
+
+
 def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
     """What would arrive is older than what the writer gives back."""
     hand = make(4, 4, 8)
@@ -248,3 +340,17 @@ def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reser
     store.set_schedule(Schedule([Access(4, "written", "ram", "w"), Access(5, "used", "ram")]))
     store.advance(3)
     assert hand.under_way() == [("disk", "ram")]
+
+
+def test_so_many_bytes_are_fetched_ahead_at_once_and_then_the_next(make: Callable[..., Hand]) -> None:
+    hand = make(4, 8, max_inflight_bytes=2)
+    store = hand.store
+    hand.add("a", "b", "c", "d")
+    link = hand.links["disk", "ram"]
+    store.set_schedule(Schedule([Access(tick, key, "ram") for tick, key in enumerate("abcd", start=1)]))
+    store.advance(0)
+    for num_left in (3, 2, 1):
+        assert len(link.pending) == min(2, num_left + 1)
+        link.complete()
+    hand.move()
+    assert all("ram" in store.where(key) for key in "abcd")

@@ -106,6 +106,29 @@ def test_a_micro_batch_without_labels_adds_nothing() -> None:
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
 
 
+def test_the_loss_is_the_mean_over_the_tokens_that_it_is_told_of() -> None:
+    _, access, runner = make()
+    batches = padded_batches()
+    alone = runner.forward_backward(batches)
+    gradients = access.finish()
+    among_others = runner.forward_backward(batches, num_items=2 * alone.num_trained_tokens)
+    assert among_others.num_trained_tokens == alone.num_trained_tokens
+    assert among_others.loss == alone.loss / 2, "a power of two rounds nothing"
+    for name, gradient in access.finish().items():
+        assert torch.equal(gradient, gradients[name] / 2), name
+
+
+def test_a_buffer_that_layers_share_is_brought_to_the_device_once() -> None:
+    graph = build_graph(tiny_config("llama"))
+    first, *others = [unit.module for unit in graph.units if unit.is_layer]
+    table = torch.arange(4.0)
+    for module in (first, *others):
+        module.register_buffer("table", table)
+    access = MemoryAccess(graph, dict(build_model(tiny_config("llama")).named_parameters()), torch.float32)
+    LayerRunner(graph, access, device="meta", compute_dtype=torch.float32)
+    assert first.table.is_meta and others and all(module.table is first.table for module in others)
+
+
 def test_another_trace_is_noticed() -> None:
     shorter = trace_visits(build_graph(tiny_config("llama", num_hidden_layers=2)), 1, 8, torch.float32)
     _, _, runner = make(trace=shorter)
