@@ -269,6 +269,26 @@ def test_what_was_fetched_last_is_as_recent_as_what_was_used_last(make: Callable
     assert [key for key in "abcd" if "ram" in store.where(key)] == ["b", "c", "d"]
 
 
+def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable[..., Hand]) -> None:
+    hand = make(2, 2, 8)
+    store = hand.store
+    store.register("a", (1,), torch.uint8, home="ram")
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(3)
+    store.pin("a", "gpu")
+    with pytest.raises(TimeoutError):
+        store.acquire("a", "ram", timeout_s=0)
+    link = hand.links["gpu", "ram"]
+    link.fail()
+    caller = Caller(store.wait_idle)
+    assert caller.is_waiting() and len(link.pending) == 1
+    link.complete()
+    assert caller.join() is None
+    assert store.where("a") == {"gpu": CopyState.CLEAN, "ram": CopyState.CLEAN}
+    store.wait_idle()
+    assert hand.read("a", "ram") == 3
+
+
 def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
     """What would arrive is older than what the writer gives back."""
     hand = make(4, 4, 8)
@@ -354,3 +374,53 @@ def test_so_many_bytes_are_fetched_ahead_at_once_and_then_the_next(make: Callabl
         link.complete()
     hand.move()
     assert all("ram" in store.where(key) for key in "abcd")
+
+
+def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("pinned", "other")
+    store.pin("pinned", "ram")
+    hand.read("pinned", "ram")
+    store.set_schedule(Schedule([Access(1, "pinned", "ram"), Access(2, "other", "ram")]))
+    store.advance(0)
+    hand.move()
+    assert "ram" in store.where("other")
+
+
+def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) -> None:
+    """What is needed later would lie in the room that it waits for."""
+    hand = make(4, 16)
+    store = hand.store
+    hand.add("one", "two", "small")
+    store.register("large", (3,), torch.uint8, home="disk")
+    with store.acquire("large", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(8)
+    store.evict("large", "ram")
+    hand.move()
+    for key in ("one", "two"):
+        hand.read(key, "ram")
+    one, two = (store.acquire(key, "ram", timeout_s=0) for key in ("one", "two"))
+    store.set_schedule(Schedule([Access(1, "large", "ram"), Access(2, "small", "ram")]))
+    store.advance(0)
+    assert hand.under_way() == []
+    one.release()
+    assert [copy.nbytes for copy in hand.links["disk", "ram"].pending] == [3]
+    two.release()
+    assert [copy.nbytes for copy in hand.links["disk", "ram"].pending] == [3, 1]
+
+
+def test_what_passed_through_a_tier_takes_no_room_there_afterwards_and_gives_none(make: Callable[..., Hand]) -> None:
+    hand = make(2, 1, 8)
+    store = hand.store
+    hand.add("written", "used", "other")
+    for _ in range(2):
+        with store.acquire("other", "gpu", "w", timeout_s=0):
+            pass
+        store.evict("other", "gpu")
+        hand.move()
+    store.set_schedule(Schedule([Access(1, "written", "ram", "w"), Access(2, "used", "ram")]))
+    store.advance(0)
+    assert hand.under_way() == []
+    store.set_schedule(Schedule([Access(1, "used", "ram")]))
+    assert hand.under_way() == [("disk", "ram")]
