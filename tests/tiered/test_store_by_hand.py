@@ -289,6 +289,28 @@ def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable
     assert hand.read("a", "ram") == 3
 
 
+def test_a_write_back_ends_where_it_fails(make: Callable[..., Hand]) -> None:
+    """What a failed hop left in the middle never goes home."""
+    hand = make(2, 2, 8)
+    store = hand.store
+    hand.add("a", value=1)
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(2)
+    for hop in (("gpu", "ram"), ("ram", "disk")):
+        write = store.evict("a", "gpu")
+        if hop == ("ram", "disk"):
+            hand.links["gpu", "ram"].complete()
+        hand.links[hop].fail()
+        assert hand.under_way() == []
+        with pytest.raises(TransferError):
+            write.wait(TIMEOUT_S)
+        assert store.where("a")["gpu"] is CopyState.DIRTY
+    store.evict("a", "gpu")
+    hand.move()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "gpu") == 2
+
+
 def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
     """What would arrive is older than what the writer gives back."""
     hand = make(4, 4, 8)
@@ -424,3 +446,16 @@ def test_what_passed_through_a_tier_takes_no_room_there_afterwards_and_gives_non
     assert hand.under_way() == []
     store.set_schedule(Schedule([Access(1, "used", "ram")]))
     assert hand.under_way() == [("disk", "ram")]
+
+
+def test_a_copy_that_has_arrived_takes_no_more_room_on_its_way(make: Callable[..., Hand]) -> None:
+    hand = make(4, 1, 8)
+    store = hand.store
+    hand.add("there", "next")
+    assert hand.read("there", "gpu") == 0
+    store.evict("there", "ram")
+    store.set_schedule(Schedule([Access(1, "there", "gpu"), Access(2, "next", "gpu")]))
+    store.advance(0)
+    assert hand.under_way() == [("disk", "ram")]
+    hand.move()
+    assert "gpu" in store.where("next")
