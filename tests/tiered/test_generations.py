@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -260,6 +261,20 @@ def test_a_failed_commit_is_told_and_removed(
         last = store.commit()
         last.wait(60)
         assert last.generation == 2
+
+
+def test_a_full_drive_shows_before_a_block_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with filled([ram()], "ram", tmp_path) as store:
+        store.commit().wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(TransferError, match=r"cannot be written: No space left on device.*/c/0") as caught:
+                store.commit().wait(60)
+        assert caught.value.errno == errno.ENOSPC
+        assert not (tmp_path / "run/snap/00000002").exists() and current_generation(tmp_path / "run") == 1
 
 
 def test_a_failure_nobody_waited_for_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Hand:
 
     def __init__(self, *sizes: int, policy: EvictionPolicy | None = None, **options: Any) -> None:
         names = ["gpu", "ram", "disk"][-len(sizes) :]
-        pairs = [pair for a, b in zip(names, names[1:], strict=False) for pair in ((a, b), (b, a))]
+        pairs = [pair for a, b in pairwise(names) for pair in ((a, b), (b, a))]
         self.links = {pair: ManualLink(*pair) for pair in pairs}
         tiers = [MemoryTier(name, size, addressable=name != "disk") for name, size in zip(names, sizes, strict=True)]
         self.fast, self.home = names[0], names[-1]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
+from megatrain.engine.residency import zero_gaps
+from megatrain.models.layout import build_layout, views
 from tiered.schedule import Access
 
 UPDATE, FORWARD, HEAD, BACKWARD = range(4)
-BLOCKS = {key: BlockPlan(key, kind, 8, torch.float32) for key, kind in (("w", "weights"), ("m", "optimizer"), ("g", "gradients"))}
+BLOCKS = {
+    "w": BlockPlan("w", "weights", 8, torch.float32),
+    "m": BlockPlan("m", "optimizer", 8, torch.float32),
+    "g": BlockPlan("g", "gradients", 8, torch.float32),
+}
 TICKS = (
     Tick("update", 0, (("w", "rw"), ("m", "rw"), ("g", "r")), spent=frozenset({"g"})),
     Tick("forward", 0, (("w", "r"),)),
@@ -46,9 +54,23 @@ def test_the_schedule_has_what_moves_and_what_changes() -> None:
     homes = {"w": "ram", "m": "gpu", "g": "gpu"}
     schedule = PROGRAM.schedule(homes, 2, first_step=3)
     period = len(TICKS)
-    found = [(access.tick, access.key, access.tier, access.mode) for tick in range(8 * period) for access in schedule.at(tick)]
+    reached = [access for tick in range(8 * period) for access in schedule.at(tick)]
+    found = [(access.tick, access.key, access.tier, access.mode) for access in reached]
     passes = [(FORWARD, "w", "gpu", "r"), (BACKWARD, "w", "gpu", "r"), (BACKWARD, "g", "gpu", "w")]
     updates = [(UPDATE, "w", "ram", "rw"), (UPDATE, "m", "ram", "rw"), (UPDATE, "g", "ram", "r")]
     steps = {3: passes, 4: [*updates, *passes], 5: updates}
     assert found == [(step * period + tick, *rest) for step, uses in steps.items() for tick, *rest in uses]
     assert Access(3 * period + UPDATE, "m", "ram", "rw") not in schedule
+
+
+def test_what_no_gradient_was_copied_into_is_zero() -> None:
+    """Padding, and parameters without a gradient: the norm is taken over the whole block."""
+    layout = build_layout("unit", [("a", (3,)), ("b", (5, 2)), ("c", (2, 2))], trainable=True)
+    names = [entry.name for entry in layout.entries]
+    for count in range(len(names) + 1):
+        for filled in itertools.combinations(names, count):
+            flat = torch.full((layout.num_elements,), torch.nan)
+            for name in filled:
+                views(flat, layout)[name].fill_(1.0)
+            zero_gaps(flat, layout, set(filled))
+            assert flat.sum() == sum(views(flat, layout)[name].numel() for name in filled), filled

@@ -149,7 +149,8 @@ def test_another_trace_is_noticed() -> None:
         runner.forward_backward(padded_batches())
     matching = trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32)
     first, second, third, *rest = matching.visits
-    longer = replace(matching, visits=(first, second, third, *rest[:-1], replace(rest[-2], unit=rest[-1].unit), rest[-1]))
+    one_more = (first, second, third, *rest[:-1], replace(rest[-2], unit=rest[-1].unit), rest[-1])
+    longer = replace(matching, visits=one_more)
     _, _, runner = make(trace=longer)
     with pytest.raises(VisitOrderError, match="ended after 5 unit calls, planned were 6"):
         runner.forward_backward(padded_batches())
