@@ -39,6 +39,8 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 #: Folders whose matrices take minutes, and how many cases of one test run without `-m slow`: evenly spread.
 LONG_MATRICES = ("tests/parity/", "tests/gpu/", "tests/megatrain/engine/", "tests/megatrain/embed/")
 SHARE, FEWEST = 6, 6
+#: But not these: their cases take milliseconds, and each is another one.
+SHORT = ("tests/megatrain/engine/test_mirror.py",)
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed", "gpu", "gpu_profile")
 
@@ -58,7 +60,7 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if item.nodeid.startswith(LONG_MATRICES):
+        if item.nodeid.startswith(LONG_MATRICES) and not item.nodeid.startswith(SHORT):
             cases.setdefault(name, []).append(item)
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
