@@ -49,6 +49,8 @@ class SomePlan:
     guesses: tuple[str, ...] = ()
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
     objections: tuple[Objection, ...] = ()
+    graph: None = None
+    kept_tensors: str = ""
 
 
 METRICS = StepMetrics(
@@ -97,6 +99,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = ModuleType("megatrain.trainer")
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
+    monkeypatch.setattr("megatrain.plan.inventory.kept_tensors", lambda config, graph: "")
     return asked
 
 

@@ -239,6 +239,7 @@ def test_the_command_says_whether_the_plan_is_exact(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GiB, GiB))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "some GPU")
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu="256MiB", nvme=0)
     (tmp_path / "run.toml").write_text(text)
     if not is_exact:

@@ -114,7 +114,7 @@ def test_a_run_that_is_done(tmp_path: Path) -> None:
     assert re.search(r"ram->nvme MiB +1\.0 +-$", text, re.MULTILINE)
     assert "a step is computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
     assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
-    assert "wrote   /drive   0.01 GB (1.00 MiB per step, planned 1.00 MiB)" in lines
+    assert "wrote   /drive   8.39 MB (1.05 MB per step, planned 1.05 MB)" in lines
     assert any(line.startswith("saved   1 checkpoint, the last at step 8, 9.00 MiB") for line in lines)
 
 
