@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -63,19 +63,6 @@ class Tick:
     spent: frozenset[str] = frozenset()
 
 
-class Turn(NamedTuple):
-    """One tick as a run comes to it.
-
-    Attributes:
-        number: position of the tick in the step. tick: what is held.
-        kept: keys whose copies stay where they are for their next use.
-    """
-
-    number: int
-    tick: Tick
-    kept: frozenset[str]
-
-
 @dataclass(frozen=True)
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
@@ -97,19 +84,13 @@ class StepProgram:
     updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
 
-    def turns(self, stays: Stays, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
-        """Return the ticks of a step in order.
+    def chosen_ticks(self, *, updates: bool = True, passes: bool = True) -> dict[int, Tick]:
+        """Return the ticks of a step in order, by position.
 
         Args:
-            stays: of the placement. updates: ticks that finish the step before. passes: its own, forward and backward.
+            updates: with the ticks that finish the step before. passes: with its own, forward and backward.
         """
-        chosen = {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
-        kept: dict[int, set[str]] = {number: set() for number in chosen}
-        for (start, key), stop in stays.items():
-            # A stay into the next step: only updates can be left of that, and they come right after the passes.
-            if start in chosen and (stop in chosen if stop > start else passes):
-                kept[start].add(key)
-        return tuple(Turn(number, tick, frozenset(kept[number])) for number, tick in chosen.items())
+        return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
     def _is_deferred(self, tick: Tick) -> bool:
         return self.defers_updates and tick.phase == "update"

@@ -15,7 +15,6 @@ from megatrain.plan.traffic import Traffic
 from tiered.units import GB, TB, format_duration, format_size
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import StepProgram, Tick
     from megatrain.plan.planner import Plan
 
 #: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.
@@ -288,22 +287,10 @@ class _Costs:
         return max(nvme_seconds(r, w, drive) for drive, r, w in by_drive.values())
 
     def _traffic_without_activations(self) -> Mapping[str, int]:
-        program = self._plan.program
-
-        def without(tick: Tick) -> Tick:
-            held, passing = (
-                tuple((key, mode) for key, mode in uses if program.blocks[key].kind != "activations")
-                for uses in (tick.held, tick.passing)
-            )
-            return replace(tick, held=held, passing=passing)
-
-        fixed: StepProgram = replace(program, ticks=tuple(without(tick) for tick in program.ticks))
-        placement = self._plan.placement
-        stays = {
-            (n, key): stop for (n, key), stop in placement.stays.items() if program.blocks[key].kind != "activations"
-        }
+        program, placement = self._plan.program, self._plan.placement
         order = list(self._plan.budgets_by_tier)
-        return Traffic(fixed, order, placement.homes, stays, placement.direct).of_step()
+        traffic = Traffic(program, order, placement.homes, placement.stays, placement.direct)
+        return traffic.of_step(lambda key: program.blocks[key].kind != "activations")
 
     @property
     def computing_note(self) -> str:
