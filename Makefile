@@ -29,6 +29,10 @@ format: $(VENV)/.lint-installed ## rewrite the files as check wants them
 test-slow: $(VENV)/.kvikio-installed ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+mutants: $(VENV)/.mutants-installed ## small mistakes put into pure modules one by one; lists those that no test of theirs sees
+	-$(BIN)/mutmut run $(ARGS)
+	$(BIN)/mutmut results
+
 bench: $(VENV)/.installed ## step time against plain PyTorch
 	$(BIN)/python bench/step.py $(ARGS)
 
@@ -46,6 +50,10 @@ $(VENV)/.lint-installed: $(VENV)/.installed
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[lint]"
 	touch $@
 
+$(VENV)/.mutants-installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[mutants]"
+	touch $@
+
 # The packages of the extra alone: the site needs neither the project nor torch.
 $(VENV)/.docs-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -56,5 +64,5 @@ $(VENV)/.docs-installed: pyproject.toml constraints.txt
 help: ## this list
 	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
 
-.PHONY: run test check format test-slow bench docs help
+.PHONY: run test check format test-slow mutants bench docs help
 .DEFAULT_GOAL := help

@@ -60,7 +60,7 @@ dtype = "float32"
 [tiers.ram]
 size = "{ram}"
 [[tiers.nvme]]
-path = "scratch"
+path = "state"
 size = "12GiB"
 """
 

@@ -36,23 +36,28 @@ import torch
 
 from bench.common import ROOT, Report
 from bench.compare.processes import import_failure
-from bench.gpu_sides.cases import OURS, PARTS, PLAIN, REFERENCE, ZERO3, Part, write_shape
-from bench.gpu_sides.job import Job
+from bench.gpu_sides.cases import OURS, PARTS, PLAIN, REFERENCE, VARIANTS, ZERO3, Part, part_named
+from bench.gpu_sides.job import Job, make_job
 from bench.gpu_sides.rows import Rows
-from megatrain.optim.threads import default_num_threads
 
 RATES = "rates"
 #: Smaller numbers of layers that plain PyTorch is tried with, where all 28 do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
 #: A side is not started with less time than this.
 LEAST_S = 30.0
+HELP = "in this order; default: {}. A part and variants of ours, as in 7b_4k+liger: {}"
 #: For a whole call, where nothing else is said.
 DEFAULT_MINUTES = 8.0
 
 
+class TerminatedError(Exception):
+    """Somebody told this process to end."""
+
+
 def main() -> int:
-    """Run the parts; 1 if a row that is not about time is not ok."""
+    """Run the parts; 1 if a row that is not about time is not ok. SIGTERM ends the side that runs; its rows stay."""
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, _terminate)
     deadline_s = time.monotonic() + 60 * arguments.minutes
     all_ok = True
     for folder in (arguments.cache, arguments.traces, arguments.scratch, arguments.out and arguments.out.parent):
@@ -67,17 +72,25 @@ def main() -> int:
             if name == RATES:
                 all_ok &= measure_rates(folder, arguments, deadline_s)
                 continue
-            part = PARTS[name].small() if arguments.quick else PARTS[name]
+            part = part_named(name)
+            part = part.small() if arguments.quick else part
             report = Report("gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
-            Comparison(name, part, folder, arguments, Rows(report, name, part), deadline_s).run()
+            comparison = Comparison(name, part, folder, arguments, Rows(report, name, part), deadline_s)
+            comparison.run()
+            deadline_s = comparison.deadline_s
             all_ok &= report.all_ok
     return 0 if all_ok else 1
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: `timeout` tells a process and then its whole group
+    raise TerminatedError
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (RATES, *PARTS)
-    parser.add_argument("--parts", type=_names, default=names, help=f"in this order; default: {','.join(names)}")
+    parser.add_argument("--parts", type=_names, default=names, help=HELP.format(",".join(names), ", ".join(VARIANTS)))
     parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="for the whole call; default: 8")
     parser.add_argument("--out", type=Path, help="file to which every row is added as a JSON line")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
@@ -102,9 +115,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    unknown = [name for name in names if name != RATES and name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {', '.join((RATES, *PARTS))}")
+    for name in names:
+        part, *variants = name.split("+")
+        if (name != RATES and part not in PARTS) or not set(variants) <= VARIANTS.keys():
+            known = f"{', '.join((RATES, *PARTS))}; variants {', '.join(VARIANTS)}"
+            raise argparse.ArgumentTypeError(f"no part {name}; there are {known}")
     return names
 
 
@@ -137,7 +152,11 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
 
 
 class Comparison:
-    """One part: its sides one after the other, and the rows about them."""
+    """One part: its sides one after the other, and the rows about them.
+
+    Attributes:
+        deadline_s: when no side may run any more; it is over once somebody told this process to end.
+    """
 
     def __init__(
         self,
@@ -149,7 +168,7 @@ class Comparison:
         deadline_s: float,
     ) -> None:
         self._name, self._part, self._folder = name, part, folder
-        self._arguments, self._rows, self._deadline_s = arguments, rows, deadline_s
+        self._arguments, self._rows, self.deadline_s = arguments, rows, deadline_s
         self._layers = arguments.layers
 
     def run(self) -> None:
@@ -175,7 +194,7 @@ class Comparison:
 
     def _missing(self, side: str) -> str:
         arguments = self._arguments
-        if time.monotonic() > self._deadline_s - LEAST_S:
+        if time.monotonic() > self.deadline_s - LEAST_S:
             return "out of time; run this part in a call of its own, or with more --minutes"
         if side == REFERENCE and arguments.megatrain is None:
             return "no --megatrain FOLDER"
@@ -192,7 +211,7 @@ class Comparison:
         Args:
             num_left: sides of the part that have not run, this one included: they share the time.
         """
-        budget_s = max(LEAST_S, (self._deadline_s - time.monotonic()) / num_left)
+        budget_s = max(LEAST_S, (self.deadline_s - time.monotonic()) / num_left)
         job = self._job(side, budget_s)
         if side == OURS and job.tables:
             self._rows.row("ours.tables", json.dumps(job.tables), "of the config")
@@ -202,6 +221,7 @@ class Comparison:
             **os.environ,
             "PYTHONPATH": _python_path(),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # read at the first matrix product, before ours asks for it
         }
         command = [python, "-P", "-c", "from bench.gpu_sides import worker; worker.main()", job.to_json()]
         with log.open("wb") as output:
@@ -213,6 +233,9 @@ class Comparison:
                 failure = "" if code == 0 else f"exit code {code}: {_last_words(log)}"
             except subprocess.TimeoutExpired:
                 failure = f"out of time after {budget_s:.0f} s; the steps that it made count: {_last_words(log)}"
+            except TerminatedError:
+                self.deadline_s = 0.0
+                failure = f"the bench was told to end; the steps that it made count: {_last_words(log)}"
             finally:
                 _end(process)
         path = Path(job.result)
@@ -220,36 +243,22 @@ class Comparison:
         return result, failure
 
     def _job(self, side: str, budget_s: float) -> Job:
-        part, arguments = self._part, self._arguments
-        folder = self._folder / side
-        folder.mkdir()
-        layers = self._layers if self._layers is not None else part.layers
-        own = Part(part.shape, part.rows, part.length, part.micro_rows, layers=layers)
-        tables = {name: dict(values) for name, values in part.tables.items()}
-        for name, values in arguments.tables.items():
-            tables[name] = {**tables.get(name, {}), **values}
+        arguments = self._arguments
         trace = arguments.traces / f"{self._name}.json" if arguments.traces and side == OURS else ""
-        return Job(
-            side=side,
-            model=str(write_shape(folder / "model", own, quick=arguments.quick)),
-            rows=part.rows,
-            length=part.length,
-            micro_rows=part.micro_rows,
-            num_steps=max(1, part.num_steps) if arguments.steps is None else arguments.steps,
-            has_warm_up=bool(self._warm_ups()),
+        return make_job(
+            side,
+            self._part,
+            self._folder / side,
             budget_s=budget_s,
             device=arguments.device,
-            dtype="bfloat16" if arguments.device == "cuda" else "float32",
-            num_threads=default_num_threads(),
-            scratch=str(folder),
-            result=str(folder / "result.json"),
-            ram="tight" if arguments.quick and part.uses_drive else arguments.ram,
-            drive=str(folder / "drive") if part.uses_drive else "",
-            tables=tables,
+            quick=arguments.quick,
+            num_steps=arguments.steps,
+            layers=self._layers,
+            ram=arguments.ram,
+            tables=arguments.tables,
             trace=str(trace and trace.absolute()),
             megatrain=str(arguments.megatrain.absolute()) if arguments.megatrain else "",
-            layers=() if arguments.quick else PLAIN_LAYERS,
-            matmul=512 if arguments.quick else 8192,
+            layers_to_try=() if arguments.quick else PLAIN_LAYERS,
         )
 
 
@@ -271,4 +280,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(TerminatedError):  # while no side ran: all there is to say is said
+        sys.exit(main())
+    sys.exit(128 + signal.SIGTERM)

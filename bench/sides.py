@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.tokenizer import load_tokenizer, pad_token_id
 from megatrain.engine.runner import shifted_labels
 from megatrain.models.layout import TensorEntry
-from megatrain.optim import clip
-from megatrain.optim.base import Optimizer, Segment, StateKind, Update, decays
+from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.solve import DoesNotFitError
+from megatrain.plan.solve import DURABLE_KINDS, DoesNotFitError
 from megatrain.session import Session
 from tiered.events import StoreStats
+from tiered.tiers.gpu import GpuTier
+from tiered.tiers.ram import RamTier
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
@@ -35,13 +36,14 @@ class StepTimes:
 
     Attributes:
         total_s: the step as it counts. parts_s: seconds of its parts, by name. loss: before the update.
-        grad_norm: before clipping.
+        grad_norm: before clipping. num_drops: by tier, buffers given back to make room for those of other sizes.
     """
 
     total_s: float
     parts_s: Mapping[str, float]
     loss: float
     grad_norm: float
+    num_drops: Mapping[str, int] = field(default_factory=dict)
 
 
 def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
@@ -108,8 +110,8 @@ class TimedOptimizer:
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         return self.inner.state_kinds(split_master)
 
-    def warm_up(self) -> None:
-        self.inner.warm_up()
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        self.inner.warm_up(formats)
 
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
@@ -125,6 +127,11 @@ class Ours:
     Args:
         config: of the run. num_steps: how many steps will be taken. plan: of the run, if it is made already.
         make_session: ``Session`` or a class like it.
+
+    Attributes:
+        start_s: seconds of its parts: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all threads), and
+            ``fill``, the rest of what it takes until weights and state are where they live.
+        start_bytes: what ``populate``, ``pin`` and ``fill`` worked on.
     """
 
     def __init__(
@@ -136,16 +143,19 @@ class Ours:
         make_session: Callable[[RunConfig, Plan], Session] = Session,
     ) -> None:
         plan = plan or plan_run(config)
-        plan.optimizer.warm_up()
-        clip.warm_up()
+        begin_s = time.perf_counter()
+        plan.warm_up()  # the device's kernels as well: the first update is made in a step that is measured
         self.optimizer = TimedOptimizer(plan.optimizer)
         self.plan = replace(plan, optimizer=self.optimizer)
         self.windows: list[StoreStats] = []
         self._num_steps = 0
         self._session = make_session(config, self.plan).__enter__()
         self._store = self._session.store
+        self._tiers = {tier.name: tier for tier in self._session._tiers}
+        warm_s = time.perf_counter()
         self._session.prepare()
         self._store.wait_idle()
+        self.start_s, self.start_bytes = self._start(warm_s - begin_s, time.perf_counter() - warm_s)
         self._before = self._store.stats()
         self._engine = self._session.make_engine(num_steps)
         self._store.wait_idle()
@@ -155,6 +165,18 @@ class Ours:
 
     def __exit__(self, *exception: object) -> None:
         self._session.__exit__(*exception)
+
+    def _start(self, warm_up_s: float, prepare_s: float) -> tuple[dict[str, float], dict[str, int]]:
+        ram, blocks = self._tiers["ram"], self.plan.program.blocks.values()
+        assert isinstance(ram, RamTier), ram
+        fill_s = max(0.0, prepare_s - ram.populate_s - ram.pin_s)
+        seconds = {"warm_up": warm_up_s, "populate": ram.populate_s, "pin": ram.pin_s, "fill": fill_s}
+        filled = sum(block.nbytes for block in blocks if block.kind in DURABLE_KINDS)
+        is_pinned = self.plan.device.type == "cuda"
+        return seconds, {"populate": ram.made_bytes, "pin": ram.made_bytes * is_pinned, "fill": filled}
+
+    def _num_drops(self) -> dict[str, int]:
+        return {name: tier.num_drops for name, tier in self._tiers.items() if isinstance(tier, GpuTier | RamTier)}
 
     def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
         """Run one step and wait until its last write-back, and the first copies of the next step, have landed.
@@ -166,6 +188,7 @@ class Ours:
     def steps(self, batches: Sequence[MicroBatches], lr: float) -> StepTimes:
         """Run steps one after the other without a pause; return means of one step, and the last loss and norm."""
         store, self.optimizer.kernel_s = self._store, 0.0
+        drops = self._num_drops()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for micro_batches in batches:
             result = self._engine.step(micro_batches, number=self._num_steps, lr=lr)
@@ -181,7 +204,8 @@ class Ours:
             **{f"stall_{cause}": seconds for cause, seconds in window.stall_s.items()},
         }
         parts = {name: seconds / len(batches) for name, seconds in parts.items()}
-        return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm)
+        drops = {tier: number - drops[tier] for tier, number in self._num_drops().items()}
+        return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm, drops)
 
     def finish(self) -> None:
         """Make the update that the last step left."""

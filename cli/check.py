@@ -14,13 +14,14 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DATA, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED
 from .options import config_options, json_option
+from .spinner import Spinner, without_collector
 
 if TYPE_CHECKING:
     from megatrain.checkup import Finding
 
 _EXIT_CODES = {"config": EXIT_CONFIG, "fit": EXIT_DOES_NOT_FIT, "data": EXIT_DATA, "failed": EXIT_FAILED}
 _ORDER = (EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_FAILED)
-_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _PLAIN_WIDTH = 140
 
 
@@ -35,25 +36,16 @@ def command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, .
 
     The exit code is that of the first kind: 2 config or model, 3 does not fit, 4 data, 1 storage failed.
     """
-    is_shown = sys.stderr.isatty() and not as_json
-    if is_shown:
-        click.echo("looking at the config ...", nl=False, err=True)
-
-    from megatrain.checkup import check_run
-
-    def show(what: str) -> None:
-        if is_shown:
-            click.echo(f"\r\x1b[Klooking at the {what} ...", nl=False, err=True)
-
     findings = []
-    for finding in check_run(config, extra_files, overrides, show):
-        findings.append(finding)
-        if is_shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
-        if not as_json:
-            _print(finding)
-    if is_shown:
-        click.echo("\r\x1b[K", nl=False, err=True)
+    with Spinner("importing torch", is_shown=not as_json) as spinner:
+        with without_collector():
+            from megatrain.checkup import check_run
+
+        for finding in check_run(config, extra_files, overrides, lambda what: spinner.say(f"looking at the {what}")):
+            findings.append(finding)
+            if not as_json:
+                with spinner.hidden():
+                    _print(finding)
     codes = {_EXIT_CODES[finding.kind] for finding in findings if finding.kind is not None}
     code = next((code for code in _ORDER if code in codes), EXIT_DONE)
     if as_json:
@@ -63,7 +55,9 @@ def command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, .
     if count:
         click.secho(f"{count} problem{'s' if count > 1 else ''}", fg="red", bold=True)
     else:
-        click.secho("no problem found", fg="green")
+        warnings = sum(finding.severity == "warning" for finding in findings)
+        more = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        click.secho(f"no problem found{more}", fg="yellow" if warnings else "green")
     return code
 
 

@@ -63,6 +63,8 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
             click.echo(f"{_name(info)} (generation {info.generation}): {count}")
             for problem in problems:
                 click.echo(f"  {problem}")
+            if info.note is not None:
+                click.echo(f"  note: {info.note}")
     if as_json:
         values = [{**dataclasses.asdict(info), "problems": problems} for info, problems in results]
         click.echo(json.dumps({"checkpoints": values}))
@@ -101,8 +103,10 @@ def remove_command(
     infos = _chosen(run, step, generation)
     if infos and not yes and not _is_agreed(infos, as_json=as_json):
         raise RunFailedError("nothing was removed. Add --yes to remove without being asked", EXIT_CONFIG)
+    if not remove_all:
+        _check_that_one_stays(run, infos)
     for info in infos:
-        remove_checkpoint(run, info.generation, force=remove_all)
+        remove_checkpoint(run, info.generation, is_copy=info.is_copy, force=remove_all)
         if not as_json:
             click.echo(f"removed {_name(info)} (generation {info.generation})")
     if as_json:
@@ -118,8 +122,10 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
 
     infos = list_checkpoints(run)
     if step is not None:
-        find_checkpoint(run, step)  # else says what there is
-        return [info for info in infos if info.step == step]
+        chosen = [info for info in infos if info.step == step]
+        if not chosen:
+            find_checkpoint(run, step)  # says what there is
+        return chosen
     if generation is not None:
         chosen = [info for info in infos if info.generation == generation]
         if not chosen:
@@ -127,6 +133,16 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
             raise RunFailedError(f"no generation {generation} in '{run}'. There are: {known}", EXIT_FAILED)
         return chosen
     return infos
+
+
+def _check_that_one_stays(run: Path, chosen: list[CheckpointInfo]) -> None:
+    """Refuse to remove a checkpoint and its copy where nothing else can be used, before the first of them goes."""
+    from megatrain.checkpoint.catalog import list_checkpoints
+
+    usable = [info for info in list_checkpoints(run) if info.problem is None]
+    if len(usable) > 1 and all(info in chosen for info in usable):
+        names = ", ".join(map(_name, usable))
+        raise RunFailedError(f"nothing else in '{run}' can be used: {names}. Remove them with --all", EXIT_FAILED)
 
 
 def _is_agreed(infos: list[CheckpointInfo], *, as_json: bool) -> bool:
@@ -140,7 +156,8 @@ def _is_terminal() -> bool:
 
 
 def _name(info: CheckpointInfo) -> str:
-    return "step ?" if info.step is None else f"step {info.step}"
+    name = "step ?" if info.step is None else f"step {info.step}"
+    return f"copy of {name}" if info.is_copy else name
 
 
 def _print(infos: list[CheckpointInfo]) -> None:
@@ -164,7 +181,8 @@ def _print(infos: list[CheckpointInfo]) -> None:
     table.add_column("generation", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for info in infos:
-        note = info.problem or ("newest: a run continues from here" if info.is_newest else "")
+        notes = ["copy"] * info.is_copy + ["newest: a run continues from here"] * info.is_newest
+        note = info.problem or ", ".join(notes)
         table.add_row(
             "?" if info.step is None else str(info.step),
             info.saved_at or "",

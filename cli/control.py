@@ -74,25 +74,45 @@ def wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
 
 def describe_ended(run: Path) -> str:
     """Return how a run that is not running ended, and what to do."""
-    from megatrain.run_folder import committed_step, read_status
+    from megatrain.run_folder import read_status
 
     status = read_status(run)
     if status is None:
         return "not running"
-    saved = committed_step(run)
-    goes_on = (
-        "nothing was saved; run it again to start over"
-        if saved is None
-        else f"run it again to continue from step {saved}"
-    )
+    goes_on = _what_next(run)
     seen = f"{age(status.updated_at)} ago"
     if status.state == "done":
-        return f"done, {status.step} steps, {seen}"
+        lost = _lost(run)
+        return f"done, {status.step} steps, {seen}" + (f"\n{lost}" if lost else "")
     if status.state == "stopped":
         return f"stopped at step {status.step}, {seen}; {goes_on}"
     if status.state == "failed":
         return f"failed at step {status.step}, {seen}: {status.message}\n{goes_on}"
     return f"not running; last seen at step {status.step}, {seen}; {goes_on}"
+
+
+def _what_next(run: Path) -> str:
+    """Return from where a run would continue, and what of it is gone with a drive."""
+    from megatrain.checkpoint.whereabouts import usable_checkpoint
+
+    found, lost = usable_checkpoint(run), _lost(run)
+    if found is not None:
+        where = "the copy of step" if found.is_copy else "step"
+        return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
+    if lost:
+        return (
+            f"it cannot continue\n{lost}\nbring that folder back and run it again; or give up what was trained: "
+            f"megatrain-tier ckpt rm {run} --all"
+        )
+    return "nothing was saved; run it again to start over"
+
+
+def _lost(run: Path) -> str:
+    """Return which checkpoints of a run are gone with a drive, "" if none is."""
+    from megatrain.checkpoint.whereabouts import Lost, saved_checkpoints
+
+    lost = Lost.of(saved_checkpoints(run))
+    return "" if lost is None else str(lost)
 
 
 def age(moment: str) -> str:

@@ -63,6 +63,8 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
     figures = f"{preview.num_tokens:,} tokens, {preview.num_trained:,} trained ({share:.1f}%)"
     if preview.num_tokens_before > preview.num_tokens:
         figures += f", cut from {preview.num_tokens_before:,}"
+    if preview.num_pieces > 1:
+        figures += f", in {preview.num_pieces:,} pieces"
     click.echo(f"{styled(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
     if preview.where:
         click.echo(styled(preview.where, dim=True))
@@ -106,7 +108,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
-    _print_stats(stats, is_packed=loaded.config.data.packing, max_length=loaded.config.data.max_length)
+    _print_stats(stats, is_packed=bool(loaded.config.data.packing), max_length=loaded.config.data.max_length)
     return 0
 
 

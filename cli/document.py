@@ -83,7 +83,7 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
             "run.toml --set output_dir=outputs/second --set learning_rate=2e-5",
             (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED),
         ),
-        "status": Entry("outputs/first"),
+        "status": Entry("outputs/first", (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED)),
         "save": Entry("outputs/first"),
         "stop": Entry("outputs/first"),
     },
@@ -94,7 +94,7 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
         "ckpt ls": Entry("outputs/first"),
         "ckpt verify": Entry("outputs/first"),
         "ckpt rm": Entry("outputs/first --step 200 --yes"),
-        "clean": Entry("scratch --yes"),
+        "clean": Entry("state --yes"),
     },
     "Shell": {"completion": Entry("bash")},
 }

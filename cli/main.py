@@ -46,8 +46,10 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.run_folder", "UnreachableRunError", EXIT_FAILED),
     ("megatrain.report.history", "NotARunError", EXIT_CONFIG),
     ("megatrain.plan.solve", "DoesNotFitError", EXIT_DOES_NOT_FIT),
+    ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
     ("megatrain.data.errors", "DataError", EXIT_DATA),
     ("megatrain.engine.device_errors", "DeviceError", EXIT_FAILED),
+    ("megatrain.engine.determinism", "DeterminismError", EXIT_CONFIG),
     ("megatrain.engine.runner", "NoTrainedTokensError", EXIT_DATA),
     ("megatrain.engine.runner", "VisitOrderError", EXIT_FAILED),
     ("megatrain.engine.step", "NonFiniteGradientError", EXIT_FAILED),
@@ -160,6 +162,16 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     ctx.exit()
 
 
+def _let_gpu_memory_grow() -> None:
+    """Have torch's allocator map memory of a GPU piece by piece, unless the user chose otherwise.
+
+    Beside a tier that fills the GPU, what layers allocate comes and goes in blocks of gigabytes and of many sizes. In
+    segments of fixed size the gaps between them are lost. torch reads the variable when CUDA is first used.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version."
@@ -175,4 +187,5 @@ def command_group() -> None:
 
 def main() -> None:
     """Run the command line; the console command megatrain-tier."""
+    _let_gpu_memory_grow()
     command_group.main(prog_name="megatrain-tier")

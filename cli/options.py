@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ import click
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
+
+    from .spinner import Spinner
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -44,24 +45,14 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
-@contextmanager
-def announced(text: str, *, as_json: bool) -> Iterator[None]:
-    """Show what is being done on a terminal, for as long as the context is open."""
-    is_shown = sys.stderr.isatty() and not as_json
-    if is_shown:
-        click.echo(f"{text} ...", nl=False, err=True)
-    try:
-        yield
-    finally:
-        if is_shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
-
-
-def load(config: Path, extra_files: Sequence[Path], overrides: Sequence[str]) -> LoadedConfig:
-    """Read the config of a command and print its warnings on stderr."""
+def load(
+    config: Path, extra_files: Sequence[Path], overrides: Sequence[str], spinner: Spinner | None = None
+) -> LoadedConfig:
+    """Read the config of a command and print its warnings on stderr, where a spinner makes room for them."""
     from megatrain.config import load_config
 
     loaded = load_config(config, extra_files, overrides)
-    for warning in loaded.warnings:
-        click.echo(f"warning: {warning}", err=True)
+    with nullcontext() if spinner is None else spinner.hidden():
+        for warning in loaded.warnings:
+            click.echo(f"warning: {warning}", err=True)
     return loaded

@@ -12,6 +12,7 @@ import click
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, RunFailedError
 from .main import describe as describe_error
 from .options import config_options, json_option, load
+from .spinner import Spinner, without_collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -55,31 +56,40 @@ def command(
     count_steps: bool,
 ) -> int:
     """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
-    loaded = load(config, extra_files, overrides)
+    with Spinner("reading the config", is_shown=not as_json) as spinner:
+        loaded = load(config, extra_files, overrides, spinner)
+        spinner.say("importing torch")
+        with without_collector():
+            from megatrain.plan.inventory import kept_tensors
+            from megatrain.plan.solve import DoesNotFitError
+            from megatrain.plan.what_if import overrides_of, plan_alternative
 
-    from megatrain.plan.solve import DoesNotFitError
-    from megatrain.plan.what_if import overrides_of, plan_alternative
-
-    try:
-        changes = {text: overrides_of(text, loaded.config) for text in alternatives}
-    except ValueError as error:
-        raise RunFailedError(f"--what-if: {error}", EXIT_CONFIG) from None
-    timer = None
-    if measure:
-        timer = _measure([loaded.config, *_configs_of(changes.values(), config, extra_files, overrides)])
-    others = [plan_alternative(text, config, extra_files, overrides, sets, timer) for text, sets in changes.items()]
-    try:
-        trainer = _trainer(loaded.config)
-    except DoesNotFitError as error:
-        if not others:
-            raise
-        _print_misfit(error, others, as_json=as_json)
-        return EXIT_DOES_NOT_FIT
-    plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
-    num_steps = None
-    if count_steps:
-        training = loaded.config.training
-        num_steps = trainer.make_loader().num_steps(training.num_train_epochs, training.max_steps)
+        try:
+            changes = {text: overrides_of(text, loaded.config) for text in alternatives}
+        except ValueError as error:
+            raise RunFailedError(f"--what-if: {error}", EXIT_CONFIG) from None
+        timer = None
+        if measure:
+            spinner.stop()  # what is measured is said in lines that stay
+            timer = _measure([loaded.config, *_configs_of(changes.values(), config, extra_files, overrides)])
+        spinner.say("reading the model and planning")
+        others = [plan_alternative(text, config, extra_files, overrides, sets, timer) for text, sets in changes.items()]
+        try:
+            with without_collector():
+                trainer = _trainer(loaded.config)
+        except DoesNotFitError as error:
+            if not others:
+                raise
+            spinner.stop()
+            _print_misfit(error, others, as_json=as_json)
+            return EXIT_DOES_NOT_FIT
+        plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
+        plan = dataclasses.replace(plan, kept_tensors=kept_tensors(loaded.config, plan.graph))
+        num_steps = None
+        if count_steps:
+            spinner.say("reading the data")
+            training = loaded.config.training
+            num_steps = trainer.make_loader().num_steps(training.num_train_epochs, training.max_steps)
     _print(plan, loaded.config, others, as_json=as_json, simulate=simulate, num_steps=num_steps)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
@@ -185,7 +195,7 @@ def _simulated(plan: Plan) -> SimulatedStep | None:
 
 def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
     """Return what the whole run comes to."""
-    from tiered.units import GB, TB, format_duration, format_size
+    from tiered.units import format_decimal_size, format_duration, format_size
 
     if length.num_steps is None:
         if step_s is None:
@@ -198,9 +208,8 @@ def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
     lines = [line]
     if length.written_bytes:
         nbytes = length.written_bytes
-        written = f"{nbytes / TB:,.2f} TB" if nbytes >= TB else f"{nbytes / GB:,.2f} GB"
         share = "" if length.share_of_limit is None else f", {length.share_of_limit:.2%} of max_written"
-        lines.append(f"                NVMe writes {written}{share}")
+        lines.append(f"                NVMe writes {format_decimal_size(nbytes)}{share}")
     if length.num_saves:
         saves = f"{length.num_saves} checkpoint{'s' if length.num_saves > 1 else ''}"
         lines.append(f"                {saves}, {format_size(length.saved_bytes)} written to output_dir")
@@ -243,6 +252,7 @@ def _print_alternatives(lines: Sequence[Alternative]) -> None:
             table.add_row(Text(one.what), "", "", "", "", "", Text(f"cannot run: {one.problem}", style="red"))
             continue
         needs = "  ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in one.peak_bytes.items())
+        beyond = f"  beyond this machine: {', '.join(one.beyond_machine)}" if one.beyond_machine else ""
         table.add_row(
             Text(one.what),
             "-" if one.step_s is None else format_duration(one.step_s),
@@ -250,6 +260,6 @@ def _print_alternatives(lines: Sequence[Alternative]) -> None:
             one.bound_by or "-",
             format_size(one.moved_bytes),
             format_size(one.written_bytes),
-            needs,
+            Text.assemble(needs, (beyond, "red")),
         )
     console.print(table)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import textwrap
+import threading
+from collections import deque
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -14,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.activity import Activity, Moment
 from megatrain.metrics import (
     CheckpointMetrics,
     EvaluationMetrics,
@@ -21,7 +25,9 @@ from megatrain.metrics import (
     RunSummary,
     StepMetrics,
     format_checkpoint,
+    format_eta,
     format_evaluation,
+    format_lr,
     format_stalls,
     format_step,
     format_tiers,
@@ -29,10 +35,16 @@ from megatrain.metrics import (
 from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from megatrain.plan.cost import Estimate
+    from megatrain.plan.limits import Objection
     from megatrain.plan.simulate import SimulatedStep
+
+_REFRESH_S = 0.25  # often enough for the eye; a picture takes a few milliseconds of a processor
+_CLOSE_TIMEOUT_S = 5.0  # for a terminal that takes nothing
+_SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR = 47, 54, 8  # columns
+_LONGEST_NAME = 24
 
 PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
 
@@ -47,6 +59,7 @@ class PlanView(Protocol):
         totals, budgets: tier -> bytes.
         traffic: ``"ram->nvme"`` -> bytes per step.
         fits: whether it can run.
+        guesses: what of the workspace was guessed, and why; empty: it is exact.
         messages: hints, or what does not fit.
     """
 
@@ -65,6 +78,8 @@ class PlanView(Protocol):
     @property
     def fits(self) -> bool: ...
     @property
+    def guesses(self) -> Sequence[str]: ...
+    @property
     def messages(self) -> Sequence[str]: ...
 
 
@@ -74,6 +89,14 @@ class TimedPlan(Protocol):
 
     @property
     def estimate(self) -> Estimate | None: ...
+
+
+@runtime_checkable
+class JudgedPlan(Protocol):
+    """A plan that was compared with this machine."""
+
+    @property
+    def objections(self) -> Sequence[Objection]: ...
 
 
 def print_plan(
@@ -105,14 +128,23 @@ def print_plan(
         print_line(console, simulated.line, indent=16)
     for message in plan.messages:
         print_line(console, message, indent=0)
-    console.print(Text("fits.", style="green") if plan.fits else Text("does not fit.", style="red"))
+    objections = plan.objections if isinstance(plan, JudgedPlan) else ()
+    for each in objections:
+        name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
+        print_line(console, f"{name:<7} {each}", indent=8, style=style)
+    if not plan.fits:
+        console.print(Text("does not fit.", style="red"))
+    elif any(each.refuses for each in objections):
+        console.print(Text("fits, but not on this machine: `run` would refuse it here.", style="red"), soft_wrap=True)
+    else:
+        console.print(Text("fits.", style="green"))
 
 
-def print_line(console: Console, text: str, *, indent: int = 7) -> None:
+def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
     """Print text; on a terminal it is cut between words.
 
     Args:
-        indent: columns that further lines begin with: those of the name that stands at the start.
+        indent: columns that further lines begin with: those of the name that stands at the start. style: of rich.
     """
     if console.is_terminal:
         width, below = max(console.width, 2 * indent), " " * indent
@@ -121,12 +153,13 @@ def print_line(console: Console, text: str, *, indent: int = 7) -> None:
             for line in text.splitlines()
         ]
         text = "\n".join(line for lines in parts for line in lines)
-    console.print(Text(text), soft_wrap=True)
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def plan_to_json(plan: PlanView) -> dict[str, Any]:
     """Return a plan as JSON values, sizes in bytes."""
     estimate = plan.estimate if isinstance(plan, TimedPlan) else None
+    objections = plan.objections if isinstance(plan, JudgedPlan) else ()
     return {
         "headline": plan.headline,
         "fits": plan.fits,
@@ -134,8 +167,12 @@ def plan_to_json(plan: PlanView) -> dict[str, Any]:
         "totals": dict(plan.totals),
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
+        "workspace_is_exact": not plan.guesses,
+        "guesses": list(plan.guesses),
         "messages": list(plan.messages),
         "estimate": None if estimate is None else estimate.to_json(),
+        "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
+        "objections": [dataclasses.asdict(each) for each in objections],
     }
 
 
@@ -241,53 +278,159 @@ class JsonObserver(QuietObserver):
         self._console.out(json.dumps(values), highlight=False)
 
 
-class LiveObserver(PlainObserver):
-    """A view of a few lines that is redrawn after each step; messages scroll above it."""
+class LiveView:
+    """A few lines at the end of a terminal that are drawn again and again; messages scroll above them.
 
-    def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
+    Everything is written by a thread of its own: neither drawing nor a terminal that takes nothing (Ctrl-S, a dead
+    connection) holds up whoever calls. A context is not needed: ``close`` puts the terminal right.
+
+    Args:
+        picture: returns what is shown; called by the thread, a few times a second.
+        is_lost: whether there is no terminal any more; then only messages are written, as lines.
+    """
+
+    def __init__(
+        self, console: Console, picture: Callable[[], RenderableType], is_lost: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._console, self._picture, self._is_lost = console, picture, is_lost
+        self._messages: deque[str] = deque()
+        self._news = threading.Event()
+        self._over, self._stays = False, True
+        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        """Print a message above the view."""
+        self._messages.append(text)
+        self._news.set()
+
+    def close(self, *, stays: bool = True) -> None:
+        """Draw a last time and put the terminal right; safe to call twice. Does not wait for one that takes nothing.
+
+        Args:
+            stays: whether the last picture is left standing.
+        """
+        self._stays = stays
+        self._over = True
+        self._news.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        live = Live(self._picture(), console=self._console, auto_refresh=False)
+        live.start(refresh=True)
+        is_drawn = True
+        while True:
+            self._news.wait(_REFRESH_S)
+            self._news.clear()
+            is_over = self._over  # before the messages are taken: none that came before close is missed
+            if is_drawn and self._is_lost():
+                is_drawn = False
+                self._console.file = io.StringIO()  # what puts a terminal right is not for the log
+                live.stop()
+            while self._messages:
+                text = self._messages.popleft()
+                if self._is_lost():
+                    print(text, flush=True)
+                else:
+                    print_line(self._console, text)
+            if is_drawn:
+                live.update(self._picture(), refresh=True)
+            if is_over:
+                break
+        if is_drawn:
+            live.transient = not self._stays
+            live.stop()
+
+
+class LiveObserver(PlainObserver):
+    """A view of a few lines that moves while a step is computed; messages scroll above it.
+
+    Args:
+        activity: what the run is doing at this moment. is_lost: whether the terminal is gone; then lines are printed.
+    """
+
+    def __init__(
+        self,
+        *,
+        logging_steps: int = 1,
+        console: Console | None = None,
+        activity: Activity | None = None,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(logging_steps=logging_steps, console=console)
-        self._live: Live | None = None
+        self._view: LiveView | None = None
+        self._is_lost = is_lost
+        self._activity = activity or Activity()
         self._shown: StepMetrics | None = None
         self._evaluations: dict[str, EvaluationMetrics] = {}
 
+    def watch(self, activity: Activity) -> None:
+        """Show from now on what a run is doing: before its first step, too."""
+        self._activity = activity
+        self._open()
+
     def on_start(self, info: RunInfo) -> None:
+        self._open()
         super().on_start(info)
-        self._live = Live(Text("first step ..."), console=self._console, auto_refresh=False)
-        self._live.start(refresh=True)
 
     def on_step(self, metrics: StepMetrics) -> None:
         if is_shown(metrics, self._logging_steps):
             self._shown = metrics
-            self._draw()
+            if self._is_lost():
+                super().on_step(metrics)
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
         self._evaluations[metrics.name] = metrics
         super().on_evaluation(metrics)
-        self._draw()
-
-    def _draw(self) -> None:
-        if self._live is not None and self._shown is not None:
-            self._live.update(live_view(self._shown, self._evaluations), refresh=True)
 
     def on_end(self, summary: RunSummary) -> None:
         self.close()
         super().on_end(summary)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._activity.is_watched = False
+        view, self._view = self._view, None
+        if view is not None:
+            self._activity.begin("")  # the last picture is of what was done
+            view.close(stays=self._shown is not None)
+
+    def _open(self) -> None:
+        if self._view is None:
+            self._activity.is_watched = True
+            self._view = LiveView(self._console, self._picture, self._is_lost)
+
+    def _picture(self) -> RenderableType:
+        moment = self._activity.look()
+        return live_view(self._shown, moment, self._evaluations, width=self._console.width)
+
+    def _line(self, text: str) -> None:
+        if self._view is not None:
+            self._view.say(text)
+        elif self._is_lost():
+            print(text, flush=True)
+        else:
+            super()._line(text)
 
 
-def make_observer(progress: str, *, logging_steps: int = 1, console: Console | None = None) -> QuietObserver:
-    """Return the observer that ``logging.progress`` asks for; "auto" is a live view on a terminal, else lines."""
+def make_observer(
+    progress: str,
+    *,
+    logging_steps: int = 1,
+    console: Console | None = None,
+    is_lost: Callable[[], bool] = lambda: False,
+) -> QuietObserver:
+    """Return the observer that ``logging.progress`` asks for; "auto" is a live view on a terminal, else lines.
+
+    Args:
+        is_lost: whether the terminal is gone.
+    """
     console = console or Console(highlight=False)
     if progress == "none":
         return QuietObserver()
     if progress == "json":
         return JsonObserver(logging_steps=logging_steps, console=console)
     if progress == "bar" or (progress == "auto" and console.is_terminal):
-        return LiveObserver(logging_steps=logging_steps, console=console)
+        return LiveObserver(logging_steps=logging_steps, console=console, is_lost=is_lost)
     return PlainObserver(logging_steps=logging_steps, console=console)
 
 
@@ -297,40 +440,97 @@ def is_shown(metrics: StepMetrics, logging_steps: int) -> bool:
 
 
 def live_view(
-    metrics: StepMetrics, evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({})
+    metrics: StepMetrics | None,
+    moment: Moment = Moment(),  # noqa: B008  -- frozen
+    evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
+    *,
+    width: int = 80,
 ) -> RenderableType:
-    """Return the view of a step: figures, a bar for the run, a bar for each tier. It fits 80 columns.
+    """Return the view of a run: figures of its last step, and bars for the run, for what it does now, for each tier.
 
     Args:
-        evaluations: set -> its last evaluation.
+        metrics: of the last step; None before the first. moment: what is done now. evaluations: set -> its last one.
+        width: columns there are, at least 60.
     """
-    first = Text.assemble(
-        ("step ", "dim"), (f"{metrics.step}/{metrics.max_steps}", "bold"),
-        ("  loss ", "dim"), (f"{metrics.loss:.4f}", "bold green"),
-        ("  gnorm ", "dim"), f"{metrics.grad_norm:.2f}",
-        ("  lr ", "dim"), f"{metrics.lr:.1e}",
-        ("  eta ", "dim"), format_duration(metrics.eta_s),
-        no_wrap=True, overflow="ellipsis",
-    )  # fmt: skip
     bars = Table.grid(padding=(0, 2, 0, 0))
-    bars.add_row(
-        "run",
-        ProgressBar(total=metrics.max_steps, completed=metrics.step, width=24),
-        f"{100.0 * metrics.step / metrics.max_steps:.1f}%  {format_duration(metrics.step_s)}/step",
-    )
-    for tier, used in metrics.tier_used_bytes.items():
-        capacity = metrics.tier_capacity_bytes.get(tier, 0)
-        bars.add_row(
-            tier,
-            ProgressBar(total=max(1, capacity), completed=used, width=24),
-            format_tiers({tier: used}, metrics.tier_capacity_bytes).removeprefix(f"{tier} "),
-        )
-    speed = f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})"
-    last = [f"{speed}  {format_stalls(metrics.stall_s)}  process {format_size(metrics.rss_bytes)}"]
+    names = ["run", "now", *(metrics.tier_used_bytes if metrics is not None else ())]
+    room = width - max(len(name) for name in names) - 2 * 2
+    # The same from picture to picture, whatever the texts are: bars that change their length draw the eye.
+    texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
+    bar = room - texts
+    lines: list[RenderableType] = []
+    if metrics is not None:
+        step, max_steps = metrics.step, metrics.max_steps
+        figures = Text.assemble(
+            ("step ", "dim"), (f"{step}/{max_steps}", "bold"),
+            ("  loss ", "dim"), (f"{metrics.loss:.4f}", "bold green"),
+            ("  gnorm ", "dim"), f"{metrics.grad_norm:.2f}",
+            ("  lr ", "dim"), format_lr(metrics),
+            ("  eta ", "dim"), format_eta(metrics.eta_s),
+            no_wrap=True, overflow="ellipsis",
+        )  # fmt: skip
+        lines.append(figures)
+        mean = f"{format_duration(metrics.mean_step_s)}/step (mean)"
+        bars.add_row("run", _bar(step, max_steps, bar), _cut(f"{100.0 * step / max_steps:.1f}%  {mean}", texts))
+    if moment.doing:
+        bars.add_row("now", _bar(moment.part, moment.num_parts, bar), _cut(describe_moment(moment), texts))
+    for tier, used in (metrics.tier_used_bytes if metrics is not None else {}).items():
+        assert metrics is not None
+        text = format_tiers({tier: used}, metrics.tier_capacity_bytes).removeprefix(f"{tier} ")
+        bars.add_row(tier, _bar(used, metrics.tier_capacity_bytes.get(tier, 0), bar), _cut(text, texts))
+    lines.append(bars)
+    last = []
+    if metrics is not None:
+        speed = f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})"
+        last.append(f"{speed}  {format_stalls(metrics.stall_s)}  process {format_size(metrics.rss_bytes)}")
     if evaluations:
         shown = (f"{name} loss {each.loss:.4f} at step {each.step}" for name, each in evaluations.items())
         last.append(f"eval  {'  '.join(shown)}")
-    return Group(first, bars, *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in last))
+    lines += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in last]
+    if moment.notice:
+        lines.append(Text(moment.notice, style="bold yellow"))
+    return Group(*lines)
+
+
+def describe_moment(moment: Moment) -> str:
+    """Return what a run is doing now: "backward layers.3, micro-batch 2/4  1.2 s"."""
+    unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_NAME:]
+    what = " ".join(part for part in (moment.phase, unit) if part)
+    if moment.doing != "step":
+        what = f"{moment.doing}  {what}".rstrip()
+    elif not what:
+        what = "next rows"
+    if moment.micro_batch and moment.num_micro_batches > 1:
+        what += f", micro-batch {moment.micro_batch}/{moment.num_micro_batches}"
+    return f"{what}  {format_elapsed(moment.seconds)}"
+
+
+def format_elapsed(seconds: float) -> str:
+    """Return the time since something began, with decimals only where they move."""
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+def _bar(done: float, total: float, width: int) -> RenderableType:
+    return ProgressBar(total=max(1.0, total), completed=done, width=width)
+
+
+def _cut(text: str, width: int) -> Text:
+    """Return text that the time at its end survives where it is too long."""
+    if len(text) > width:
+        head, mark, tail = text.rpartition("  ")
+        text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
+    return Text(text, no_wrap=True)
+
+
+def _loss_lines(summary: RunSummary) -> list[str]:
+    """Return how far the loss came: means, as the loss of one step says more about its rows than about the model."""
+    count = summary.num_averaged
+    if summary.mean_losses is not None and count > 1:
+        first, last = summary.mean_losses
+        return [f"loss   {first:.4f} -> {last:.4f}, means of the first and the last {count} steps"]
+    if summary.first_loss is not None and summary.last_loss is not None:
+        return [f"loss   {summary.first_loss:.4f} -> {summary.last_loss:.4f}, of the first and the last step alone"]
+    return []
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
@@ -338,10 +538,10 @@ def summary_lines(summary: RunSummary) -> list[str]:
     rate = summary.num_real_tokens / summary.seconds if summary.seconds > 0 else 0.0
     verdict = "stopped" if summary.interrupted else "done"
     first = f"{verdict}   {summary.num_steps} steps in {format_duration(summary.seconds)}"
-    if summary.first_loss is not None and summary.last_loss is not None:
-        first += f"   loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}   {rate:,.0f} tok/s"
+    if summary.num_steps:
+        first += f"   {rate:,.0f} tok/s"
     first += f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
-    lines = [first]
+    lines = [first, *_loss_lines(summary)]
     lines += [
         f"eval   {name}: loss {each.loss:.4f}, perplexity {each.perplexity:.2f} at step {each.step}"
         for name, each in summary.evaluations.items()

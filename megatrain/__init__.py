@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,3 +51,18 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"megatrain.embed.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'megatrain' has no attribute '{name}'")
+
+
+def _ask_for_repeatable_cublas() -> None:
+    """Set what makes cuBLAS add in the same order at every run, while it can still be set.
+
+    torch reads the variable once, at its first matrix product on a GPU, and that may come long before the engine asks
+    for deterministic kernels. Where CUDA is in use already the variable stays unset, so that
+    ``megatrain.engine.determinism`` can tell.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+_ask_for_repeatable_cublas()

@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.checkpoint.resume import ConfigChangedError, already_done, check_changes, find_candidates
+from megatrain.advice import model_warnings, schedule_warnings
+from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.resume import (
+    ConfigChangedError,
+    LostCheckpointsError,
+    already_done,
+    check_changes,
+    find_candidates,
+)
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.salvage import salvage
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.errors import DataError
 from megatrain.data.loader import BatchLoader
+from megatrain.data.report import check_losses, source_names
 from megatrain.data.tokenizer import load_tokenizer, pad_token_id
 from megatrain.evaluation import load_evaluation_sets
 from megatrain.loop import describe_model
@@ -32,6 +41,7 @@ from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan import machine
+from megatrain.plan.limits import drive_paths, find_objections
 from megatrain.plan.planner import Plan, plan_run
 from megatrain.plan.solve import DoesNotFitError
 from megatrain.run_folder import FINAL_NAME, living_owner
@@ -41,6 +51,7 @@ from tiered.tiers.directory import check_ours
 from tiered.units import format_size
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.config.schema import RunConfig
@@ -50,6 +61,7 @@ if TYPE_CHECKING:
 Kind = Literal["config", "fit", "data", "failed"]
 _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ((DoesNotFitError,), "fit"),
+    ((LostCheckpointsError,), "failed"),
     ((DataError,), "data"),
     (
         (
@@ -70,12 +82,13 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        subject: what. severity: "ok", "note" (worth knowing) or "problem" (the run would be refused, or end).
+        subject: what. severity: "ok", "note" (worth knowing), "warning" (the run would start, and may not do what is
+            meant) or "problem" (the run would be refused, or end).
         text: what was seen, and what to do about a problem. kind: of a problem.
     """
 
     subject: str
-    severity: Literal["ok", "note", "problem"]
+    severity: Literal["ok", "note", "warning", "problem"]
     text: str
     kind: Kind | None = None
 
@@ -135,6 +148,7 @@ class _Checkup:
         self._dataset: TokenDataset | None = None
         self._plan: Plan | None = None
         self._num_steps: int | None = None
+        self._device: torch.device | None = None
 
     def look(self) -> Iterator[Finding]:
         parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
@@ -146,6 +160,7 @@ class _Checkup:
             parts += [
                 ("plan", self._look_at_plan),
                 ("eval data", self._look_at_eval_data),
+                ("drives", self._look_at_drives),
                 ("disk", self._look_at_disk),
                 ("steps", self._look_at_steps),
                 ("checkpoints", self._look_at_checkpoints),
@@ -168,24 +183,35 @@ class _Checkup:
             text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
             yield Finding("device", "problem", text, "config")
             self._is_planned = False
+        self._device = device
         dtype = machine.resolve_compute_dtype(config, device)
         folder = table.model_name_or_path
-        graph = build_graph(folder, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype)
+        graph = build_graph(
+            folder,
+            attn_implementation=table.attn_implementation,
+            freeze=table.freeze,
+            dtype=dtype,
+            text_only=table.train_from_scratch,
+        )
         self._graph = graph
         size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
         if table.train_from_scratch:
             yield Finding("model", "ok", f"{size}, from random weights")
         else:
-            WeightLoader(folder, graph.model)
+            kept = WeightLoader(folder, graph.model).origin.kept
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))
             text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
             yield Finding("model", "ok", text)
+            if kept.names:
+                yield Finding("model", "note", f"{kept}. An export copies them: keep this folder")
         positions, length = num_learned_positions(graph), config.data.max_length
         if positions is not None and length > positions:
             text = f"data.max_length = {length}, but this model has {positions} positions. Write at most {positions}"
             yield Finding("model", "problem", text, "config")
+        for text in model_warnings(config, graph):
+            yield Finding("model", "warning", text)
 
     def _look_at_tokenizer(self) -> Iterator[Finding]:
         table = self._config.model
@@ -217,6 +243,9 @@ class _Checkup:
         proven = "; every mask proven" if self._config.task == "sft" else ""
         yield Finding("data", "ok", f"{head}{proven}")
         yield from self._rows_left_out(dataset.report)
+        if self._bad_rows == "drop":
+            for text in check_losses(dataset.report, source_names(self._config.data), self._config.data.max_dropped):
+                yield Finding("data", "warning", text)
 
     def _each_source(self, error: DataError) -> Iterator[Finding]:
         """Look at each source alone, so that a mistake in one does not hide those of the others."""
@@ -263,8 +292,24 @@ class _Checkup:
         if self._plan is None or self._tokenizer is None or not (held_out or self._config.data.eval):
             return
         said: list[str] = []
-        load_evaluation_sets(self._config, self._plan, self._tokenizer, said.append, self._dataset)
+        warnings: list[str] = []
+        load_evaluation_sets(self._config, self._plan, self._tokenizer, said.append, self._dataset, warnings.append)
         yield from (Finding("eval data", "ok", text.splitlines()[0]) for text in said)
+        yield from (Finding("eval data", "warning", text) for text in warnings)
+
+    def _look_at_drives(self) -> Iterator[Finding]:
+        """Show where each path of the NVMe tier lies, and what the config gives the tiers that is not there."""
+        for path in drive_paths(self._config):
+            yield Finding("drive", "ok", str(path))
+        if self._device is None:
+            return
+        needs = None if self._plan is None else self._plan.totals
+        for each in find_objections(self._config, self._device, needs):
+            subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
+            if each.refuses:
+                yield Finding(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
+            else:
+                yield Finding(subject, "warning", str(each))
 
     def _look_at_disk(self) -> Iterator[Finding]:
         folder = self._config.output_dir
@@ -296,7 +341,7 @@ class _Checkup:
             micro_batch_size=self._plan.micro_batch_size,
             num_micro_batches=self._plan.num_micro_batches,
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=bool(config.data.packing),
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(self._tokenizer),
         )
@@ -308,6 +353,8 @@ class _Checkup:
             )
             text += "the run. Write fewer, or a fraction below 1 of all steps"
             yield Finding("steps", "problem", text, "config")
+        for text in schedule_warnings(config, num_steps):
+            yield Finding("steps", "warning", text)
         learning_rate_schedule(
             table.lr_scheduler_type, table.learning_rate, num_steps, warmup, table.lr_scheduler_kwargs
         )
@@ -319,8 +366,16 @@ class _Checkup:
         owner = living_owner(self._config.output_dir)
         if owner is not None:
             yield Finding("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+        drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
+        yield from (Finding("checkpoints", "note", text) for text in describe_drives(self._config, drive_bytes))
         notices: list[str] = []
-        candidates = find_candidates(self._config, notices.append)
+        try:
+            candidates = find_candidates(self._config, notices.append)
+        except LostCheckpointsError as lost:
+            if self._num_steps is None or already_done(self._config, lost.newest, self._num_steps) is None:
+                raise
+            yield Finding("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
+            return
         yield from (Finding("checkpoints", "note", text) for text in notices)
         if not candidates:
             yield Finding("checkpoints", "ok", "none: the run starts from the model")

@@ -13,6 +13,7 @@ from megatrain.data.dataset import check_ids, load_dataset
 from megatrain.data.errors import DataError
 from megatrain.data.held_out import NAME, describe, held_out_part
 from megatrain.data.loader import BatchLoader, LoaderPosition
+from megatrain.data.report import check_losses
 from megatrain.data.tokenizer import pad_token_id
 from megatrain.engine.evaluate import EvaluationEngine
 from megatrain.engine.program import evaluation_program
@@ -66,15 +67,17 @@ def load_evaluation_sets(
     tokenizer: PreTrainedTokenizerFast,
     on_message: Callable[[str], None],
     training: TokenDataset | None = None,
+    on_warning: Callable[[str], None] = lambda text: None,
 ) -> list[EvaluationSet]:
     """Read and tokenize every ``[[data.eval]]``, in order; nothing where no evaluation is asked for.
 
     Args:
         on_message: told what became of the rows.
         training: as ``load_dataset`` returned it, of which ``data.val_size`` kept rows; None: it is loaded if needed.
+        on_warning: told which set has lost a good part of its rows or tokens.
 
     Raises:
-        DataError: as ``load_dataset``.
+        DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
     """
     table = config.evaluation
     if table.eval_strategy == "no" and not table.eval_on_start:
@@ -84,14 +87,14 @@ def load_evaluation_sets(
         on_message(f"evaluations use micro-batches of {rows} rows: memory is planned for those of training")
     num_micro_batches = plan.num_micro_batches * plan.micro_batch_size // rows
     sets = []
-    for number, (name, dataset) in enumerate(_datasets(config, tokenizer, on_message, training)):
+    for number, (name, dataset) in enumerate(_datasets(config, tokenizer, on_message, training, on_warning)):
         check_ids(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
         loader = BatchLoader(
             dataset,
             micro_batch_size=rows,
             num_micro_batches=num_micro_batches,
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=bool(config.data.packing),
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(tokenizer),
         )
@@ -106,6 +109,7 @@ def _datasets(
     tokenizer: PreTrainedTokenizerFast,
     on_message: Callable[[str], None],
     training: TokenDataset | None,
+    on_warning: Callable[[str], None],
 ) -> Iterator[tuple[str, TokenDataset]]:
     """Yield what is evaluated on, by name: rows kept from training, or each ``[[data.eval]]``."""
     limit = config.evaluation.eval_max_samples
@@ -121,6 +125,8 @@ def _datasets(
         except DataError as error:
             raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
         on_message(f"{source.shown_name}: {dataset.report}")
+        for text in check_losses(dataset.report, [f"data.eval.{number} ({source.path})"], config.data.max_dropped):
+            on_warning(text)
         yield source.shown_name, dataset
 
 
@@ -203,12 +209,14 @@ class Evaluator:
                 device=session.plan.device,
                 timeline=session.timeline,
                 cross_entropy=LigerCrossEntropy.of(session.config.model),
+                activity=session.activity,
             )
         session.timeline.is_on = False
         for each in self._sets:
             if self._is_done(step, each.name):
                 continue
             start_s = time.perf_counter()
+            session.activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
             total, num_tokens = self._run_set(self._engine, each)
             if self._should_stop():
                 return

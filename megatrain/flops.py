@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.engine.attention import AttentionCall
+
 if TYPE_CHECKING:
     from megatrain.engine.trace import VisitTrace
 
@@ -51,7 +53,7 @@ def step_flops(
         num_real_tokens, num_trained_tokens: of them without padding; with a label.
         kept: visits whose graphs are kept: they are not run again.
     """
-    if not trace.exact or not trace.num_tokens:
+    if not trace.exact or trace.uncounted or not trace.num_tokens:
         return StepFlops()
     trunk = [visit for visit in trace.visits if not visit.is_head]
     forward = sum(visit.forward_flops for visit in trunk)
@@ -67,6 +69,8 @@ def step_flops(
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the FLOPs of one call of a torch operator."""
+    if (attention := AttentionCall.of(func, args, kwargs)) is not None:
+        return attention.num_flops
     formula = _formulas().get(getattr(func, "_overloadpacket", None))
     return _NO_FLOPS if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -78,19 +82,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
 
     counter: Any = flop_counter  # its functions carry no types
 
-    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return int(counter.sdpa_flop_count(query.shape, key.shape, value.shape))
-
-    def attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return int(counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-    aten = torch.ops.aten
-    return {
-        **counter.flop_registry,
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        aten._grouped_mm: _grouped_mm,
-    }
+    return {**counter.flop_registry, torch.ops.aten._grouped_mm: _grouped_mm}
 
 
 def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:

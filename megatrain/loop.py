@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.resume import Checkpoint, continued_position
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState, installed_versions, now_text
@@ -21,7 +23,6 @@ from megatrain.engine.step import StepEngine, StepResult
 from megatrain.evaluation import EvaluationSet, Evaluator
 from megatrain.flops import step_flops
 from megatrain.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
-from megatrain.optim import clip
 from megatrain.optim.lr import num_warmup_steps
 from megatrain.run_folder import FINAL_NAME
 from megatrain.signals import RunSignals
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from megatrain.session import Session
     from tiered.events import StoreStats
 
+#: Steps that the mean time of a step is taken over: the newest, as the first ones compile and fill caches.
+_MEAN_OF_STEPS = 20
+
 
 class Progress:
     """Where a run stands, as ``RunState``, kept current step by step."""
@@ -41,10 +45,17 @@ class Progress:
         self.state = state
         self.is_continued = is_continued
         self.saved_step = state.step if is_continued else None
+        self.saved_generation: int | None = None
 
     @classmethod
-    def start(cls, config: RunConfig, plan: Plan, loader: BatchLoader, num_steps: int) -> Progress:
-        """Return the beginning of a run."""
+    def start(
+        cls, config: RunConfig, plan: Plan, loader: BatchLoader, num_steps: int, kept: Mapping[str, Any]
+    ) -> Progress:
+        """Return the beginning of a run.
+
+        Args:
+            kept: ``Session.kept``.
+        """
         return cls(
             RunState(
                 step=0,
@@ -67,7 +78,7 @@ class Progress:
                 },
                 config_toml=to_toml(config),
                 data_fingerprint=loader.dataset.fingerprint(),
-                model=describe_model(config, plan),
+                model={**describe_model(config, plan), **kept},
                 run_name=config.run_name,
                 saved_at="",
                 versions=installed_versions(),
@@ -91,16 +102,20 @@ class Progress:
             seconds=before.seconds,
             first_loss=before.first_loss,
             last_loss=before.last_loss,
+            first_losses=before.first_losses,
+            last_losses=before.last_losses,
         )
         progress = Progress(state, is_continued=True)
-        progress.saved_step = before.step if checkpoint.is_own else None
+        is_there = checkpoint.is_own and not checkpoint.is_copy
+        progress.saved_step = before.step if is_there else None
+        progress.saved_generation = checkpoint.generation if is_there else None
         return progress
 
     def count(self, batch: StepBatch, result: StepResult, num_updates: int, step_s: float) -> None:
         """Take in one step."""
         before = self.state
         self.state = replace(
-            before,
+            before.with_loss(result.loss),
             step=before.step + 1,
             num_updates=num_updates,
             epoch=batch.position.epoch,
@@ -108,8 +123,6 @@ class Progress:
             num_real_tokens=before.num_real_tokens + batch.num_real_tokens,
             num_trained_tokens=before.num_trained_tokens + result.num_trained_tokens,
             seconds=before.seconds + step_s,
-            first_loss=result.loss if before.first_loss is None else before.first_loss,
-            last_loss=result.loss,
         )
 
 
@@ -142,7 +155,8 @@ class Loop:
     """Runs what is left of a run.
 
     Args:
-        session: prepared. loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
+        session: prepared. copier: of this run; whoever made it closes it.
+        loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
         evaluation_sets: held-out rows. evaluations: the last one of each set before the run is continued.
     """
 
@@ -151,6 +165,7 @@ class Loop:
         config: RunConfig,
         plan: Plan,
         session: Session,
+        copier: CheckpointCopier,
         loader: BatchLoader,
         observer: RunObserver,
         progress: Progress,
@@ -160,18 +175,25 @@ class Loop:
     ) -> None:
         self._config, self._plan = config, plan
         self._session, self._loader, self._observer = session, loader, observer
-        self._progress, self._lr = progress, learning_rate
+        self._progress, self._lr, self._copier = progress, learning_rate, copier
         self._num_steps = progress.state.max_steps
         self._first_step = progress.state.step
-        self._signals = RunSignals(stops_after_step=config.checkpoint.save_on_signal)
+        self._activity = session.activity
+        self._signals = RunSignals(stops_after_step=config.checkpoint.save_on_signal, activity=session.activity)
+        is_warmed_up = config.optimizer.lr_scheduler_type != "constant"  # transformers' has no warm-up
+        self._warmup_steps = int(progress.state.lr_schedule["warmup_steps"]) if is_warmed_up else 0
+        self._step_seconds: deque[float] = deque(maxlen=_MEAN_OF_STEPS)
         self._saver = Saver(
             config,
             session.store,
             observer,
             self._begin_checkpoint,
+            copier,
+            should_stop=lambda: self._signals.stop_requested,
             written_bytes=plan.checkpoint_bytes_in_output_dir,
             steps_per_epoch=loader.steps_per_epoch,
             saved_step=progress.saved_step,
+            saved_generation=progress.saved_generation,
         )
         self._evaluator = Evaluator(
             config,
@@ -186,19 +208,19 @@ class Loop:
 
     def run(self) -> RunSummary:
         """Run the steps that are left, then export; or less, if somebody asks for a stop."""
-        self._plan.optimizer.warm_up()
-        if self._plan.device_optimizer is not None and self._plan.device_updates:
-            self._plan.device_optimizer.warm_up()
-        clip.warm_up()
+        self._activity.begin("compiling kernels of the optimizer")
+        self._plan.warm_up()
         config, store = self._config, self._session.store
         places = config.rows_per_step * config.data.max_length
         name, device = config.run_name, str(self._plan.device)
         self._observer.on_start(RunInfo(name, config.task, device, config.output_dir, self._num_steps, places))
         if self._progress.is_continued:
             self._observer.on_message(f"continuing after step {self._first_step} of {self._num_steps}")
+        self._say_warmup()
         store.wait_idle()  # what loading still writes is not part of any step
         before = store.stats()
-        self._signals.is_stuck = self.is_paused
+        # Who waits for room for a checkpoint looks for a stop by himself, and may still save.
+        self._signals.is_stuck = lambda: store.is_paused
         with self._signals:
             self._evaluate()
             engine = self._session.make_engine(
@@ -207,6 +229,9 @@ class Loop:
                 num_updates=self._progress.state.num_updates,
             )
             self._run_steps(engine)
+            if self._signals.is_hung_up:
+                self._observer.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
+            self._activity.begin("making the last update")
             engine.finish_updates()
             self._write_trace()
             self._evaluate()
@@ -214,8 +239,19 @@ class Loop:
             store.wait_idle()
             moved = store.stats() - before
             if self._signals.stop_requested:
+                self._finish_copies()
                 return self._summary(moved, interrupted=True)
             return self._export(moved)
+
+    def _say_warmup(self) -> None:
+        """Say what the first learning rate is: it is 0 in transformers' schedules, which users do not expect."""
+        if self._first_step >= self._warmup_steps:
+            return
+        first, peak = self._lr(0), self._config.optimizer.learning_rate
+        text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over {self._warmup_steps} steps"
+        if first == 0.0 and self._first_step == 0:
+            text += "; the first one changes no weights, as in transformers"
+        self._observer.on_message(text)
 
     def is_paused(self) -> bool:
         """Whether the run waits for somebody to free space on a drive."""
@@ -223,14 +259,24 @@ class Loop:
 
     def _export(self, moved: StoreStats) -> RunSummary:
         step = self._progress.state.step
+        self._activity.begin("exporting the model")
         self._signals.is_stuck = lambda: True  # no step can end any more: stop at once
         try:
             folder = self._session.export(self._config.output_dir / FINAL_NAME, {"step": step})
+            self._copier.finish()
         except KeyboardInterrupt:
             if self._saver.saved_step != step:
                 raise
             return self._summary(moved, interrupted=True)
         return self._summary(moved, export_dir=folder)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies that are due, unless somebody asks for a stop once more: what is saved is saved."""
+        self._signals.is_stuck = lambda: True
+        try:
+            self._copier.finish()
+        except KeyboardInterrupt:
+            self._observer.on_message("the copy was given up: the next start of the run makes it")
 
     def _run_steps(self, engine: StepEngine) -> None:
         start_s = time.perf_counter()
@@ -238,6 +284,7 @@ class Loop:
             if self._signals.stop_requested:
                 return
             step = self._run_step(engine, number)
+            self._step_seconds.append(step.step_s)
             self._progress.count(step.batch, step.result, engine.num_updates, step.step_s)
             eta_s = (time.perf_counter() - start_s) / (number + 1 - self._first_step) * (self._num_steps - number - 1)
             self._tell(step, eta_s)
@@ -252,10 +299,13 @@ class Loop:
             self._evaluate()
         if (self._saver.is_due(done) and done < self._num_steps) or self._signals.save_requested:
             self._signals.save_requested = False
+            self._activity.begin("saving")
             self._saver.save(self._state())
 
     def _run_step(self, engine: StepEngine, number: int) -> _Step:
         start_s, stats = time.perf_counter(), self._session.store.stats()
+        micro_batches = self._plan.num_micro_batches
+        self._activity.begin("step", num_parts=len(self._plan.program.ticks), num_micro_batches=micro_batches)
         batch = next(self._loader)
         self._session.timeline.is_on = number + 1 in self._config.profile.trace_steps
         lr = self._lr(number)
@@ -284,18 +334,23 @@ class Loop:
     def _save_at_the_end(self) -> None:
         is_on = self._config.checkpoint.save_strategy != "no"
         if is_on or (self._signals.stop_requested and self._config.checkpoint.save_on_signal):
+            self._activity.begin("saving")
             self._saver.save(self._state(), wait=True)
         self._saver.finish()
+        self._saver.copy_last()
 
     def _state(self) -> RunState:
         return replace(self._progress.state, saved_at=now_text())
 
     def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:
         state = self._progress.state
+        means = state.mean_losses
         return RunSummary(
             num_steps=state.step,
             first_loss=state.first_loss,
             last_loss=state.last_loss,
+            mean_losses=None if means is None else means[:2],
+            num_averaged=0 if means is None else means[2],
             seconds=state.seconds,
             num_real_tokens=state.num_real_tokens,
             num_trained_tokens=state.num_trained_tokens,
@@ -337,6 +392,8 @@ class Loop:
                 num_trained_tokens=step.result.num_trained_tokens,
                 step_s=step.step_s,
                 eta_s=eta_s,
+                mean_step_s=sum(self._step_seconds) / len(self._step_seconds),
+                warmup_steps=self._warmup_steps,
                 tier_used_bytes={name: tier.used_bytes for name, tier in window.tiers.items()},
                 tier_capacity_bytes={name: tier.capacity_bytes for name, tier in window.tiers.items()},
                 stall_s=dict(window.stall_s),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tiered.units import GiB, MiB, format_duration, format_size
@@ -40,7 +40,8 @@ class StepMetrics:
         loss: mean over the step's trained tokens, before the update.
         grad_norm: global norm before clipping. lr: learning rate of this update.
         num_real_tokens, num_trained_tokens: without padding; those that the loss asks for.
-        step_s: seconds this step took. eta_s: seconds the rest will take.
+        step_s: seconds this step took. mean_step_s: mean of the last 20 steps of this start, fewer at its beginning.
+        eta_s: seconds the rest will take. warmup_steps: steps over which the learning rate rises.
         tier_used_bytes, tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
         stall_s: cause -> seconds this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
@@ -67,6 +68,8 @@ class StepMetrics:
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     model_flops: int = 0
     hardware_flops: int = 0
+    mean_step_s: float = 0.0
+    warmup_steps: int = 0
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -94,6 +97,19 @@ class StepMetrics:
         for rate in ("real_tokens_per_s", "trained_tokens_per_s", "model_flops_per_s", "hardware_flops_per_s"):
             values[rate] = round(getattr(self, rate), 3)
         return _finite_or_text(values)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> StepMetrics:
+        """Return the figures that ``to_json`` gave; unknown keys are ignored.
+
+        Raises:
+            TypeError, ValueError: they are not all there.
+        """
+        known: Mapping[str, Any] = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        finite: dict[str, Any] = {
+            name: float(value) if isinstance(value, str) else value for name, value in known.items()
+        }
+        return cls(**finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +159,11 @@ class EvaluationMetrics:
 
 
 def _finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +195,7 @@ class RunSummary:
 
     Attributes:
         num_steps: steps done, those before it was continued too. first_loss, last_loss: of the first and the last step.
+        mean_losses: means over the first and the last ``num_averaged`` steps; None: not known.
         seconds: of training, without the export, over all starts.
         num_real_tokens, num_trained_tokens: over all steps.
         tier_peak_bytes, tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
@@ -207,11 +225,14 @@ class RunSummary:
     written_bytes: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[str, EvaluationMetrics] = field(default_factory=dict)
     link_paths: Mapping[str, str] = field(default_factory=dict)
+    mean_losses: tuple[float, float] | None = None
+    num_averaged: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values; those that are not finite become text."""
         return {
             **_finite_or_text(asdict(self)),
+            "mean_losses": None if self.mean_losses is None else [_plain(loss) for loss in self.mean_losses],
             "export_dir": str(self.export_dir) if self.export_dir else None,
             "evaluations": {name: metrics.to_json() for name, metrics in self.evaluations.items()},
         }
@@ -294,14 +315,27 @@ def format_step(metrics: StepMetrics) -> str:
         f"step {metrics.step:>{width}}/{metrics.max_steps} {100.0 * metrics.step / metrics.max_steps:.1f}%",
         f"loss {metrics.loss:.4f}",
         f"gnorm {metrics.grad_norm:.2f}",
-        f"lr {metrics.lr:.1e}",
+        f"lr {format_lr(metrics)}",
         f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})",
     ]
     if metrics.tier_used_bytes:
         parts.append(format_tiers(metrics.tier_used_bytes, metrics.tier_capacity_bytes))
     parts.append(format_stalls(metrics.stall_s))
-    parts.append(f"eta {format_duration(metrics.eta_s)}")
+    parts.append(f"eta {format_eta(metrics.eta_s)}")
     return " | ".join(parts)
+
+
+def format_lr(metrics: StepMetrics) -> str:
+    """Return the learning rate of a step; the warm-up is named, as its first rate is 0, which changes no weight."""
+    text = f"{metrics.lr:.1e}" if metrics.lr else "0"
+    if metrics.step > metrics.warmup_steps:
+        return text
+    return f"{text} (warm-up {metrics.step}/{metrics.warmup_steps})"
+
+
+def format_eta(seconds: float) -> str:
+    """Return the time that is left, a guess, in whole seconds."""
+    return f"{seconds:.0f} s" if round(seconds) < 60 else format_duration(seconds)
 
 
 def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:

@@ -14,19 +14,22 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from megatrain.checkpoint.state import now_text
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, usable_checkpoint
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = [
     "CHECKPOINTS_NAME",
+    "COPIES_NAME",
     "FINAL_STATES",
+    "LOG_NAME",
     "STATUS_NAME",
     "Owner",
     "RunFolder",
@@ -41,8 +44,9 @@ __all__ = [
 ]
 
 STATUS_NAME = "status.json"
-#: Where checkpoints and the trained model go, inside ``output_dir``.
-CHECKPOINTS_NAME = "checkpoints"
+#: Where the output of a run goes that has no terminal, inside ``output_dir``.
+LOG_NAME = "run.log"
+#: Where the trained model goes, inside ``output_dir``.
 FINAL_NAME = "final"
 _LOCK_NAME = "LOCK"  # of tiered.tiers.directory, which imports torch
 _WRITE_INTERVAL_S = 1.0
@@ -84,6 +88,8 @@ class RunStatus:
         rss_bytes: resident memory of the process.
         checkpoint_step, checkpoint_at: the newest checkpoint, and when it was done; None if there is none.
         evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``.
+        metrics: ``StepMetrics.to_json`` of the last step. activity: what is done at this moment, see ``Moment``.
+        exit_code: that the process ends with; None while it runs.
         updated_at: when this was written. message: what a person was told last; of a failed run, why it failed.
 
     Times are ISO 8601, UTC.
@@ -106,6 +112,9 @@ class RunStatus:
     checkpoint_step: int | None = None
     checkpoint_at: str | None = None
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    activity: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
     updated_at: str = ""
     message: str = ""
 
@@ -135,6 +144,7 @@ class RunFolder:
 
     Args:
         path: ``output_dir``; made if missing, and removed again if nothing came to lie in it.
+        exit_code_of: what the process will end with after an error, for who follows the run.
 
     Attributes:
         path: absolute. checkpoints, final: where checkpoints and the trained model go.
@@ -144,7 +154,8 @@ class RunFolder:
     Entering raises LockedError where a living run has the folder, OSError where it cannot be made or locked.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, exit_code_of: Callable[[BaseException], int] = lambda error: 1) -> None:
+        self._exit_code_of = exit_code_of
         self.path = Path(os.path.abspath(path))
         self.checkpoints = self.path / CHECKPOINTS_NAME
         self.final = self.path / FINAL_NAME
@@ -174,7 +185,9 @@ class RunFolder:
 
         if error is not None and self.status is not None and self.status.state not in FINAL_STATES:
             state: State = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.write_status(replace(self.status, state=state, message=str(error) or type(error).__name__), force=True)
+            message, code = str(error) or type(error).__name__, self._exit_code_of(error)
+            ended = replace(self.status, state=state, message=message, exit_code=code, activity={})
+            self.write_status(ended, force=True)
         self._remove_if_unused()
         fd, self._lock_fd = self._lock_fd, -1
         unlock_directory(fd)
@@ -298,14 +311,9 @@ def read_status(path: Path | str) -> RunStatus | None:
 
 
 def committed_step(path: Path | str) -> int | None:
-    """Return the step of the checkpoint that a run in this folder would continue from, or None.
+    """Return the step of the checkpoint, or copy of one, that a run in this folder would continue from, or None.
 
-    Believes the manifests: whether the blocks are sound is seen when they are read.
+    Believes manifests and the names of files: whether the blocks are sound is seen when they are read.
     """
-    root = Path(path, CHECKPOINTS_NAME)
-    try:
-        generation = json.loads((root / "MANIFEST.json").read_bytes())["body"]["generation"]
-        manifest = json.loads((root / "snap" / f"{generation:08d}" / "MANIFEST.json").read_bytes())
-        return int(manifest["body"]["meta"]["step"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    found = usable_checkpoint(path)
+    return None if found is None else found.step

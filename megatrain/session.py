@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.activity import Activity
 from megatrain.checkpoint.catalog import search_paths
+from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.compiled import LayerCompiler
@@ -22,6 +24,7 @@ from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
+from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
@@ -30,7 +33,7 @@ from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.planner import Plan
 from megatrain.plan.solve import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
 from megatrain.precision import decode, encode, high_half
-from megatrain.run_folder import CHECKPOINTS_NAME
+from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.timeline import Timeline
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.policies import LRU, Belady
@@ -41,7 +44,7 @@ from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.tiers.stripe import plan_chunks
-from tiered.units import PAGE_BYTES, round_up
+from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,22 +61,34 @@ class Session:
         on_notice: told what a person should know about the drives, from any thread.
 
     Attributes:
-        store: holds all blocks. timeline: of the steps during which it is on.
+        store: holds all blocks. timeline: of the steps during which it is on. activity: what is being done now.
+        kept: what ``RunState.model`` is to tell of tensors that stay in the model's folder; known after ``prepare``.
 
     Raises:
         ModelFolderError: the weights do not fit the model. DoesNotFitError: a drive has too little free space.
         LockedError: another run uses an NVMe path. Nothing is allocated before these are known.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        on_notice: Callable[[str], None] | None = None,
+        activity: Activity | None = None,
+    ) -> None:
         self.config, self.plan = config, plan
+        self.activity = activity or Activity()
         self._on_notice = on_notice or (lambda text: None)
         self.timeline = Timeline()
         self._contexts = ExitStack()
         self._engine: StepEngine | None = None
+        self._layout_numbers = {name: number for number, name in enumerate(plan.graph.layouts)}
         self._weights: WeightLoader | None = None
+        self.kept: Mapping[str, Any] = {}
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
+            if self._weights.origin.kept.names:
+                self._on_notice(str(self._weights.origin.kept))
         if config.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not config.model.mlp_rows)
         check_drives(config, plan)
@@ -93,6 +108,8 @@ class Session:
             for tier in self._tiers:
                 tier.close()
             raise
+        for table in config.tiers.nvme:
+            write_readme(table.path, config.output_dir / CHECKPOINTS_NAME)
 
     def __enter__(self) -> Session:
         model_type = type(self.plan.graph.model).__name__
@@ -124,13 +141,15 @@ class Session:
             The checkpoint that the run goes on from; None: it starts from the model's weights.
 
         Raises:
-            ModelFolderError, InitializationError: the weights cannot be had. CheckpointError: no candidate is whole.
+            ModelFolderError, InitializationError: the weights cannot be had. CheckpointError: no candidate is whole, or
+                the model's folder no longer keeps the tensors that the run began with.
         """
         for tier, nbytes in self.plan.placement.generation_bytes.items():
             if nbytes:
                 self.store.reserve(tier, nbytes)
         self._register(durable=True)
         checkpoint = self._load(candidates) if candidates else None
+        self.kept = self._describe_kept(checkpoint)
         if checkpoint is None:
             self._fill_weights()
             self._zero_state()
@@ -141,6 +160,19 @@ class Session:
             if nbytes:
                 self.store.reserve(tier, nbytes)
         return checkpoint
+
+    def _describe_kept(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+        if self._weights is None or not self._weights.origin.kept.names:
+            return {}
+        kept = self._weights.origin.kept
+        record = kept.record()
+        before = {} if checkpoint is None else checkpoint.state.model
+        if before.get(KEPT_CHECKSUM, record[KEPT_CHECKSUM]) != record[KEPT_CHECKSUM]:
+            raise CheckpointError(
+                f"{kept.folder.path}: {kept}, but they are no longer those that {checkpoint} began with. Bring the "
+                "original files back, or name another output_dir"
+            )
+        return record
 
     def _load(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         problem: Exception | None = None
@@ -157,7 +189,8 @@ class Session:
         )
 
     def _load_one(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.is_own:
+        self.activity.begin("loading the checkpoint")
+        if checkpoint.is_own and not checkpoint.is_copy:
             self.store.load(checkpoint.generation)
             return
         reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
@@ -175,12 +208,16 @@ class Session:
 
     def _fill_weights(self) -> None:
         graph, config = self.plan.graph, self.config
+        self.activity.begin("making random weights" if self._weights is None else "loading weights")
+        num_layouts = len(graph.layouts)
         if self._weights is None:
-            for layout in graph.layouts.values():
+            for number, layout in enumerate(graph.layouts.values()):
+                self.activity.come_to(number, unit=layout.name, num_parts=num_layouts)
                 with self._master(layout) as master:
                     init_weights(graph.model, layout, views(master, layout), config.seed)
             return
-        for layout in graph.layouts.values():
+        for number, layout in enumerate(graph.layouts.values()):
+            self.activity.come_to(number, unit=layout.name, num_parts=num_layouts)
             with self._master(layout) as master:
                 self._weights.fill(layout, views(master, layout))
         self._weights.load_buffers()
@@ -268,6 +305,7 @@ class Session:
             cross_entropy=LigerCrossEntropy.of(self.config.model),
             timeline=self.timeline,
             device_optimizer=plan.device_optimizer,
+            activity=self.activity,
         )
         self._engine.num_updates = num_updates
         return self._engine
@@ -308,6 +346,7 @@ class Session:
 
     @contextmanager
     def _exported_weights(self, layout: UnitLayout) -> Iterator[Mapping[str, torch.Tensor]]:
+        self.activity.come_to(self._layout_numbers[layout.name], unit=layout.name, num_parts=len(self._layout_numbers))
         with self._room_for_master(layout), self.master_weights(layout) as weights:
             yield weights
 
@@ -328,6 +367,8 @@ class Session:
             max_shard_nbytes=table.max_shard_size,
             copy_from=Path(self.config.model.tokenizer_name_or_path or self.config.model.model_name_or_path),
             record=record,
+            origin=None if self._weights is None else self._weights.origin,
+            kept_checksum=self.kept.get(KEPT_CHECKSUM),
         )
 
 
@@ -361,14 +402,18 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
 def check_drives(config: RunConfig, plan: Plan) -> None:
     """Refuse drives that have less free space than the plan puts on them; files of earlier runs are free space.
 
+    On the drive of ``output_dir`` ``checkpoint.min_free_disk`` counts as well: without it no save would ever begin.
+
     Raises:
         DoesNotFitError: with the bytes that the drive would need.
     """
-    checkpoints = config.output_dir / CHECKPOINTS_NAME
-    generations = max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0
+    table, checkpoints = config.checkpoint, config.output_dir / CHECKPOINTS_NAME
+    generations = max(table.save_total_limit, MIN_GENERATIONS) if table.is_on else 0
     needs = _drive_needs(config, plan, generations)
-    owned = {table.path: own_drive_bytes(table.path, checkpoints) for table in config.tiers.nvme}
-    owned[checkpoints] = sum(file.lstat().st_blocks * 512 for file in files_below(checkpoints))
+    owned = {each.path: own_drive_bytes(each.path, checkpoints) for each in config.tiers.nvme}
+    own_files = [*files_below(checkpoints), *files_below(config.output_dir / COPIES_NAME)]
+    sizes = {status.st_ino: status.st_blocks * 512 for status in (file.lstat() for file in own_files)}
+    owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
     drives: dict[int, list[Path]] = {}
     for path in needs:
         drives.setdefault(existing_parent(path).stat().st_dev, []).append(path)
@@ -378,8 +423,14 @@ def check_drives(config: RunConfig, plan: Plan) -> None:
         if need > have:
             tier = "output_dir" if paths == [checkpoints] else "nvme"
             advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
-            if generations:
+            on_drives = any(path != checkpoints for path in paths)
+            if generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
                 advice += f" {generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+            if checkpoints in paths and plan.copies and plan.checkpoint_bytes_on_drives:
+                size = format_size(plan.copies * plan.checkpoint_bytes_on_drives)
+                advice += f" {size} of it are for whole copies: checkpoint.save_copy."
+            if checkpoints in paths and table.min_free_disk:
+                advice += f" {format_size(table.min_free_disk)} of it stay free: checkpoint.min_free_disk."
             raise DoesNotFitError(tier, need, have, advice)
 
 
@@ -394,5 +445,7 @@ def _drive_needs(config: RunConfig, plan: Plan, generations: int) -> Counter[Pat
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[paths[path_index]] += sets * cut.chunk_bytes * count
     if generations:
-        needs[config.output_dir / CHECKPOINTS_NAME] += generations * plan.checkpoint_bytes_in_output_dir
+        in_output_dir = generations * plan.checkpoint_bytes_in_output_dir + config.checkpoint.min_free_disk
+        in_output_dir += plan.copies * plan.checkpoint_bytes_on_drives
+        needs[config.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from megatrain.activity import Activity
+
 __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
+_STOPPING = "stopping after this step, and saving; once more to stop at once without saving"
 #: A stop often comes twice: to the process and to its group, from a terminal and from whoever started it there.
 SAME_STOP_S = 0.5
 
@@ -21,29 +24,37 @@ SAME_STOP_S = 0.5
 class RunSignals:
     """Listens while training runs. A context manager; without effect outside the main thread.
 
-    SIGTERM and SIGINT ask for a stop after the step, SIGUSR1 for a checkpoint after it. A second SIGTERM or SIGINT, or
-    one while the step cannot end, raises ``KeyboardInterrupt`` where the main thread is.
+    SIGTERM, SIGINT and SIGHUP (the terminal was closed) ask for a stop after the step, SIGUSR1 for a checkpoint after
+    it. A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` where the main thread
+    is; a SIGHUP does not: who closes a terminal asks for nothing to be thrown away. Where it is ignored (``nohup``) it
+    stays ignored.
 
     Args:
-        stops_after_step: else the first SIGTERM or SIGINT raises at once.
+        stops_after_step: else the first SIGTERM, SIGINT or SIGHUP raises at once.
+        activity: given the notice for the person who asked; None: it is written to stderr.
 
     Attributes:
         stop_requested, save_requested: what was asked for; whoever serves a save resets it.
+        is_hung_up: the terminal was closed.
         is_stuck: set by the trainer: whether the step may wait for a person, e.g. on a full drive.
     """
 
-    def __init__(self, *, stops_after_step: bool) -> None:
+    def __init__(self, *, stops_after_step: bool, activity: Activity | None = None) -> None:
         self.stop_requested = False
         self.save_requested = False
+        self.is_hung_up = False
         self._requested_s = 0.0
         self.is_stuck: Callable[[], bool] = lambda: False
         self._stops_after_step = stops_after_step
+        self._activity = activity or Activity()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _STOP:
                 self._before[number] = signal.signal(number, self._on_stop)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
             self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
 
@@ -53,6 +64,7 @@ class RunSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        self._activity.notice = ""
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if not self._stops_after_step or self.is_stuck():
@@ -62,9 +74,19 @@ class RunSignals:
                 return
             raise KeyboardInterrupt
         self.stop_requested, self._requested_s = True, time.monotonic()
-        # Past Python's streams: the signal may have come in the middle of a print.
-        with contextlib.suppress(OSError):
-            os.write(2, b"stopping after this step, and saving; once more to stop at once without saving\n")
+        self._activity.notice = _STOPPING
+        if not self._activity.is_watched:
+            # Past Python's streams: the signal may have come in the middle of a print.
+            with contextlib.suppress(OSError):
+                os.write(2, f"{_STOPPING}\n".encode())
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        if not self._stops_after_step:
+            raise KeyboardInterrupt
+        self.is_hung_up = True
+        if not self.stop_requested:
+            # Nobody is there to read a notice; a stop from elsewhere may follow and must not count as the second.
+            self.stop_requested, self._requested_s = True, time.monotonic()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save_requested = True

@@ -14,9 +14,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Figures that doctor measured on this machine decide placements; tests start without any. XDG: must be absolute.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatrain-tier-tests-")
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
+
+from megatrain.plan.profile import file_system_of
+
+# A run refuses tmpfs as a drive, and on many systems the usual folder for temporary files is one.
+if file_system_of(Path(tempfile.gettempdir())).nature == "memory" and os.access("/var/tmp", os.W_OK):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 # A background job or nohup leaves these ignored, also in the processes that tests start; some tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,8 +39,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 #: Folders whose matrices take minutes, and how many cases of one test run without `-m slow`: evenly spread.
 LONG_MATRICES = ("tests/parity/", "tests/gpu/", "tests/megatrain/engine/", "tests/megatrain/embed/")
 SHARE, FEWEST = 6, 6
+#: But not these: their cases take milliseconds, and each is another one.
+SHORT = ("tests/megatrain/engine/test_mirror.py",)
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
-LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed")
+LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed", "gpu", "gpu_profile")
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
@@ -50,7 +60,7 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if item.nodeid.startswith(LONG_MATRICES):
+        if item.nodeid.startswith(LONG_MATRICES) and not item.nodeid.startswith(SHORT):
             cases.setdefault(name, []).append(item)
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)

@@ -67,6 +67,7 @@ RESTRICTED = {
         "megatrain/verify/",
     ),
     "torch.cuda": (
+        "megatrain/__init__.py",
         "megatrain/doctor/gpu.py",
         "megatrain/embed/device_copies.py",
         "megatrain/embed/stores.py",
@@ -298,6 +299,27 @@ print(sorted(heavy & {{"kvikio", "cupy", "zarr", "transformers", "safetensors", 
 print(torch.cuda.is_initialized(), threading.active_count() - threads)
 """
     assert run_python(code).splitlines() == ["[]", "False 0"]
+
+
+def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None:
+    unset = "import os; os.environ.pop('CUBLAS_WORKSPACE_CONFIG', None)"
+    code = "import sys, megatrain; print('torch' in sys.modules, os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    assert run_python(f"{unset}\n{code}") == "False :4096:8"
+    chosen = "import os; os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':16:8'"
+    assert run_python(f"{chosen}\n{code}") == "False :16:8"
+
+
+def test_a_config_is_read_without_torch() -> None:
+    """So that a mistake in it is answered at once, and a line is there before anything takes seconds."""
+    code = """
+import sys
+import tiered, megatrain.config, megatrain.metrics, megatrain.run_folder
+megatrain.config.load_config("examples/tiny.toml")
+print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
+assert all(getattr(tiered, name) is not None for name in tiered.__all__)
+assert "torch" in sys.modules
+"""
+    assert run_python(code) == "[]"
 
 
 def test_the_command_shows_its_help_without_torch() -> None:

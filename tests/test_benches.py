@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -9,16 +10,23 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from bench.gpu_sides.cases import PARTS, write_shape
+from bench import gpu, gpu_profile
+from bench.gpu_sides.cases import PARTS, VARIANTS, part_named, write_shape
 from bench.gpu_sides.job import Job
+from megatrain.config.keys import known_keys
+from tiered.events import STALL_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
+LAUNCHER = ROOT / "tests" / "reference" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
 #: Command line of every bench at its smallest.
@@ -41,6 +49,7 @@ ARGUMENTS = {
         *["--quick", "--device", "cpu", "--steps", "1", "--parts", "rates,7b_4k"],
         *["--megatrain", str(ROOT / "tests" / "reference" / "stand_in_megatrain")],
     ],
+    "gpu_profile": ["--quick", "--device", "cpu", "--top", "5"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -165,8 +174,8 @@ def test_sides_on_one_device_compute_the_same_and_move_what_was_planned() -> Non
 
 def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     """Return the rows of `gpu.py` at a tiny size, on a GPU in software that has not room for everything."""
-    launcher, out = ROOT / "tests" / "reference" / "on_virtual_gpu.py", folder / "made" / "rows.jsonl"
-    command = [sys.executable, str(launcher), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
+    out = folder / "made" / "rows.jsonl"
+    command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
     done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -178,6 +187,177 @@ def test_our_side_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
     assert rows["14b.ours.rate"]["value"] > 0 < rows["14b.ours.peak.device_bytes"]["value"]
     assert rows["14b.ours.ram->gpu.moved"]["ok"] and rows["14b.ours.ram->gpu.moved"]["value"] > 0
     assert (tmp_path / "traces" / "14b.json").exists()
+    assert rows["14b.ours.trace_is_exact"]["ok"]
+    assert all(len(rows[f"14b.ours.num_drops.{tier}"]["value"]) == 1 for tier in ("gpu", "ram"))
+    for part in ("plan", "warm_up", "populate", "pin", "fill"):
+        assert rows[f"14b.ours.start.{part}"]["value"] > 0, part
+    assert all(rows[f"14b.ours.start.{part}_per_gb"]["value"] > 0 for part in ("populate", "pin", "fill"))
+    assert 0 < rows["14b.ours.real/planned_peak.gpu"]["value"] < 2
+    assert all(rows[f"14b.ours.stall_{cause}"]["value"] >= 0 for cause in STALL_CAUSES)
+    assert rows["14b.ours.updated_on_host"]["value"] > 0 < rows["14b.ours.updated_on_gpu"]["value"]
+    assert rows["14b.ours.host_update_rate"]["value"] > 0
+
+
+def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
+    """torch has no profiler for it: the operators of the host are seen."""
+    out, trace = tmp_path / "rows.jsonl", tmp_path / "made" / "step.json.gz"
+    command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu_profile.py"), "--quick", "--top", "5"]
+    command += ["--part", "7b_4k+bf16_gradients", "--out", str(out), "--trace", str(trace)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = {row["name"]: row["value"] for row in map(json.loads, out.read_text().splitlines())}
+    assert rows["part"] == "7b_4k+bf16_gradients"
+    assert rows["step"] > rows["kernels.busy"] > 0 < rows["step.unprofiled"]
+    assert rows["kernels.span"] == pytest.approx(rows["kernels.busy"] + rows["gaps"])
+    longest = [rows[f"kernel.{number:02}"] for number in range(1, 6)]
+    assert longest == sorted(longest, reverse=True) and rows["kernel.others"] > 0 and "kernel.06" not in rows
+    assert len(gpu_profile.events(trace, ["cpu_op"])) == rows["kernels"]
+
+
+def test_gaps_are_where_no_kernel_runs(tmp_path: Path) -> None:
+    """Three kernels on two streams, a copy beside them, and one that nothing runs beside; as torch writes them."""
+    bars = [
+        ("kernel", "gemm", 1000.0, 500.0),
+        ("kernel", "norm", 1400.0, 200.0),  # on another stream, until 1600
+        ("kernel", "gemm", 2600.0, 400.0),
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1500.0, 300.0),
+        ("cpu_op", "aten::mm", 0.0, 9000.0),
+    ]
+    found = [{"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in bars]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *found]}))
+    kernels = gpu_profile.events(path, gpu_profile.KERNELS)
+    copies = gpu_profile.events(path, gpu_profile.COPIES)
+    assert gpu_profile.busy_s(kernels) == pytest.approx(1000e-6)  # 1000 to 1600 and 2600 to 3000
+    assert gpu_profile.busy_s([*kernels, *copies]) == pytest.approx(1200e-6)
+    (gap,) = gpu_profile.longest_gaps(kernels, 5)
+    assert gap.seconds == pytest.approx(1000e-6) and gap.before == "gemm"
+    assert gpu_profile.by_name(kernels) == {"gemm": (pytest.approx(900e-6), 2), "norm": (pytest.approx(200e-6), 1)}
+
+
+def test_a_part_with_variants_is_ours_alone_with_other_tables() -> None:
+    part = part_named("7b_4k+liger+any_kernel")
+    assert part.sides == ("ours",) and part.target is None
+    assert part.tables == {"model": {"use_liger_kernel": True}, "full_determinism": False}
+    assert part_named("long_32k+compile").tables["model"] == {"mlp_rows": 4096, "compile": True}
+    for name in VARIANTS:  # keys of a config, all of them
+        tables = part_named(f"7b_4k+{name}").tables
+        texts = {f"{table}.{key}" if key else table for table, key in _keys(tables)}
+        assert texts <= known_keys(), texts
+    for wrong in ("8b_4k", "7b_4k+faster"):
+        with pytest.raises(KeyError):
+            part_named(wrong)
+
+
+def _keys(tables: Any) -> list[tuple[str, str]]:
+    return [(name, key) for name, table in tables.items() for key in (table if isinstance(table, dict) else ("",))]
+
+
+def first_hour(folder: Path, *words: str, **variables: str) -> tuple[int, str, Path]:
+    """Return exit status, log and folder of results of a call of the script, at a tiny size."""
+    out = folder / "out"
+    command = ["bash", str(BENCH / "gpu_first_hour.sh"), "--quick", words[0], str(out), *words[1:]]
+    environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=550)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, (out / "log.txt").read_text(), out
+
+
+@pytest.mark.timeout(560)
+def test_the_first_call_of_a_first_session(tmp_path: Path) -> None:
+    stand_in = ROOT / "tests" / "reference" / "stand_in_megatrain"
+    status, log, out = first_hour(tmp_path, "1", str(stand_in))
+    assert status == 0 and log.endswith("0 runs failed\n"), log
+    rows = {row["name"]: row["value"] for row in map(json.loads, (out / "gpu.jsonl").read_text().splitlines())}
+    assert rows["7b_4k.ours.rate"] > 0 < rows["7b_4k.megatrain.rate"]
+    assert rows["rates.gpu.h2d"] > 0 < rows["7b_4k.ours.predicted_step"]
+    facts, tests = (out / "machine.txt").read_text(), (out / "tests.txt").read_text()
+    assert "Mem:" in facts and "NUMA node(s)" in facts and "transparent_hugepage/enabled" in facts and "torch" in facts
+    assert re.search(r"PASSED.*\n(?s:.*)\d passed", tests), tests
+    assert "live in gpu and are updated there" in log  # of the plan
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp.")], "no scratch is left"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_call_of_a_first_session(tmp_path: Path) -> None:
+    calls = {"1": 0, "2": 0, "3": 1, "4": 0, "20b_nvme": 0, "long_128k": 0, "long_512k": 0, "7b_16k": 0}
+    for call, expected in calls.items():
+        status, log, out = first_hour(tmp_path, call)
+        # liger's kernels run on no processor: that variant fails, and the one after it runs all the same.
+        assert status == expected, log
+    rows = {row["name"]: row for row in map(json.loads, (out / "gpu.jsonl").read_text().splitlines())}
+    for part in ("7b_64k", "plain", "14b", "20b_nvme", "long_32k", "long_128k", "long_512k", "7b_16k"):
+        assert rows[f"{part}.ours.rate"]["value"] > 0, part
+    for variant in ("any_kernel", "kept_graphs", "bf16_gradients", "compile"):
+        assert rows[f"7b_4k+{variant}.ours.rate"]["value"] > 0, variant
+    assert rows["7b_4k+liger.ours.failed"]["value"]
+    assert rows["kernels.busy"]["value"] > 0
+    assert {"7b_64k.json", "profile.json.gz"} <= {path.name for path in out.iterdir()}
+    assert len(list(out.iterdir())) <= 8, "as many files as come back"
+    assert "2 steps, losses" in (out / "tests.txt").read_text()
+
+
+def test_a_first_session_goes_on_where_a_run_fails_and_says_so(tmp_path: Path) -> None:
+    """No time is left for any run; and numba cannot be imported, until a wheel in the folder for that is unpacked."""
+    late = tmp_path / "late"
+    late.mkdir()
+    status, log, _ = first_hour(late, "1", CALL_S="1")
+    assert status == 1 and "machine facts: no time left" in log and "tests: no time left" in log
+    assert "4 runs failed: machine facts; megatrain-tier plan; gpu.py" in log
+
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "numba.py").write_text("import older_numpy")
+    write_wheel(tmp_path / "wheels", "some_library")
+    write_wheel(tmp_path / "wheels" / "numpy", "older_numpy")
+    variables = {"WHEELS": str(tmp_path / "wheels"), "PYTHONPATH": str(packages)}
+    status, log, out = first_hour(tmp_path, "facts", **variables)
+    assert status == 0, log
+    assert "unpack wheels: exit status 0" in log and "numba cannot be imported: ModuleNotFoundError" in log
+    assert "import numba, with the other numpy: exit status 0" in log
+    assert "torch" in (out / "machine.txt").read_text()
+
+
+def write_wheel(folder: Path, name: str) -> None:
+    """Write a wheel of one empty module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+def test_a_first_session_that_is_called_wrongly(tmp_path: Path) -> None:
+    script = str(BENCH / "gpu_first_hour.sh")
+    for words, expected in {
+        ("1",): "CALL OUT [MEGATRAIN]",
+        ("1", "out", "nowhere"): "there is no folder nowhere",
+    }.items():
+        done = subprocess.run(["bash", script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and expected in done.stderr
+
+
+def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(BENCH / "gpu.py"), "--quick", "--device", "cpu", "--parts", "14b,long_32k"]
+    command += ["--steps", "2000", "--scratch", str(tmp_path), "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
+        deadline_s = time.monotonic() + 150
+        try:
+            while not any("total_s" in path.read_text() for path in tmp_path.glob("*/14b/ours/result.json")):
+                assert time.monotonic() < deadline_s and bench.poll() is None
+                time.sleep(0.1)
+        finally:
+            bench.terminate()
+        printed, _ = bench.communicate(timeout=100)
+    assert bench.returncode == 1 and "Traceback" not in printed, printed
+    rows = {row["name"]: row["value"] for row in map(json.loads, out.read_text().splitlines())}
+    assert rows["14b.ours.rate"] > 0 and "told to end" in rows["14b.ours.failed"]
+    assert "out of time" in rows["long_32k.ours.skipped"]
+    assert list(tmp_path.iterdir()) == [out], "the side's process is gone, and so is its folder"
 
 
 @pytest.mark.slow
@@ -209,6 +389,20 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
     seen = json.loads(result.read_text())
     assert seen["is_complete"] and seen["num_steps_missing"] == 1001 - len(seen["steps"]) > 0
     assert "ready after" in done.stdout and "step 1 of 1001" in done.stdout
+
+
+def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They multiply before ours asks for deterministic kernels, and torch reads the setting once."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    arguments = argparse.Namespace(
+        layers=None, quick=True, tables={}, traces=None, steps=1, device="cpu", ram=None, megatrain=None, deepspeed=None
+    )
+    comparison = gpu.Comparison("7b_4k", PARTS["7b_4k"].small(), tmp_path, arguments, Mock(), time.monotonic() + 60)
+    start = subprocess.Popen
+    said = [sys.executable, "-c", "import os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"]
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda command, **options: start(said, **options))
+    assert comparison._run_side("ours", num_left=1) == ({}, "")
+    assert (tmp_path / "ours.log").read_text() == ":4096:8\n"
 
 
 def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = "import sys; from {package}.main import main; main()"
 
 
-def run_example(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a copy of the example next to its data, so that nothing is written into the repository."""
+def run_example(name: str, folder: Path, *options: str, command: str = "run") -> subprocess.CompletedProcess[str]:
+    """Run (or check) a copy of the example next to its data, so that nothing is written into the repository."""
     config = folder / name
     shutil.copy(ROOT / "examples" / name, config)
     (folder / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
@@ -27,8 +27,8 @@ def run_example(name: str, folder: Path, *options: str) -> subprocess.CompletedP
         package = "megatrain_tier_cli"
     except ImportError:  # not installed: the command's own folder
         package = "cli"
-    command = [sys.executable, "-c", PROGRAM.format(package=package), "run", str(config), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", PROGRAM.format(package=package), command, str(config), *options]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def check_folder(final: Path) -> None:
@@ -49,6 +49,22 @@ def test_tiny_trains_and_its_folder_opens(tmp_path: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert steps[-1]["tier_used_bytes"]["ram"] <= steps[-1]["tier_capacity_bytes"]["ram"]
     check_folder(tmp_path / "outputs/tiny/final")
+
+
+#: Where the example's model is not at hand, its config is checked with the one that is.
+AT_HAND = (
+    f"model_name_or_path={ROOT}/examples/quickstart/model",
+    "train_from_scratch=true",
+    f"chat_template={ROOT}/tests/data/chat_templates/chatml.jinja",
+)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("tiny.toml", ()), ("quickstart.toml", AT_HAND), ("sft.toml", AT_HAND)])
+def test_an_example_is_checked_without_a_warning(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_example(name, tmp_path, "--json", *(f"--set={change}" for change in changes), command="check")
+    found = json.loads(done.stdout)["findings"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each for each in found if each["severity"] == "warning"] == []
 
 
 @pytest.mark.slow

@@ -1,36 +1,41 @@
 """tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training."""
 
+from __future__ import annotations
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tiered.block import BlockSpec, CopyState
-from tiered.commit import Commit
-from tiered.errors import (
-    BlockNotFoundError,
-    CapacityError,
-    CorruptBlockError,
-    GenerationError,
-    LeaseError,
-    LockedError,
-    TieredError,
-    TransferError,
-    UninitializedBlockError,
-)
-from tiered.events import Event, LinkStats, StoreStats, TierStats
-from tiered.lease import Lease, LeaseGroup
-from tiered.links.base import Link, LinkUsage
-from tiered.links.threaded import ThreadedLink
-from tiered.plugins import available_tiers, tier_class
-from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
-from tiered.reader import GenerationReader
-from tiered.schedule import NEVER, Access, Schedule, Trace
-from tiered.store import TieredStore
-from tiered.tiers.base import Slot, Tier, TierUsage
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.ledger import Ledger
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.transfer import Transfer
-from tiered.units import GB, MB, GiB, KiB, MiB, TiB, format_size, parse_size
+if TYPE_CHECKING:
+    from tiered.block import BlockSpec, CopyState
+    from tiered.commit import Commit
+    from tiered.errors import (
+        BlockNotFoundError,
+        CapacityError,
+        CorruptBlockError,
+        GenerationError,
+        LeaseError,
+        LockedError,
+        TieredError,
+        TransferError,
+        UninitializedBlockError,
+    )
+    from tiered.events import Event, LinkStats, StoreStats, TierStats
+    from tiered.lease import Lease, LeaseGroup
+    from tiered.links.base import Link, LinkUsage
+    from tiered.links.threaded import ThreadedLink
+    from tiered.plugins import available_tiers, tier_class
+    from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
+    from tiered.reader import GenerationReader
+    from tiered.schedule import NEVER, Access, Schedule, Trace
+    from tiered.store import TieredStore
+    from tiered.tiers.base import Slot, Tier, TierUsage
+    from tiered.tiers.gpu import GpuTier
+    from tiered.tiers.ledger import Ledger
+    from tiered.tiers.nvme import NvmeTier
+    from tiered.tiers.ram import RamTier
+    from tiered.transfer import Transfer
+    from tiered.units import GB, MB, GiB, KiB, MiB, TiB, format_size, parse_size
+    from tiered.zarr_store import ZarrStore
 
 __all__ = [
     "GB",
@@ -85,13 +90,62 @@ __all__ = [
     "tier_class",
 ]
 
-if TYPE_CHECKING:
-    from tiered.zarr_store import ZarrStore
+#: Imported when they are first asked for: most need torch, which takes seconds, ZarrStore zarr; units need neither.
+_HOMES = {
+    "Access": "schedule",
+    "Belady": "policies",
+    "BlockNotFoundError": "errors",
+    "BlockSpec": "block",
+    "Candidate": "policies",
+    "CapacityError": "errors",
+    "Commit": "commit",
+    "CopyState": "block",
+    "CorruptBlockError": "errors",
+    "Event": "events",
+    "EvictionPolicy": "policies",
+    "GB": "units",
+    "GenerationError": "errors",
+    "GenerationReader": "reader",
+    "GiB": "units",
+    "GpuTier": "tiers.gpu",
+    "KiB": "units",
+    "LRU": "policies",
+    "Lease": "lease",
+    "LeaseError": "errors",
+    "LeaseGroup": "lease",
+    "Ledger": "tiers.ledger",
+    "Link": "links.base",
+    "LinkStats": "events",
+    "LinkUsage": "links.base",
+    "LockedError": "errors",
+    "MB": "units",
+    "MiB": "units",
+    "NEVER": "schedule",
+    "NvmeTier": "tiers.nvme",
+    "RamTier": "tiers.ram",
+    "Schedule": "schedule",
+    "Slot": "tiers.base",
+    "StoreStats": "events",
+    "ThreadedLink": "links.threaded",
+    "TiB": "units",
+    "Tier": "tiers.base",
+    "TierStats": "events",
+    "TierUsage": "tiers.base",
+    "TieredError": "errors",
+    "TieredStore": "store",
+    "Trace": "schedule",
+    "Transfer": "transfer",
+    "TransferError": "errors",
+    "UninitializedBlockError": "errors",
+    "ZarrStore": "zarr_store",
+    "available_tiers": "plugins",
+    "format_size": "units",
+    "parse_size": "units",
+    "tier_class": "plugins",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ZarrStore":  # on first use: importing zarr takes half a second, which few programs need
-        from tiered.zarr_store import ZarrStore
-
-        return ZarrStore
+    if name in _HOMES:
+        return getattr(import_module(f"tiered.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'tiered' has no attribute '{name}'")

@@ -27,13 +27,13 @@ _NUM_FLUSH_THREADS = 4  # a drive flushes several files at once for the price of
 
 
 def array_bytes(spec: BlockSpec) -> int:
-    """Return the size of the files that ``write_contents`` makes."""
-    chunk_bytes = _chunk_bytes(spec)
+    """Return the size of all files together that ``write_contents`` makes."""
+    chunk_bytes = chunk_bytes_written(spec)
     return chunk_bytes * len(range(0, spec.nbytes, chunk_bytes))
 
 
-def _chunk_bytes(spec: BlockSpec) -> int:
-    """Return the size of all files of a block: equal, and no piece of 16 MiB lies in two of them."""
+def chunk_bytes_written(spec: BlockSpec) -> int:
+    """Return the size of the files that ``write_contents`` makes: all equal; no piece of 16 MiB lies in two of them."""
     num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
     if num_files < 2:
         return round_up(max(spec.nbytes, 1), PAGE_BYTES)
@@ -49,7 +49,7 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[s
     Raises:
         TransferError: the drive refused.
     """
-    chunk_bytes = _chunk_bytes(spec)
+    chunk_bytes = chunk_bytes_written(spec)
     folder = root / spec.key
     found: list[str] = []
     try:

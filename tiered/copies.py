@@ -18,6 +18,7 @@ class Copy:
     Attributes:
         readers: read leases plus transfers that read from this copy. pins: counted long residencies.
         wanted: acquires that wait for this copy; it is no candidate for eviction meanwhile.
+        last_use: order of its last use or arrival. leased_at: tick in which it was leased last.
         transfer: the movement that fills or drains it, while under way; the last fill afterwards.
         prefetched: brought by the prefetcher and not used yet. drop_when_clean: evict once drained.
     """
@@ -26,6 +27,7 @@ class Copy:
         "drop_when_clean",
         "is_home",
         "last_use",
+        "leased_at",
         "pins",
         "prefetched",
         "readers",
@@ -45,6 +47,7 @@ class Copy:
         self.pins = 0
         self.wanted = 0
         self.last_use = -1
+        self.leased_at: int | None = None
         self.prefetched = False
         self.drop_when_clean = False
         self.transfer: Transfer | None = None

@@ -25,7 +25,7 @@ from tiered.manifest import (
     generation_name,
     make_current,
     newest_first,
-    read_manifest,
+    store_id_in_manifests,
     write_manifest,
 )
 from tiered.movement import Movement
@@ -168,7 +168,7 @@ class Generations:
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
                 pass  # files that a file tier once kept for reuse: nobody takes them now
-        self._identity = StoreIdentity.of(path, _id_in_manifests(path) if read_store_id(path) is None else None)
+        self._identity = StoreIdentity.of(path, store_id_in_manifests(path) if read_store_id(path) is None else None)
         for _, folder in self._snapshot_folders(self._identity):
             owner = read_owner(folder)
             if owner is not None and owner.path != str(path) and self._identity.owns(folder):
@@ -300,14 +300,6 @@ def _flip(commit: Commit, manifest: Manifest) -> None:
     """Make the generation the current one. Everything that its manifest names is on disk before that is."""
     sync_tree(commit.folder, commit.path)
     write_manifest(commit.path, manifest)
-
-
-def _id_in_manifests(path: Path) -> str | None:
-    """Return the id that a store's generations name, for a directory that lost its own note of it."""
-    for number in newest_first(path):
-        with contextlib.suppress(GenerationError):
-            return read_manifest(path, number).store or None
-    return None
 
 
 def _told(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:

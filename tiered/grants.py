@@ -61,10 +61,10 @@ class Grants:
             for _, copy, _ in targets:
                 copy.wanted += 1
             try:
-                has_waited = False
+                has_waited = asks_again = False
                 while (waiting := self._first_obstacle(targets)) is not None:
                     self._check_can_ever(targets, waiting)
-                    self._wait(waiting, targets[0][0], deadline)
+                    asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
                     has_waited = True
                 return [self._grant(block, copy, mode, stream, late=has_waited) for block, copy, mode in targets]
             finally:
@@ -103,7 +103,22 @@ class Grants:
             copy.move(CopyState.FILLING)
         return None
 
-    def _wait(self, waiting: Waiting, block: Block, deadline: float | None) -> None:
+    def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
+        """Wait once. Returns False, at once, where the room that was refused is there: ask again, nobody would wake us.
+
+        Raises:
+            TieredError: the caller asks again already. Other errors: those of what it waits for, or a time-out.
+        """
+        if waiting.cause == "space":
+            free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
+            if free_bytes >= waiting.need_bytes and asks_again:
+                raise TieredError(
+                    f"tier '{waiting.tier}' says that {free_bytes} bytes are free, and gives no slot of "
+                    f"{waiting.need_bytes}: its usage() and allocate() contradict each other. "
+                    "tiered.testing.TierSuite tells what a tier must do"
+                )
+            if free_bytes >= waiting.need_bytes:
+                return False
         start_s = self.movement.time_s()
         left_s = None if deadline is None else deadline - start_s
         if left_s is not None and left_s <= 0:
@@ -121,6 +136,7 @@ class Grants:
             raise transfer.error
         if waiting.cause in ("space", "drain") and len(self.movement.failed_write_backs) > num_failures:
             raise self.movement.failed_write_backs[-1]
+        return True
 
     def _grant(self, block: Block, copy: Copy, mode: Mode, stream: Any, *, late: bool) -> Lease:
         movement = self.movement
@@ -129,6 +145,7 @@ class Grants:
             movement.counters.prefetch_late += late
             movement.counters.prefetch_on_time += not late
         movement.mark_used(copy)
+        copy.leased_at = movement.now
         copy.drop_when_clean = False
         access = Access(movement.now, block.spec.key, copy.tier, mode)
         if self.trace is not None:
@@ -263,11 +280,13 @@ class Grants:
     def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
         """Return the home slot of a new block, after copies made way for it where they must."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
+        asks_again = False
         while need <= self.room_ever_locked(tier.name):
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot
-            self.wait_for_room_locked(block, tier.name)
+            # For copies on their way out. Raises TransferError: a write-back failed.
+            asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
         raise self.capacity_error_locked(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_quiet_locked(self, block: Block) -> None:
@@ -281,10 +300,6 @@ class Grants:
                 raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
             self.movement.changed.wait()
 
-    def wait_for_room_locked(self, block: Block, tier: str) -> None:
-        """Wait once for copies on their way out of ``tier``. Raises ``TransferError``: a write-back failed."""
-        self._wait(self.movement.no_room(block, tier), block, None)
-
     def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
         """Wait once for what stands between the newest bytes of ``block`` and its home.
 
@@ -292,4 +307,4 @@ class Grants:
             CapacityError, LeaseError: waiting could never help. TransferError: a write-back failed.
         """
         self._check_can_ever([(block, block.home, "r")], waiting)
-        self._wait(waiting, block, None)
+        self._wait(waiting, block, None, asks_again=True)

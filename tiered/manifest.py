@@ -7,6 +7,7 @@ generation or the new one, never a mixture.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -183,6 +184,14 @@ def newest_first(directory: str | os.PathLike[str]) -> list[int]:
     except GenerationError:
         current = None
     return [number for number in reversed(known) if current is None or number <= current]
+
+
+def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
+    """Return the id that a store's generations name, for a directory that lost its own note of it."""
+    for number in newest_first(directory):
+        with contextlib.suppress(GenerationError):
+            return read_manifest(directory, number).store or None
+    return None
 
 
 def unfinished_generations(directory: str | os.PathLike[str]) -> list[int]:

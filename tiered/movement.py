@@ -330,8 +330,11 @@ class Movement:
         copy.last_use = self._num_uses
 
     def _candidate(self, block: Block, copy: Copy) -> Candidate:
-        key = block.spec.key
-        next_use = NEVER if self.schedule is None else self.schedule.next_use(key, copy.tier, self.now)
+        key, next_use = block.spec.key, NEVER
+        if self.schedule is not None:
+            # A use in the present tick is still to come until the copy is leased in that tick.
+            is_past = copy.leased_at == self.now
+            next_use = self.schedule.next_use(key, copy.tier, self.now if is_past else self.now - 1)
         return Candidate(key, copy.slot_bytes, copy.state is CopyState.DIRTY, copy.last_use, next_use)
 
     # -- prefetching -------------------------------------------------------------------------------------------

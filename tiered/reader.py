@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiered.block import BlockSpec
-from tiered.checksums import pieces
+from tiered.checksums import PIECE_BYTES, pieces
 from tiered.contents import (
     ChunkPlace,
     array_chunk_bytes,
@@ -171,12 +171,21 @@ class GenerationReader:
         Raises:
             GenerationError: its array is nowhere.
         """
-        spec, folders = self.spec(key), self.folders(key)
-        place = next((folder for folder in folders if array_chunk_bytes(folder) is not None), None)
+        place = self.place(key)
+        return chunk_files(place, self.spec(key), elsewhere=[each for each in self.folders(key) if each != place])
+
+    def place(self, key: str) -> Path:
+        """Return the folder with the document of a block's array.
+
+        Raises:
+            GenerationError: its array is nowhere.
+        """
+        self.spec(key)
+        place = next((folder for folder in self.folders(key) if array_chunk_bytes(folder) is not None), None)
         if place is None:
             named = Path(os.path.normpath(self.path / self.blocks[key].location))
             raise GenerationError(no_array_text(key, named))
-        return chunk_files(place, spec, elsewhere=[folder for folder in folders if folder != place])
+        return place
 
     def folders(self, key: str) -> list[Path]:
         """Return where the array of a block may be, the place that the manifest names first."""
@@ -212,11 +221,17 @@ class GenerationReader:
         record = self.blocks[key]
         if tuple(found) == record.xxh3_64:
             return
-        for (start, stop), expected, actual in zip_longest(pieces(record.nbytes), record.xxh3_64, found):
-            if expected != actual:
-                place = place_in(files, start, stop)
-                expected, actual = expected or "none", actual or "none"
-                raise CorruptBlockError(key, expected, actual, place=place, generation=self.generation)
+        for number, (_, actual) in enumerate(zip_longest(pieces(record.nbytes), found)):
+            self.check_piece(key, files, number, actual or "none")
+
+    def check_piece(self, key: str, files: Sequence[ChunkPlace], number: int, found: str) -> None:
+        """Raise ``CorruptBlockError`` if the checksum of one piece, counted from 0, is not the recorded one."""
+        record = self.blocks[key]
+        expected = record.xxh3_64[number] if number < len(record.xxh3_64) else "none"
+        if found != expected:
+            start = number * PIECE_BYTES
+            place = place_in(files, start, min(start + PIECE_BYTES, record.nbytes))
+            raise CorruptBlockError(key, expected, found, place=place, generation=self.generation)
 
 
 def remove_generation_everywhere(

@@ -57,6 +57,14 @@ def format_size(nbytes: float) -> str:
     return f"{int(nbytes)} B"
 
 
+def format_decimal_size(nbytes: float) -> str:
+    """Return ``nbytes`` in MB, GB or TB, the units in which the wear of drives is given, e.g. ``"0.59 GB"``."""
+    for unit, name in ((TB, "TB"), (GB / 10, "GB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / (TB if name == 'TB' else GB):,.2f} {name}"
+    return f"{nbytes / MB:.2f} MB"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate in decimal GB/s, the unit in which drives and links are sold."""
     return f"{bytes_per_s / GB:.2f} GB/s"

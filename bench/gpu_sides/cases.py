@@ -65,7 +65,7 @@ class Part:
     target: float | None = None
     share: float | None = None
     uses_drive: bool = False
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -76,9 +76,8 @@ class Part:
         """Return the same part at a size that a CPU computes at once."""
         length = min(self.length, 64)
         rows = min(self.rows, 2)
-        tables = {name: dict(values) for name, values in self.tables.items()}
-        if "model" in tables:
-            tables["model"]["mlp_rows"] = 16
+        has_pieces = "mlp_rows" in self.tables.get("model", {})
+        tables = merged(self.tables, {"model": {"mlp_rows": 16}} if has_pieces else {})
         return replace(self, rows=rows, length=length, micro_rows=1, num_steps=1, layers=None, tables=tables)
 
 
@@ -87,7 +86,8 @@ _LONG = {"model": {"mlp_rows": 4096}}
 PARTS: Mapping[str, Part] = {
     "7b_4k": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5),
     "7b_16k": Part("7b", 16, 1024, 16, sides=_AGAINST_REFERENCE),
-    "7b_64k": Part("7b", 64, 1024, 16, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, share=0.6),
+    # 8 rows at a time: with 16, workspace pushes a few groups out of a GPU of 140 GB.
+    "7b_64k": Part("7b", 64, 1024, 8, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, share=0.6),
     "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0),
     "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84),
     "14b": Part("14b", 16, 1024, 16, num_steps=2),
@@ -100,6 +100,37 @@ PARTS: Mapping[str, Part] = {
     # At this length nearly all of a step is attention, quadratic in the length: 28 layers would take ten minutes.
     "long_512k": Part("7b", 1, 512 << 10, 1, num_steps=0, layers=6, uses_drive=True, tables=_LONG),
 }
+
+#: Changes of our config that a part can be tried with, by name: "7b_4k+liger" is ours alone, with that change.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "any_kernel": {"full_determinism": False},
+    "kept_graphs": {"advanced": {"keep_graphs": "auto"}},
+    "bf16_gradients": {"precision": {"grad_dtype": "bfloat16"}},
+    "liger": {"model": {"use_liger_kernel": True}},
+    "compile": {"model": {"compile": True}},
+}
+
+
+def part_named(name: str) -> Part:
+    """Return a part of ``PARTS``, or one with variants behind it, in which ours runs alone and claims nothing.
+
+    Raises:
+        KeyError: there is no such part, or no such variant.
+    """
+    base, *variants = name.split("+")
+    part = PARTS[base]
+    for variant in variants:
+        tables = merged(part.tables, VARIANTS[variant])
+        part = replace(part, sides=(OURS,), target=None, share=None, tables=tables)
+    return part
+
+
+def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables of a config with more keys; those of ``more`` count where both have one."""
+    found = dict(tables)
+    for name, value in more.items():
+        found[name] = {**found.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return found
 
 
 def write_shape(folder: Path, part: Part, *, quick: bool) -> Path:

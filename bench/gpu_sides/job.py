@@ -6,14 +6,16 @@ import functools
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.gpu_sides.cases import Part, merged, write_shape
 from megatrain.models.graph import build_graph
+from megatrain.optim.threads import default_num_threads
 
 SEED = 42
 #: Random numbers that all weights are cut from; a prime, so that rows of a matrix do not repeat.
@@ -31,7 +33,7 @@ class Job:
         device: "cuda" or "cpu". dtype: of the layers. scratch: folder of this side. result: file for its figures.
         ram, drive: size of our RAM tier, "" for auto and "tight" for a quarter above the least that works; folder of
             our NVMe tier, or "". tables: more tables of our config. trace: file for the timeline of the last step.
-        megatrain: folder of the reference's checkout. layers: smaller numbers of layers to try where it does not fit.
+        megatrain: folder of the reference's checkout. layers_to_try: smaller numbers of layers, where it does not fit.
         matmul: side of the square matrices whose product is timed.
     """
 
@@ -50,10 +52,10 @@ class Job:
     result: str
     ram: str = ""
     drive: str = ""
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict)
     trace: str = ""
     megatrain: str = ""
-    layers: tuple[int, ...] = ()
+    layers_to_try: tuple[int, ...] = ()
     matmul: int = 8192
 
     def to_json(self) -> str:
@@ -64,7 +66,7 @@ class Job:
     def of(cls, text: str) -> Job:
         """Return the job that ``to_json`` wrote."""
         values = json.loads(text)
-        return cls(**{**values, "layers": tuple(values["layers"])})
+        return cls(**{**values, "layers_to_try": tuple(values["layers_to_try"])})
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -84,6 +86,64 @@ class Job:
     def micro_batches(self) -> list[dict[str, Tensor]]:
         """Return the step's tokens as micro-batches of ``micro_rows`` rows, all labelled, on the CPU."""
         return [{"input_ids": part, "labels": part.clone()} for part in self.tokens().split(self.micro_rows)]
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """What a side tells of one step.
+
+    Attributes:
+        loss: before the update. parts_s: seconds of its parts, by name.
+        num_drops: by tier, the buffers that it gave back to make room for those of other sizes.
+    """
+
+    loss: float
+    parts_s: Mapping[str, float]
+    num_drops: Mapping[str, int] = field(default_factory=dict)
+
+
+def make_job(
+    side: str,
+    part: Part,
+    folder: Path,
+    *,
+    budget_s: float,
+    device: str,
+    quick: bool,
+    num_steps: int | None = None,
+    layers: int | None = None,
+    ram: str = "",
+    tables: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Job:
+    """Return the job of a side of a part; its model's config is written into ``folder``, which is made.
+
+    Args:
+        num_steps, layers: other ones than the part's. tables: more of our config. more: other fields of the job.
+    """
+    folder.mkdir()
+    if layers is not None:
+        part = replace(part, layers=layers)
+    return Job(
+        side=side,
+        model=str(write_shape(folder / "model", part, quick=quick)),
+        rows=part.rows,
+        length=part.length,
+        micro_rows=part.micro_rows,
+        num_steps=max(1, part.num_steps) if num_steps is None else num_steps,
+        has_warm_up=part.num_steps > 0,
+        budget_s=budget_s,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        num_threads=default_num_threads(),
+        scratch=str(folder),
+        result=str(folder / "result.json"),
+        ram="tight" if quick and part.uses_drive else ram,
+        drive=str(folder / "drive") if part.uses_drive else "",
+        tables=merged(part.tables, tables or {}),
+        matmul=512 if quick else 8192,
+        **more,
+    )
 
 
 def fill_weights(views: Mapping[str, Tensor]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
-from bench.gpu_sides.job import SEED, Job, fill_weights
+from bench.gpu_sides.cases import merged
+from bench.gpu_sides.job import SEED, Job, StepSeen, fill_weights
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.flops import step_flops
@@ -49,7 +50,7 @@ class OursSide:
         config, start_s = run_config_of(job), time.perf_counter()
         plan = plan_run(config, padded=False)
         self._plan_s = time.perf_counter() - start_s
-        print(f"planned in {self._plan_s:.1f} s", flush=True)
+        print(f"planned in {self._plan_s:.1f} s", file=sys.stderr, flush=True)
         self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, make_session=_Seeded)
 
     def about(self) -> dict[str, Any]:
@@ -59,7 +60,10 @@ class OursSide:
         flops = step_flops(plan.trace, num_places=tokens, num_real_tokens=tokens, num_trained_tokens=trained)
         return {
             "num_parameters": plan.graph.num_parameters,
-            "plan_s": self._plan_s,
+            "trace_is_exact": plan.trace.exact,
+            "start_parts_s": {"plan": self._plan_s, **self._ours.start_s},
+            "start_bytes": self._ours.start_bytes,
+            "num_updated": {place: plan.num_updated(on_gpu=place == "gpu") for place in ("host", "gpu")},
             "num_layers": sum(unit.is_layer for unit in plan.graph.units),
             "optimizer": f"AdamW, fp32 master and moments, {job.dtype} layers",
             "model_flops": flops.model,
@@ -71,7 +75,7 @@ class OursSide:
             "traffic": dict(plan.traffic),
         }
 
-    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> StepSeen:
         """Take one step. The last one is on the timeline, whose host seconds of each phase are parts as well."""
         timeline = self._ours.timeline
         timeline.is_on = is_last
@@ -82,7 +86,7 @@ class OursSide:
             if span.row == COMPUTE:
                 name = f"host_{span.name.split()[0]}"
                 phases[name] = phases.get(name, 0.0) + span.end_s - span.start_s
-        return times.loss, {**times.parts_s, **phases}
+        return StepSeen(times.loss, {**times.parts_s, **phases}, times.num_drops)
 
     def finish(self) -> dict[str, Any]:
         """Make the last update, and return bytes and peaks, planned and seen, and the paths that bytes took."""
@@ -126,8 +130,7 @@ def _config(job: Job, ram: str) -> RunConfig:
         "checkpoint": {"save_strategy": "no", "save_on_signal": False},
         "tiers": tiers,
     }
-    for table, values in job.tables.items():
-        tables[table] = {**tables.get(table, {}), **values}
+    tables = merged(tables, job.tables)
     shape = (job.rows // job.micro_rows, job.micro_rows, job.length)
     no_text = folder / "config.json"  # the config names a file of text; these steps are given their tokens
     return run_config(folder, no_text, shape, Path(job.scratch), device=job.device, seed=SEED, **tables)

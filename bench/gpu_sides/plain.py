@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
-from bench.gpu_sides.job import Job, seeded_model
+from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class PlainSide:
@@ -23,7 +23,7 @@ class PlainSide:
         self._job = job
         self._batches = [{k: v.to(job.device) for k, v in batch.items()} for batch in job.micro_batches()]
         config = json.loads((Path(job.model) / "config.json").read_text(encoding="utf-8"))
-        for layers in (config["num_hidden_layers"], *job.layers):
+        for layers in (config["num_hidden_layers"], *job.layers_to_try):
             folder = _with_layers(job, config, layers)
             if self._fits(folder):
                 break
@@ -68,7 +68,7 @@ class PlainSide:
             "optimizer": f"fused AdamW, fp32 weights and moments, {self._job.dtype} autocast",
         }
 
-    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> StepSeen:
         """Take one step."""
         job, marks, loss = self._job, [self._now()], 0.0
         num_items = job.rows * (job.length - 1)
@@ -84,7 +84,7 @@ class PlainSide:
         self._optimizer.zero_grad(set_to_none=True)
         marks.append(self._now())
         names = ("forward_backward", "clip", "update")
-        return loss, {name: marks[i + 1] - marks[i] for i, name in enumerate(names)}
+        return StepSeen(loss, {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
         """Nothing is left to say."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
-from bench.gpu_sides.job import Job, seeded_model
+from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 _NEEDED = ("forward_and_backward", "get_parameters", "zero_grad", "_sync_params_to_gpu", "_build_layer_kwargs")
 _CHECKPOINT_INTERVAL, _NUM_SLABS = 4, 12  # its defaults
@@ -59,7 +58,7 @@ class ReferenceSide:
             "optimizer": f"{self._optimizer_name}, {self._job.dtype} weights updated in place, no master",
         }
 
-    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> StepSeen:
         """Take one step."""
         marks = [self._now()]
         loss, _, _ = self._model.forward_and_backward(self._tokens, self._mask, self._tokens)
@@ -74,7 +73,7 @@ class ReferenceSide:
         self._optimizer.zero_grad()
         marks.append(self._now())
         names = ("forward_backward", "clip", "update", "weights_to_gpu", "zero_grad")
-        return float(loss), {name: marks[i + 1] - marks[i] for i, name in enumerate(names)}
+        return StepSeen(float(loss), {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
         """Let go of its threads and memory."""

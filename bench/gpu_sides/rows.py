@@ -12,6 +12,9 @@ from bench.gpu_sides.cases import OURS, Part
 #: The first losses of two sides, from the same weights on the same tokens, in bf16 in different orders.
 LOSS_TOLERANCE = 2e-2
 
+#: Tier -> what was seen of its memory, whole: tensors on the GPU, and what the machine gave out of its RAM.
+_REAL_PEAKS = {"gpu": "device_bytes", "ram": "host_bytes"}
+
 Result = Mapping[str, Any]
 
 
@@ -48,8 +51,10 @@ class Rows:
             row(f"{side}.layers", result["num_layers"], "1")
         row(f"{side}.optimizer", result["optimizer"], "name and precision")
         row(f"{side}.start", result["start_s"], "s")
-        if "plan_s" in result:
-            row(f"{side}.start.plan", result["plan_s"], "s")
+        for part, seconds in result.get("start_parts_s", {}).items():
+            row(f"{side}.start.{part}", seconds, "s")
+            if nbytes := result["start_bytes"].get(part):
+                row(f"{side}.start.{part}_per_gb", seconds / (nbytes / 1e9), "s/GB")
         if result.get("num_steps_missing"):
             row(f"{side}.steps_without_time", result["num_steps_missing"], "1")
         row(f"{side}.step", step_s(steps), "s")
@@ -64,7 +69,8 @@ class Rows:
 
     def ours(self, result: Result, num_warm: int) -> None:
         """Print what only ours tells: FLOP/s, and what was planned beside what was seen."""
-        seconds = step_s(measured(result, num_warm))
+        steps = measured(result, num_warm)
+        seconds = step_s(steps)
         rate = max(result["matmul_flops_per_s"])
         self.row("matmul_rate", rate, "FLOP/s")
         self.row("matmul_rates", [round(one) for one in result["matmul_flops_per_s"]], "FLOP/s, before and after")
@@ -80,12 +86,31 @@ class Rows:
         else:
             self.row("ours.predicted_step", result["predicted_s"], "s")
             self.row("ours.predicted/measured", result["predicted_s"] / seconds, "x")
+        is_exact = bool(result["trace_is_exact"])  # if not, FLOPs and the memory inside of layers are guesses
+        self.row("ours.trace_is_exact", int(is_exact), "1", target=1, ok=is_exact)
+        self._updates(result, num_warm)
+        for tier in steps[0]["num_drops"]:
+            counts = [step["num_drops"][tier] for step in steps]
+            self.row(f"ours.num_drops.{tier}", counts, "buffers given back in each step")
         for tier, kinds in result["home_bytes"].items():
             for kind, nbytes in kinds.items():
                 self.row(f"ours.home.{tier}.{kind}", nbytes, "bytes")
             self.row(f"ours.planned_peak.{tier}", result["planned_peaks"][tier], "bytes")
+            real = result[_REAL_PEAKS[tier]] if tier in _REAL_PEAKS else 0
+            if real and result["planned_peaks"][tier]:
+                self.row(f"ours.real/planned_peak.{tier}", real / result["planned_peaks"][tier], "x")
         if result.get("is_complete"):
             self._seen(result)
+
+    def _updates(self, result: Result, num_warm: int) -> None:
+        """Print where parameters are updated, and how fast the host's kernels did it."""
+        for place, number in result["num_updated"].items():
+            self.row(f"ours.updated_on_{place}", number, "parameters")
+        steps = [step for number, step in enumerate(result["steps"]) if number >= max(1, num_warm)]
+        kernels_s = [step["parts_s"]["update_kernels"] for step in steps]  # the first step has nothing to update
+        if result["num_updated"]["host"] and any(kernels_s):
+            rate = result["num_updated"]["host"] / statistics.median(kernels_s)
+            self.row("ours.host_update_rate", rate, "parameters/s")
 
     def _seen(self, result: Result) -> None:
         for link, planned in result["planned_moved"].items():

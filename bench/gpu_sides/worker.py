@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import psutil
 import torch
 
 from bench.gpu_sides.cases import OURS, PLAIN, REFERENCE
-from bench.gpu_sides.job import Job
+from bench.gpu_sides.job import Job, StepSeen
 
 #: Seconds for products of square matrices.
 _MATMUL_S = 1.0
@@ -33,8 +34,8 @@ class Side(Protocol):
         """Return facts for the report: at least ``num_parameters``, and ``optimizer``: its name and precision."""
         ...
 
-    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
-        """Take one step; return its loss before the update, and seconds of its parts by name."""
+    def step(self, *, is_last: bool) -> StepSeen:
+        """Take one step."""
         ...
 
     def finish(self) -> dict[str, Any]:
@@ -60,9 +61,9 @@ def main() -> None:
         num_steps, is_last = job.has_warm_up + job.num_steps, False
         while not is_last:
             is_last = len(result["steps"]) == num_steps - 1 or _is_time_up(job, begin_s, result["steps"])
-            start_s = _now(job.device)
-            loss, parts_s = side.step(is_last=is_last)
-            result["steps"].append({"total_s": _now(job.device) - start_s, "parts_s": parts_s, "loss": loss})
+            start_s = now(job.device)
+            seen = side.step(is_last=is_last)
+            result["steps"].append({"total_s": now(job.device) - start_s, **asdict(seen)})
             result |= {"host_bytes": host.taken_bytes(), "peak_rss": host.peak_rss(), **device_memory(job.device)}
             write(job.result, result)
             print(f"step {len(result['steps'])} of {num_steps} after {time.perf_counter() - begin_s:.1f} s", flush=True)
@@ -117,12 +118,12 @@ def matmul_rate(job: Job) -> float:
         return 0.0
     for _ in range(3):
         torch.mm(left, right, out=out)
-    count, start_s = 0, _now(job.device)
-    while _now(job.device) - start_s < _MATMUL_S:
+    count, start_s = 0, now(job.device)
+    while now(job.device) - start_s < _MATMUL_S:
         for _ in range(5):
             torch.mm(left, right, out=out)
         count += 5
-    rate = 2 * size**3 * count / (_now(job.device) - start_s)
+    rate = 2 * size**3 * count / (now(job.device) - start_s)
     if job.device == "cuda":
         del left, right, out
         torch.cuda.empty_cache()  # what torch keeps would be missing in the tier, whose size is what is free
@@ -139,7 +140,8 @@ def device_memory(device: str) -> dict[str, int]:
     }
 
 
-def _now(device: str) -> float:
+def now(device: str) -> float:
+    """Return the seconds of a clock, when the device has done all of its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

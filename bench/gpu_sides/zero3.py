@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
-from bench.gpu_sides.job import Job, seeded_model
+from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class Zero3Side:
@@ -34,7 +33,7 @@ class Zero3Side:
         """Return size and precision."""
         return {"num_parameters": self._num_parameters, "optimizer": "DeepSpeedCPUAdam, fp32 master and moments"}
 
-    def step(self, *, is_last: bool) -> tuple[float, Mapping[str, float]]:
+    def step(self, *, is_last: bool) -> StepSeen:
         """Take one step; the part "update" begins with the last backward's end."""
         loss, update_s = 0.0, 0.0
         for batch in self._batches:
@@ -44,7 +43,7 @@ class Zero3Side:
             start_s = time.perf_counter()
             self._engine.step()  # updates after the last micro-batch only
             update_s = time.perf_counter() - start_s
-        return loss, {"update": update_s}
+        return StepSeen(loss, {"update": update_s})
 
     def finish(self) -> dict[str, Any]:
         """Nothing is left to say."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.whereabouts import in_order, missing_parts
 from megatrain.config.resolved import FILE_NAME
-from megatrain.run_folder import CHECKPOINTS_NAME, living_owner
+from megatrain.models.kept import KEPT_COUNT
+from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME, living_owner
 from tiered.errors import GenerationError, TieredError
-from tiered.manifest import SNAPSHOT_FOLDER, BlockRecord, list_generations, newest_first, read_manifest
+from tiered.manifest import SNAPSHOT_FOLDER, BlockRecord, Manifest, list_generations, newest_first, read_manifest
 from tiered.reader import GenerationReader, remove_generation_everywhere
 
 __all__ = [
@@ -36,7 +38,9 @@ class CheckpointInfo:
         step: steps done; None where the manifest cannot be read. generation: its number in the folder.
         saved_at: date and time, ISO 8601. nbytes: of all blocks. loss: of the last step.
         is_newest: whether a run in this folder would continue from it.
-        problem: why it cannot be used, as far as its manifest tells; None: nothing is known against it.
+        problem: why it cannot be used, as far as its manifest and the names of its files tell; None: nothing is known
+            against it. is_copy: whether it is a whole copy in ``output_dir/copies``.
+        note: what an export of it needs and lacks; None: nothing.
     """
 
     step: int | None
@@ -46,16 +50,20 @@ class CheckpointInfo:
     loss: float | None
     is_newest: bool
     problem: str | None
+    is_copy: bool = False
+    note: str | None = None
 
 
 def checkpoints_folder(run: Path | str) -> Path:
     """Return the directory of generations for an ``output_dir``, or for that directory itself.
 
+    Where the checkpoints are gone and copies of them are there, that of the copies.
+
     Raises:
         CheckpointError: there is no such folder, or no checkpoint was ever saved in it.
     """
     folder = Path(os.path.abspath(run))
-    for candidate in (folder / CHECKPOINTS_NAME, folder):
+    for candidate in (folder / CHECKPOINTS_NAME, folder / COPIES_NAME, folder):
         if (candidate / SNAPSHOT_FOLDER).is_dir():
             return candidate
     if not folder.is_dir():
@@ -74,17 +82,38 @@ def list_checkpoints(run: Path | str) -> list[CheckpointInfo]:
     Raises:
         CheckpointError: no checkpoint was ever saved there.
     """
+    own, copies = _folders(run)
+    infos: list[CheckpointInfo] = []
+    tried: list[list[CheckpointInfo]] = []
+    for folder, is_copy in ((own, False), (copies, True)):
+        if folder is None:
+            tried.append([])
+            continue
+        found = [_describe(folder, generation, is_copy=is_copy) for generation in list_generations(folder)]
+        there = {info.generation: info for info in found if info is not None}
+        infos += there.values()
+        tried.append([there[number] for number in newest_first(folder) if number in there])
+    order = in_order(tried[0], tried[1], lambda info: info.saved_at or "")
+    newest = next((info for info in order if info.problem is None), None)
+    return [replace(info, is_newest=info is newest) for info in infos]
+
+
+def _folders(run: Path | str) -> tuple[Path | None, Path | None]:
+    """Return the directory of checkpoints, and that of copies of them; None: there is none.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
     folder = checkpoints_folder(run)
-    infos = [info for generation in list_generations(folder) if (info := _describe(folder, generation)) is not None]
-    whole = {info.generation for info in infos if info.problem is None}
-    newest = next((generation for generation in newest_first(folder) if generation in whole), None)
-    return [
-        CheckpointInfo(i.step, i.generation, i.saved_at, i.nbytes, i.loss, i.generation == newest, i.problem)
-        for i in infos
-    ]
+    if folder.name == COPIES_NAME:
+        return None, folder
+    copies = folder.parent / COPIES_NAME
+    given_alone = folder == Path(os.path.abspath(run))
+    has_copies = folder.name == CHECKPOINTS_NAME and not given_alone and (copies / SNAPSHOT_FOLDER).is_dir()
+    return folder, copies if has_copies else None
 
 
-def _describe(folder: Path, generation: int) -> CheckpointInfo | None:
+def _describe(folder: Path, generation: int, *, is_copy: bool) -> CheckpointInfo | None:
     """Return what a manifest tells; None if a living run has just removed it."""
     try:
         manifest = read_manifest(folder, generation)
@@ -92,9 +121,30 @@ def _describe(folder: Path, generation: int) -> CheckpointInfo | None:
     except (GenerationError, CheckpointError) as error:
         if generation not in list_generations(folder):
             return None
-        return CheckpointInfo(None, generation, None, 0, None, False, str(error))
+        return CheckpointInfo(None, generation, None, 0, None, False, str(error), is_copy)
     nbytes = sum(record.nbytes for record in manifest.blocks)
-    return CheckpointInfo(state.step, generation, state.saved_at, nbytes, state.last_loss, False, None)
+    problem = _what_is_gone(folder, manifest)
+    return CheckpointInfo(
+        state.step, generation, state.saved_at, nbytes, state.last_loss, False, problem, is_copy, _lacks(state)
+    )
+
+
+def _what_is_gone(folder: Path, manifest: Manifest) -> str | None:
+    missing = missing_parts(asdict(manifest), folder, search_paths(folder))
+    if not missing or manifest.generation not in list_generations(folder):
+        return None
+    return "parts of it are gone: they lay in " + ", ".join(f"'{path}'" for path in missing)
+
+
+def _lacks(state: RunState) -> str | None:
+    """Say if the model's folder is gone that an export copies tensors from."""
+    count, folder = state.model.get(KEPT_COUNT), Path(str(state.model.get("name")))
+    if not count or (folder / "config.json").is_file():
+        return None
+    return (
+        f"an export needs the {count} tensors that were kept in '{folder}', which is not there. Bring it back, or name "
+        "a copy of it: megatrain-tier export --model FOLDER"
+    )
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
@@ -109,25 +159,41 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
     """
     given = Path(os.path.abspath(run_or_folder))
     if given.parent.name == SNAPSHOT_FOLDER and given.name.isdigit():
-        folder, generations = given.parent.parent, [int(given.name)]
+        folder = given.parent.parent
+        numbers = [(folder, int(given.name))]
     else:
         folder = checkpoints_folder(given)
-        generations = newest_first(folder)
+        numbers = [(folder, number) for number in newest_first(folder)]
         if step is not None:  # also one that a crash kept from becoming the current one
-            generations += [n for n in reversed(list_generations(folder)) if n not in generations]
+            first = {number for _, number in numbers}
+            numbers += [(folder, n) for n in reversed(list_generations(folder)) if n not in first]
+        own, copies = _folders(given)
+        if own is not None and copies is not None:
+            numbers += [(copies, number) for number in newest_first(copies)]
     steps: list[int] = []
+    found: list[Checkpoint] = []
+    lost: dict[int, str] = {}
     problem: Exception | None = None
-    for generation in generations:
+    for place, generation in numbers:
         try:
-            state = RunState.from_meta(
-                read_manifest(folder, generation).meta, where=f"generation {generation} in '{folder}'"
-            )
+            manifest = read_manifest(place, generation)
+            state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{place}'")
+            gone = _what_is_gone(place, manifest)
+            if gone is not None:
+                lost[state.step] = f"the checkpoint of step {state.step} in '{place}' cannot be used: {gone}"
+                raise CheckpointError(lost[state.step])
         except (GenerationError, CheckpointError) as error:
             problem = problem or error
             continue
         if step is None or state.step == step:
-            return Checkpoint(folder, generation, state)
+            is_copy = place.name == COPIES_NAME
+            found.append(Checkpoint(place, generation, state, is_copy=is_copy))
         steps.append(state.step)
+    if found:
+        own_ones, whole_copies = ([one for one in found if one.is_copy == is_copy] for is_copy in (False, True))
+        return in_order(own_ones, whole_copies, lambda one: one.state.saved_at)[0]
+    if step in lost:
+        raise CheckpointError(lost[step])
     if steps:
         known = ", ".join(map(str, sorted(set(steps))))
         raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. There are those of steps {known}")
@@ -163,11 +229,13 @@ def verify_checkpoints(
     Raises:
         CheckpointError: there is no checkpoint (of that step).
     """
-    folder = checkpoints_folder(run)
+    own, copies = _folders(run)
     infos = [info for info in list_checkpoints(run) if step is None or info.step == step]
     if not infos:
         find_checkpoint(run, step)  # says what there is
     for info in infos:
+        folder = copies if info.is_copy else own
+        assert folder is not None, info
         problems = [info.problem] if info.problem is not None else _problems(folder, info.generation, on_block)
         if not problems or info.generation in list_generations(folder):
             yield info, problems
@@ -184,24 +252,27 @@ def _problems(folder: Path, generation: int, on_block: Callable[[int, str], None
         return [str(error)]
 
 
-def remove_checkpoint(run: Path | str, generation: int, *, force: bool = False) -> int:
+def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False, force: bool = False) -> int:
     """Remove one checkpoint, what lies of it on other drives included; return the bytes of its blocks.
 
     Args:
-        run: ``output_dir``, or its folder of checkpoints. generation: as ``list_checkpoints`` gives it.
+        run: ``output_dir``, or its folder of checkpoints. generation, is_copy: as ``list_checkpoints`` gives them.
         force: also the only one that can be used.
 
     Raises:
         CheckpointError: it is the only one that can be used, or a living run has the folder. LockedError: a run that
             has just started has it. OSError: a file cannot be removed; calling it again goes on.
     """
-    folder = checkpoints_folder(run)
+    own, copies = _folders(run)
+    folder = copies if is_copy else own
+    if folder is None:
+        raise CheckpointError(f"'{run}' holds no {'copies' if is_copy else 'checkpoints'}")
     check_not_in_use(folder)
-    infos = {info.generation: info for info in list_checkpoints(folder)}
-    info = infos.get(generation)
+    infos = {(info.generation, info.is_copy): info for info in list_checkpoints(run)}
+    info = infos.get((generation, is_copy))
     if info is None:
         raise CheckpointError(f"'{folder}' holds no generation {generation}")
-    others = [other for other in infos.values() if other.problem is None and other.generation != generation]
+    others = [other for other in infos.values() if other.problem is None and other is not info]
     if info.problem is None and not others and not force:
         raise CheckpointError(
             f"the checkpoint of step {info.step} is the only one in '{folder}' that can be used. Remove it with --all"
@@ -212,7 +283,7 @@ def remove_checkpoint(run: Path | str, generation: int, *, force: bool = False) 
 
 def check_not_in_use(folder: Path) -> None:
     """Raise ``CheckpointError`` if a living run has the folder of checkpoints, or the ``output_dir`` above it."""
-    for place in (folder, folder.parent) if folder.name == CHECKPOINTS_NAME else (folder,):
+    for place in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
         owner = living_owner(place)
         if owner is not None:
             raise CheckpointError(

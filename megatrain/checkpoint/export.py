@@ -16,6 +16,7 @@ from megatrain.config.resolved import config_from_toml
 from megatrain.engine.program import state_key, weight_key
 from megatrain.models.export import check_target, export_model
 from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.precision import decode
@@ -69,11 +70,14 @@ def export_checkpoint(
     source = _Source(found, on_progress)
     folder = _model_folder(found, config, model_folder)
     graph = build_graph(
-        folder, attn_implementation=config.model.attn_implementation, freeze=config.model.freeze, dtype=source.dtype
+        folder,
+        attn_implementation=config.model.attn_implementation,
+        freeze=config.model.freeze,
+        dtype=source.dtype,
+        text_only=config.model.train_from_scratch,
     )
     source.check(graph, folder)
-    if not config.model.train_from_scratch:
-        WeightLoader(folder, graph.model).load_buffers()  # it also notes the form that the folder's files have
+    origin = None if config.model.train_from_scratch else WeightLoader(folder, graph.model).origin
     table = config.export
     if dtype is None:
         dtype = graph.dtype if table.dtype == "auto" else getattr(torch, table.dtype)
@@ -86,6 +90,8 @@ def export_checkpoint(
         max_shard_nbytes=max_shard_size or table.max_shard_size,
         copy_from=companions if companions.is_dir() else folder,
         record={"step": found.state.step},
+        origin=origin,
+        kept_checksum=found.state.model.get(KEPT_CHECKSUM),
     )
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.whereabouts import (
+    CHECKPOINTS_NAME,
+    COPIES_NAME,
+    Lost,
+    in_order,
+    saved_checkpoints,
+)
 from megatrain.config.changes import compare
 from megatrain.config.resolved import config_from_toml
 from megatrain.data.loader import LoaderPosition
 from megatrain.metrics import RunSummary
 from megatrain.models.export import RECORD_FILE
-from megatrain.run_folder import CHECKPOINTS_NAME, FINAL_NAME
+from megatrain.run_folder import FINAL_NAME
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.manifest import newest_first, read_manifest
 
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "ConfigChangedError",
+    "LostCheckpointsError",
     "NoSuchCheckpointError",
     "already_done",
     "check_changes",
@@ -49,6 +57,22 @@ class NoSuchCheckpointError(CheckpointError):
     """``checkpoint.resume_from_checkpoint`` names what holds no checkpoint."""
 
 
+class UnreadableCheckpointsError(CheckpointError):
+    """There are checkpoints, and the manifest of none can be read."""
+
+
+class LostCheckpointsError(CheckpointError):
+    """Parts of all checkpoints of a run lay on drives, and are gone.
+
+    Attributes:
+        newest: the one that the run would have continued.
+    """
+
+    def __init__(self, message: str, newest: Checkpoint) -> None:
+        self.newest = newest
+        super().__init__(message)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A committed generation that is a checkpoint; its blocks are not read yet.
@@ -56,31 +80,34 @@ class Checkpoint:
     Attributes:
         path: directory of generations. generation: its number. state: where the run stands.
         is_own: whether it lies in the run's own folder, else in that of the run it is to start from.
+        is_copy: whether it is a whole copy, which the store of the run does not know.
     """
 
     path: Path
     generation: int
     state: RunState
     is_own: bool = True
+    is_copy: bool = False
 
     def __str__(self) -> str:
-        return f"the checkpoint of step {self.state.step} in '{self.path}' (generation {self.generation})"
+        what = "copy of the checkpoint" if self.is_copy else "checkpoint"
+        return f"the {what} of step {self.state.step} in '{self.path}' (generation {self.generation})"
 
 
 def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints that the run may start from, best first; none: it starts at the beginning.
+    """Return the checkpoints and copies that the run may start from, best first; none: it starts at the beginning.
 
     Those of its own folder come before those of ``checkpoint.resume_from_checkpoint``.
 
     Args:
-        on_notice: told of checkpoints whose manifest is damaged.
+        on_notice: told of checkpoints whose manifest is damaged, or whose parts on drives are gone.
 
     Raises:
+        LostCheckpointsError: there were some, and of each a part is gone with a drive.
         CheckpointError: the folder holds checkpoints and the config says "no"; or those it names are not there.
     """
     source = config.checkpoint.resume_from_checkpoint
-    own = config.output_dir / CHECKPOINTS_NAME
-    found = _whole(own, True, on_notice)
+    found = _all(config.output_dir, True, on_notice)
     if source == "no":
         if found:
             raise CheckpointError(
@@ -89,11 +116,14 @@ def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list
                 f"remove its checkpoints: megatrain-tier ckpt rm {config.output_dir} --all"
             )
         return []
+    drives = [table.path for table in config.tiers.nvme]
     if found or source == "auto":
-        return found
+        return _with_all_parts(found, config.output_dir, drives, on_notice)
     other = Path(source)
-    folder = other / CHECKPOINTS_NAME if (other / CHECKPOINTS_NAME).is_dir() else other
-    found = _whole(folder, False, on_notice)
+    if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
+        found = _with_all_parts(_all(other, False, on_notice), other, drives, on_notice)
+    else:  # a directory of generations itself
+        found = _whole(other, False, on_notice)
     if not found:
         raise NoSuchCheckpointError(
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
@@ -101,7 +131,55 @@ def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list
     return found
 
 
-def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
+def _all(output_dir: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
+    """Return the checkpoints of a run and their copies whose manifests can be read, newest first.
+
+    Raises as ``_whole`` where there is no copy.
+    """
+    copies = _whole(output_dir / COPIES_NAME, is_own, on_notice, is_copy=True)
+    try:
+        own = _whole(output_dir / CHECKPOINTS_NAME, is_own, on_notice)
+    except UnreadableCheckpointsError as error:
+        if not copies:
+            raise
+        on_notice(str(error))
+        own = []
+    return in_order(own, copies, lambda checkpoint: checkpoint.state.saved_at)
+
+
+def _with_all_parts(
+    found: Sequence[Checkpoint], output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]
+) -> list[Checkpoint]:
+    """Return those of which no part is gone with a drive; says so of the others, in one message.
+
+    Raises:
+        LostCheckpointsError: none is left.
+    """
+    saved = saved_checkpoints(output_dir, drives)
+    gone = {(each.is_copy, each.generation) for each in saved if each.missing}
+    left = [checkpoint for checkpoint in found if (checkpoint.is_copy, checkpoint.generation) not in gone]
+    lost = Lost.of(saved)
+    if lost is None or len(left) == len(found):
+        return left
+    if not left:
+        raise LostCheckpointsError(
+            f"{lost}. {_what_is_left(output_dir)}. Bring that folder back (mount its drive, restore a backup) and run "
+            f"again; or give up what was trained: megatrain-tier ckpt rm {output_dir} --all, then run again",
+            found[0],
+        )
+    if found[0] is not left[0]:
+        on_notice(f"{lost}. What is left: {left[0]}, from which this run goes on")
+    return left
+
+
+def _what_is_left(output_dir: Path) -> str:
+    final = output_dir / FINAL_NAME
+    if (final / RECORD_FILE).is_file():
+        return f"What is left is the trained model in '{final}'; there is nothing that a run could continue"
+    return "There is no copy of them in output_dir, and nothing that a run could continue"
+
+
+def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None], *, is_copy: bool = False) -> list[Checkpoint]:
     """Return the checkpoints in a folder whose manifests can be read, newest first.
 
     Raises:
@@ -122,9 +200,9 @@ def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None]) -> list
             problems.append(str(error))
             on_notice(f"a checkpoint is passed over: {error}")
         else:
-            checkpoints.append(Checkpoint(folder, generation, state, is_own))
-    if problems and not checkpoints:
-        raise CheckpointError(
+            checkpoints.append(Checkpoint(folder, generation, state, is_own, is_copy))
+    if problems and not checkpoints and not is_copy:
+        raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
             "Bring their files back, or name another output_dir"
         )
@@ -191,10 +269,13 @@ def already_done(config: RunConfig, checkpoint: Checkpoint, num_steps: int) -> R
     wanted = state.model["dtype"] if config.export.dtype == "auto" else config.export.dtype
     if record.get("step") != state.step or record.get("dtype") != wanted:
         return None
+    means = state.mean_losses
     return RunSummary(
         num_steps=state.step,
         first_loss=state.first_loss,
         last_loss=state.last_loss,
+        mean_losses=None if means is None else means[:2],
+        num_averaged=0 if means is None else means[2],
         seconds=state.seconds,
         num_real_tokens=state.num_real_tokens,
         num_trained_tokens=state.num_trained_tokens,

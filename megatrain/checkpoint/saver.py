@@ -16,6 +16,7 @@ from tiered.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatrain.checkpoint.copier import CheckpointCopier
     from megatrain.config.schema import RunConfig
     from tiered.commit import Commit
     from tiered.store import TieredStore
@@ -29,8 +30,10 @@ class Saver:
 
     Args:
         begin: makes weights and state those after the last step, and nothing but the next step changes them again.
+        copier: makes whole copies of what was saved.
+        should_stop: whether somebody has asked the run to end; asked while it waits for room.
         written_bytes: what one checkpoint writes to the drive of ``output_dir``.
-        saved_step: step of the newest checkpoint that there is, None without one.
+        saved_step, saved_generation: of the newest checkpoint that there is, None without one.
 
     Attributes:
         saved_step: as above, kept current. is_waiting: for somebody to free space.
@@ -42,15 +45,19 @@ class Saver:
         store: TieredStore,
         observer: RunObserver,
         begin: Callable[[], None],
+        copier: CheckpointCopier,
         *,
+        should_stop: Callable[[], bool],
         written_bytes: int,
         steps_per_epoch: int,
         saved_step: int | None = None,
+        saved_generation: int | None = None,
     ) -> None:
-        self.saved_step = saved_step
+        self.saved_step, self._saved_generation = saved_step, saved_generation
         self.is_waiting = False
         self._table, self._on_full = config.checkpoint, config.tiers.on_disk_full
         self._store, self._observer, self._begin = store, observer, begin
+        self._copier, self._should_stop = copier, should_stop
         self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
         self._path = Path(store.path or config.output_dir)
         self._last_s = time.monotonic()
@@ -74,13 +81,15 @@ class Saver:
 
         Raises:
             CheckpointError: too little free space, with ``on_disk_full = "error"``.
+            KeyboardInterrupt: too little free space, and somebody who asked for a stop waits; it was said.
             TransferError: it could not be written, or the one before could not. The newest whole one stays.
         """
         in_flight_step = self._in_flight[1] if self._in_flight is not None else self.saved_step
         if in_flight_step != state.step:
             start_s = time.perf_counter()
             self.finish()
-            self._wait_for_room()
+            self._wait_for_room(state.step)
+            self._copier.wait_for_those_that_go(self._outgoing(self._table.save_total_limit - 1))
             self._begin()
             commit = self._store.commit(state.to_meta())
             self._in_flight = commit, state.step, time.perf_counter() - start_s
@@ -89,9 +98,15 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Report a checkpoint that has ended meanwhile. Raises as ``finish``."""
+        """Report a checkpoint, and a copy, that has ended meanwhile. Raises as ``finish``."""
         if self._in_flight is not None and self._in_flight[0].is_done:
             self.finish()
+        self._copier.poll()
+
+    def copy_last(self) -> None:
+        """Begin a copy of the newest checkpoint, if copies are wanted: the last one of a run is always copied."""
+        if self.saved_step is not None and self._saved_generation is not None:
+            self._copier.offer(self._saved_generation, self.saved_step, is_last=True)
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight, if there is one, and report it.
@@ -106,7 +121,7 @@ class Saver:
         commit.wait()
         stall_s += time.perf_counter() - wait_start_s
         self._in_flight = None
-        self.saved_step = step
+        self.saved_step, self._saved_generation = step, commit.generation
         figures = commit.figures
         self._observer.on_checkpoint(
             CheckpointMetrics(
@@ -119,12 +134,24 @@ class Saver:
                 stall_s,
             )
         )
+        self._copier.offer(commit.generation, step)
 
-    def _wait_for_room(self) -> None:
-        """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``."""
+    def _wait_for_room(self, step: int) -> None:
+        """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.
+
+        Who asks for a stop meanwhile gets a checkpoint out of ``min_free_disk``: steps are worth more than that space.
+        """
         need = self._written_bytes + self._table.min_free_disk
         drive = self._path if self._path.exists() else self._path.parent
         while (free := shutil.disk_usage(drive).free + self._outgoing_bytes()) < need:
+            is_stopping = self._should_stop()
+            if is_stopping and free >= self._written_bytes:
+                self.is_waiting = False
+                self._observer.on_message(
+                    f"stopping: step {step} is saved into the space that checkpoint.min_free_disk keeps free. "
+                    f"Free {format_size(need - free)} on the drive of '{self._path}' before the run goes on"
+                )
+                return
             text = (
                 f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, one takes "
                 f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
@@ -132,6 +159,11 @@ class Saver:
             )
             if self._on_full == "error":
                 raise CheckpointError(f"{text}, or lower min_free_disk. The checkpoint before is whole")
+            if is_stopping:
+                since = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"
+                text = f"step {step} cannot be saved, {since} are lost: {text}"
+                self._observer.on_message(text)
+                raise KeyboardInterrupt(text)
             if not self.is_waiting:
                 self.is_waiting = True
                 self._observer.on_message(f"{text}: paused, nothing is lost; the run goes on by itself")
@@ -140,9 +172,13 @@ class Saver:
             self.is_waiting = False
             self._observer.on_message("there is room for a checkpoint again: the run goes on")
 
-    def _outgoing_bytes(self) -> int:
-        """Return what the generations take in ``output_dir`` that make way for the next one."""
+    def _outgoing(self, keep: int) -> list[int]:
+        """Return the generations that a commit removes of which the newest ``keep`` stay."""
         known = sorted(newest_first(self._path))
-        outgoing = known[: -max(1, self._table.save_total_limit - 1)]
+        return known[: max(0, len(known) - keep)]
+
+    def _outgoing_bytes(self) -> int:
+        """Return what the generations take in ``output_dir`` that make way for the next one; copies may link it too."""
+        outgoing = self._outgoing(max(1, self._table.save_total_limit - 1))
         files = (file for number in outgoing for file in files_below(generation_folder(self._path, number)))
-        return sum(file.lstat().st_blocks * 512 for file in files)
+        return sum(status.st_blocks * 512 for file in files if (status := file.lstat()).st_nlink == 1)

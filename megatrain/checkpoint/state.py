@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import fsum
 from typing import Any
 
 __all__ = ["CHECKPOINT_FORMAT", "CheckpointError", "RunState", "installed_versions", "now_text"]
@@ -14,6 +15,9 @@ __all__ = ["CHECKPOINT_FORMAT", "CheckpointError", "RunState", "installed_versio
 #: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
 CHECKPOINT_FORMAT = 1
 _PROGRAM = "megatrain-tier"
+#: Losses that a state keeps of either end of a run.
+NUM_LOSSES = 10
+_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses")
 
 
 class CheckpointError(Exception):
@@ -32,12 +36,14 @@ class RunState:
         num_updates: steps whose gradient was used; what the optimizer counts.
         epoch, epoch_step: position of the data: the next step is number ``epoch_step`` of epoch ``epoch``, from 0.
         num_real_tokens, num_trained_tokens: of all steps so far. seconds: of training, so far.
-        first_loss, last_loss: of the first and the last step; None before the first.
+        first_loss, last_loss: of the first and the last step; None before the first. first_losses, last_losses: of the
+            first and the last ``NUM_LOSSES`` steps; empty in checkpoints of older versions.
         seed, data_seed: what every random number is a function of, with the step or the epoch.
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
-        model: name, class and number of parameters, for people; dtype, device, attention and a checksum of its config.
+        model: name, class and number of parameters, for people; dtype, device, attention and a checksum of its config;
+            where tensors of its folder are kept as they are, their number and their checksum.
         run_name: as in the config. saved_at: date and time, ISO 8601. versions: package -> version.
     """
 
@@ -60,6 +66,8 @@ class RunState:
     run_name: str
     saved_at: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    first_losses: tuple[float, ...] = ()
+    last_losses: tuple[float, ...] = ()
 
     def to_meta(self) -> dict[str, Any]:
         """Return the ``meta`` of the commit."""
@@ -84,10 +92,30 @@ class RunState:
             raise CheckpointError(
                 f"{where} has format {found}, this version reads up to {CHECKPOINT_FORMAT}: upgrade {_PROGRAM}"
             )
-        missing = [f.name for f in fields(cls) if f.name not in meta and f.name != "versions"]
+        missing = [f.name for f in fields(cls) if f.name not in meta and f.name not in _NOT_ALWAYS_THERE]
         if missing:
             raise CheckpointError(f"{where} lacks {', '.join(missing)}: it is damaged. Use another checkpoint")
-        return cls(**{f.name: meta[f.name] for f in fields(cls) if f.name in meta})
+        values = {f.name: meta[f.name] for f in fields(cls) if f.name in meta}
+        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("first_losses", "last_losses")}})
+
+    def with_loss(self, loss: float) -> RunState:
+        """Return the state with the loss of one more step."""
+        first, last = self.first_losses, (*self.last_losses, loss)[-NUM_LOSSES:]
+        if len(first) < NUM_LOSSES and len(first) == self.step:  # not those of an older version's run
+            first = (*first, loss)
+        first_loss = loss if self.first_loss is None else self.first_loss
+        return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first, last_losses=last)
+
+    @property
+    def mean_losses(self) -> tuple[float, float, int] | None:
+        """Means over the first and the last steps, as many each, which do not overlap, and how many; None: not known.
+
+        A single step says more about its rows than about the model.
+        """
+        count = min(NUM_LOSSES, max(1, self.step // 2))
+        if min(len(self.first_losses), len(self.last_losses)) < count:
+            return None
+        return fsum(self.first_losses[:count]) / count, fsum(self.last_losses[-count:]) / count, count
 
 
 def installed_versions() -> dict[str, str]:

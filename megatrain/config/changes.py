@@ -42,6 +42,7 @@ ALTERS_RESULTS: Mapping[str, bool] = {
     "data.train_on": False,
     "data.overlong": False,
     "data.bad_rows": False,
+    "data.max_dropped": False,
     "data.cache_dir": False,
     "data.max_cache_size": False,
     "data.train": False,

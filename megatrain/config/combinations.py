@@ -104,6 +104,12 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 
 def _check_data(config: RunConfig) -> Iterator[Problem]:
     if config.task != "pretrain":
+        if config.data.packing == "concat":
+            yield Problem(
+                "data.packing",
+                f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on rows that stay apart',
+                'Write packing = true, or task = "pretrain"',
+            )
         return
     if config.data.train_on != "all":
         yield Problem(
@@ -287,7 +293,7 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f'{key} names "nvme", but there is no [[tiers.nvme]]',
-                'Write [[tiers.nvme]] and below it path = "scratch/blocks"',
+                'Write [[tiers.nvme]] and below it path = "state"',
             )
         if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')

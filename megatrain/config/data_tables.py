@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatrain.config.fields import CacheFolder, PlainSize, Table, as_tuple
+from megatrain.config.fields import CacheFolder, Packing, PlainSize, Table, as_tuple
 
 #: What a row may hold.
 RowFormat = Literal[
@@ -74,7 +74,12 @@ class DataConfig(Table):
     """``[data]``: rows, masks and their arrangement."""
 
     max_length: int = Field(default=1024, ge=2, description="Tokens in a row of a micro-batch.")
-    packing: bool = Field(default=True, description="Several documents share a row and never attend to each other.")
+    packing: Packing = Field(
+        default=True,
+        description='true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
+        "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
+        "false: one document a row, padded.",
+    )
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = Field(
         default="assistant",
         description="assistant: all of the assistant's turns; last_assistant: only the last one; completion: what "
@@ -89,6 +94,13 @@ class DataConfig(Table):
         default="drop",
         description="What happens to rows whose loss mask cannot be proven, or that the chat template refuses: drop "
         "leaves them out, counted and explained; error ends the run at the first.",
+    )
+    max_dropped: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Largest share of the rows, or of the tokens, of a source that may be dropped or cut; with more a "
+        "run is refused. Above 0.05 there is a warning. 1: no limit.",
     )
     cache_dir: CacheFolder = Field(
         default="auto",

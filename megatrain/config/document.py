@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from megatrain.config.fields import (
     CacheFolder,
+    CopyRule,
     Duration,
     GraphCount,
+    Packing,
     PlainSize,
     Preference,
     PrefetchSize,
@@ -40,6 +42,8 @@ _NAMED_TYPES: tuple[tuple[Any, str], ...] = (
     (Preference, '"auto" or list of tiers'),
     (PrefetchSize, '"auto", "unlimited" or size'),
     (GraphCount, '"auto" or whole number'),
+    (CopyRule, 'true, false, whole number or "last"'),
+    (Packing, 'true, false or "concat"'),
     (PlainSize, "size"),
     (Rate, "size per second"),
     (Duration, "duration"),

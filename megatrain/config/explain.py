@@ -28,7 +28,7 @@ _EXAMPLES = {
     "data.train": 'Write [[data.train]] and below it path = "data.jsonl"',
     "data.train.path": 'Write path = "data.jsonl" below its [[data.train]]',
     "data.eval.path": 'Write path = "held_out.jsonl" below its [[data.eval]]',
-    "tiers.nvme.path": 'Write path = "scratch/blocks" below its [[tiers.nvme]]',
+    "tiers.nvme.path": 'Write path = "state" below its [[tiers.nvme]]',
     "optimizer.groups.params": 'Write params = ["*norm*"] below its [[optimizer.groups]]',
 }
 _MISSING_NAMES = {"model": "model.model_name_or_path", "data": "data.train"}

@@ -65,6 +65,22 @@ def _graph_count(value: object) -> object:
     return value
 
 
+def _copy_rule(value: object) -> object:
+    if isinstance(value, bool) or value == "last" or (isinstance(value, int) and value >= 1):
+        return value
+    raise ValueError(
+        f'{value!r} is no rule for copies. Write true (every checkpoint), 5 (every fifth one), "last" or false'
+    )
+
+
+def _packing(value: object) -> object:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        raise ValueError(f'"{value}" is text. Write it without quotes: {value.lower()}')
+    if value != "concat" and not isinstance(value, bool):
+        raise ValueError(f'{value!r} is no way to pack. Write true, false or "concat"')
+    return value
+
+
 StringTuple = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 ConfigPath = Annotated[Path, BeforeValidator(_as_path), PlainSerializer(str)]
 PlainSize = Annotated[int, BeforeValidator(_plain_size), PlainSerializer(exact_size)]
@@ -79,6 +95,9 @@ PrefetchSize = Annotated[
     PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
 ]
 GraphCount = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], BeforeValidator(_graph_count)]
+#: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run.
+CopyRule = Annotated[bool | Annotated[int, Field(ge=1)] | Literal["last"], BeforeValidator(_copy_rule)]
+Packing = Annotated[bool | Literal["concat"], BeforeValidator(_packing)]
 ReportTargets = Annotated[tuple[Literal["jsonl", "tensorboard", "wandb"], ...], BeforeValidator(_as_reports)]
 #: "auto", "none" or a path.
 CacheFolder = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"})]

@@ -40,6 +40,8 @@ _NAMED_TYPES: tuple[tuple[Any, dict[str, Any]], ...] = (
         {"anyOf": [{"const": "auto"}, _TIERS, {"type": "array", "items": _TIERS, "minItems": 1}]},
     ),
     (fields.PrefetchSize, {"anyOf": [{"enum": ["auto", "unlimited", "0", 0]}, _PLAIN_SIZE]}),
+    (fields.CopyRule, {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}, {"const": "last"}]}),
+    (fields.Packing, {"anyOf": [{"type": "boolean"}, {"const": "concat"}]}),
     (fields.GraphCount, {"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 0}]}),
     (
         fields.ReportTargets,

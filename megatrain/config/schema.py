@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatrain.config.data_tables import DataConfig
 from megatrain.config.fields import (
     ConfigPath,
+    CopyRule,
     Duration,
     GraphCount,
     PlainSize,
@@ -202,8 +203,15 @@ class CheckpointConfig(Table):
     save_steps: int = Field(default=200, ge=1, description="steps: optimizer steps between two saves.")
     save_interval: Duration | None = Field(default=None, description='time: between two saves, e.g. "45min".')
     save_total_limit: int = Field(default=2, ge=1, description="Checkpoints that are kept, the newest ones.")
+    save_copy: CopyRule = Field(
+        default=False,
+        description="Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
+        'drive of [[tiers.nvme]] is lost. true: of every checkpoint; 5: of every fifth; "last": only of the one at the '
+        "end or at a stop, which all but false copy. save_total_limit of them are kept.",
+    )
     save_on_signal: bool = Field(
-        default=True, description="SIGTERM and SIGINT: finish the step, save, exit with 75. false: end at once."
+        default=True,
+        description="SIGTERM, SIGINT and SIGHUP: finish the step, save, exit with 75. false: end at once.",
     )
     resume_from_checkpoint: ResumeSource = Field(
         default="auto",
@@ -219,6 +227,13 @@ class CheckpointConfig(Table):
         if isinstance(values, dict) and "save_interval" in values:
             return {"save_strategy": "time", **values}
         return values
+
+    @property
+    def copy_every(self) -> int | None:
+        """Saves from one copy to the next; None: none is copied, or only the last."""
+        if isinstance(self.save_copy, bool):
+            return 1 if self.save_copy else None
+        return self.save_copy if isinstance(self.save_copy, int) else None
 
     @property
     def is_on(self) -> bool:

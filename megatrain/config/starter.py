@@ -82,6 +82,7 @@ def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, dat
         "[checkpoint]",
         _line("save_steps", 200, "and at the end, on SIGTERM and on Ctrl-C"),
         _line("save_total_limit", 2, "the newest ones are kept"),
+        _line("save_copy", False, "true: whole copies in output_dir, beside what lies on drives"),
         "",
         *_tiers(machine, model),
     ]
@@ -167,6 +168,7 @@ def _tiers(machine: MachineFacts, model: ModelFacts | None) -> list[str]:
             ]
         else:
             is_used = True
+            lines += ["# Training state, and parts of checkpoints: deleting this folder destroys them."]
             lines += ["[[tiers.nvme]]", _line("path", drive.path, about), _line("size", "auto", _usable(drive))]
     return lines
 

@@ -30,8 +30,16 @@ class RamTierConfig(Table):
 class NvmeTierConfig(Table):
     """``[[tiers.nvme]]``: one folder on a drive. Several tables are striped."""
 
-    path: ConfigPath = Field(description="Folder for block files; made when missing.")
+    path: ConfigPath = Field(
+        description="Folder for training state on this drive, made when missing. Parts of checkpoints lie there too: "
+        "deleting it destroys them."
+    )
     size: Size = Field(default=AUTO_SIZE, description='Space it may take: "300GiB", "50%" or "auto" (of what is free).')
+    mount_point: ConfigPath | None = Field(
+        default=None,
+        description='Folder where the drive of this path is mounted, e.g. "/mnt/nvme0": a run is refused while it is '
+        "not, so that blocks never fill another drive. Default: not looked at.",
+    )
     rate: Rate | None = Field(
         default=None,
         description='Relative weight when striped, e.g. "2.0GB/s". Default: as doctor measured it, else equal.',
@@ -46,7 +54,10 @@ class NvmeTierConfig(Table):
 class TiersConfig(Table):
     """``[tiers]``: what this run may use."""
 
-    safety_margin: Size = Field(default=Size("5%", fraction=0.05), description='Kept free where a size is "auto".')
+    safety_margin: Size = Field(
+        default=Size("5%", fraction=0.05),
+        description='Kept free where a size is "auto"; of GPU memory at least 1 GiB, or a tenth, for libraries.',
+    )
     engine: Literal["posix", "auto", "kvikio"] = Field(
         default="posix",
         description="How files are read and written. auto: kvikio where GPUDirect Storage works, else posix.",
@@ -63,6 +74,11 @@ class TiersConfig(Table):
     )
     on_disk_full: Literal["pause", "error"] = Field(
         default="pause", description="A drive that is full during the run: pause until there is room, or end the run."
+    )
+    allow_tmpfs: bool = Field(
+        default=False,
+        description="Accept a [[tiers.nvme]] path on tmpfs, which is RAM: for tests. Checkpoints there are gone after "
+        "a restart.",
     )
     gpu: GpuTierConfig = Field(default_factory=GpuTierConfig, description="GPU memory.")
     ram: RamTierConfig = Field(default_factory=RamTierConfig, description="Host memory.")

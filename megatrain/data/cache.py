@@ -22,7 +22,7 @@ from megatrain.data.errors import DataError
 from megatrain.data.report import DataReport
 from tiered.units import MiB, format_size
 
-_VERSION = 2
+_VERSION = 3
 _TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.data.cache import TokenCache
 
 #: To be raised whenever the same rows become other tokens or masks.
-ENCODING = 1
+ENCODING = 2
 
 
 def cache_key(
@@ -46,6 +46,7 @@ def cache_key(
         "tokenizer": _tokenizer_parts(tokenizer),
         "sources": sources,
         "only_text": config.task == "pretrain",
+        "joins_texts": data.packing == "concat",
         "options": [data.train_on, data.max_length, data.overlong, data.bad_rows],
     }
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)

@@ -7,6 +7,7 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,6 +86,15 @@ class RowEncoder:
         if tokenizer.bos_token_id != tokenizer.eos_token_id:
             special.discard(tokenizer.bos_token_id)
         self._ends = frozenset(special)
+
+    @cached_property
+    def start_tokens(self) -> tuple[int, ...]:
+        """Return what the tokenizer puts before every text, mostly ``<bos>``; () for nothing."""
+        bare, whole = self._tokens("a", special=False), self._tokens("a")
+        for count in range(len(whole) - len(bare) + 1):
+            if whole[count : count + len(bare)] == bare:
+                return tuple(whole[:count])
+        return ()
 
     def encode(self, row: Row) -> Encoded:
         """Return the tokens of a row.
@@ -187,7 +197,7 @@ class RowEncoder:
         if not coded:
             return _encoded([], [])
         whole = self._without_end(coded[0])
-        prompt = self._without_end(coded[1]) if row.prompt else whole[: self._num_start_tokens()]
+        prompt = self._without_end(coded[1]) if row.prompt else whole[: len(self.start_tokens)]
         if whole[: len(prompt)] == prompt:
             completion = whole[len(prompt) :]
         else:  # a token crosses the border; keep the prompt as it will be at inference
@@ -206,9 +216,6 @@ class RowEncoder:
         """Remove an end token that the tokenizer itself appends to every text, as the T5 family does."""
         end = self._tokenizer.eos_token_id
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == end else tokens
-
-    def _num_start_tokens(self) -> int:
-        return len(self._without_end(self._tokens("a"))) - len(self._tokens("a", special=False))
 
     def _finish_conversation(self, row: Conversation, text: str, tokens: list[int], offsets: Offsets) -> Encoded:
         by_default = self._train_on == "all"

@@ -174,7 +174,13 @@ def _encode_sources(
     encoder = Encoder(
         RowEncoder(tokenizer, train_on=data.train_on),
         writer,
-        EncodingOptions(data.max_length, data.overlong, data.bad_rows, only_text=config.task == "pretrain"),
+        EncodingOptions(
+            data.max_length,
+            data.overlong,
+            data.bad_rows,
+            only_text=config.task == "pretrain",
+            joins_texts=data.packing == "concat",
+        ),
         _progress(on_message),
     )
     source_starts = [0]
@@ -186,22 +192,32 @@ def _encode_sources(
             max_samples=source.max_samples,
         )
         encoder.add_rows(rows)
+        encoder.end_source()
         source_starts.append(writer.num_documents)
     return _finish(encoder, writer), tuple(source_starts)
 
 
 def encode_rows(
-    rows: Iterable[Row], encoder: RowEncoder, *, max_length: int, overlong: Overlong = "truncate"
+    rows: Iterable[Row],
+    encoder: RowEncoder,
+    *,
+    max_length: int,
+    overlong: Overlong = "truncate",
+    joins_texts: bool = False,
 ) -> TokenDataset:
     """Tokenize rows into RAM. Text longer than ``max_length`` is cut into pieces, conversations as ``overlong`` says.
+
+    Args:
+        joins_texts: as in ``EncodingOptions``.
 
     Raises:
         DataError: a row is too long and ``overlong`` is "error"; or no token at all would be trained.
     """
 
     def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
-        each = Encoder(encoder, writer, EncodingOptions(max_length, overlong))
+        each = Encoder(encoder, writer, EncodingOptions(max_length, overlong, joins_texts=joins_texts))
         each.add_rows(rows)
+        each.end_source()
         return _finish(each, writer), ()
 
     return _in_memory(encode)

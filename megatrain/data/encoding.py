@@ -30,12 +30,14 @@ class EncodingOptions:
         overlong: what happens to longer conversations. Longer plain text is cut into pieces.
         bad_rows: "drop": rows that cannot be trained are counted; "error": the first ends it all.
         only_text: refuse rows that are no plain text (and no tokens).
+        joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
     """
 
     max_length: int
     overlong: Overlong = "truncate"
     bad_rows: Literal["drop", "error"] = "drop"
     only_text: bool = False
+    joins_texts: bool = False
 
 
 class TokenWriter:
@@ -96,6 +98,77 @@ class TokenWriter:
         self._begins_row = bytearray()
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document that was cut out of a text.
+
+    Attributes:
+        tokens, trained: its tokens, and which of them are trained.
+        num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
+    """
+
+    tokens: list[int]
+    trained: list[bool]
+    num_repeated: int
+
+
+class TextCutter:
+    """Cuts texts into pieces of at most ``max_length`` tokens; what is left over waits for the next part of a text.
+
+    Where a text begins with the tokens that the tokenizer puts before texts (``<bos>``), each of its pieces does:
+    models of that kind rest their attention on it. The first token of the text itself in a later piece is not trained:
+    what is before it in the text is not there to predict it.
+
+    Args:
+        max_length: tokens of a piece, the ones before it included. start_tokens: of the tokenizer; () for none.
+        joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a
+            text is trained where another text is before it.
+    """
+
+    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
+        self._max_length, self._joins = max_length, joins
+        self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
+        self._tokens: list[int] = []
+        self._trained: list[bool] = []
+        self._repeated: list[int] = []  # before each further piece of this text
+        self._is_first = True
+
+    def cut(self, coded: Encoded) -> Iterator[Piece]:
+        """Yield the pieces that are whole with this part of a text, and at its end the last one."""
+        trained = coded.trained
+        if coded.is_start:
+            self._repeated = self._start_tokens if self._begins(coded.tokens) else []
+            self._is_first = self._is_first or not self._joins
+            if self._joins and self._tokens:
+                trained = [True] * len(trained[:1]) + trained[1:]
+        self._tokens += coded.tokens
+        self._trained += trained
+        yield from self._pieces(is_end=coded.is_end and not self._joins)
+
+    def finish(self) -> Iterator[Piece]:
+        """Yield what is left of joined texts; the next one begins anew."""
+        yield from self._pieces(is_end=True)
+        self._is_first = True
+
+    def _begins(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[: len(self._start_tokens)]) == self._start_tokens
+
+    def _pieces(self, *, is_end: bool) -> Iterator[Piece]:
+        at = 0
+        while True:
+            ahead = self._tokens[at : at + len(self._start_tokens)]
+            before = [] if self._is_first or self._begins(ahead) else self._repeated
+            end = at + self._max_length - len(before)
+            if end > len(self._tokens) and not (is_end and at < len(self._tokens)):
+                break
+            trained = self._trained[at:end]
+            trained[0] = False  # nothing in this piece predicts it
+            yield Piece([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
+            self._is_first = False
+            at = min(end, len(self._tokens))
+        del self._tokens[:at], self._trained[:at]
+
+
 class Encoder:
     """Encodes the rows of one source after the other into a :class:`TokenWriter`.
 
@@ -118,9 +191,8 @@ class Encoder:
         self._writer = writer
         self._options = options
         self._on_rows = on_rows
-        self._open_tokens: list[int] = []  # of a text of which only parts have been read
-        self._open_trained: list[bool] = []
-        self._open_is_kept = False
+        self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins=options.joins_texts)
+        self._open_is_kept = False  # of the text of which only parts have been read
 
     def add_rows(self, rows: Iterable[Row | RowError]) -> None:
         """Encode rows and write what is trained of them.
@@ -150,7 +222,9 @@ class Encoder:
             self._add_text(coded, where)
             return
         counts, max_length = self.counts, self._options.max_length
+        num_kept = min(len(coded.tokens), max_length)
         counts.num_rows += 1
+        counts.num_tokens += len(coded.tokens)
         if len(coded.tokens) > max_length:
             if self._options.overlong == "error":
                 raise DataError(
@@ -158,16 +232,21 @@ class Encoder:
                     f"{len(coded.tokens)} tokens are more than data.max_length = {max_length}",
                     'Raise it, or write overlong = "truncate" or "drop"',
                 )
+            counts.num_rows_lost += 1
             if self._options.overlong == "drop":
                 counts.num_too_long += 1
+                counts.num_tokens_lost += len(coded.tokens)
                 return
             counts.num_truncated += 1
+            counts.num_tokens_lost += len(coded.tokens) - num_kept
         trained = coded.trained[:max_length]
         if any(trained):
             self._writer.add(coded.tokens[:max_length], trained)
             for reason in coded.untrained_turns:
                 counts.leave_turn(reason, where)
         else:
+            counts.num_rows_lost += len(coded.tokens) <= max_length  # else it is counted already, as cut
+            counts.num_tokens_lost += num_kept
             self._leave_untrained(where)
 
     def _leave_untrained(self, where: str) -> None:
@@ -176,24 +255,30 @@ class Encoder:
         self.counts.leave_untrained(where)
 
     def _add_text(self, coded: Encoded, where: str) -> None:
-        """Cut text into pieces of ``max_length``; what is left over waits for the next part of the same text."""
-        self._open_tokens += coded.tokens
-        self._open_trained += coded.trained
-        size = self._options.max_length
-        whole = len(self._open_tokens) if coded.is_end else len(self._open_tokens) // size * size
-        for start in range(0, whole, size):
-            trained = self._open_trained[start : start + size]
-            trained[0] = False  # nothing in this document predicts its first token
-            if any(trained):
-                piece = self._open_tokens[start : start + size]
-                self._writer.add(piece, trained, begins_row=not self._open_is_kept)
-                self._open_is_kept = True
-        del self._open_tokens[:whole], self._open_trained[:whole]
+        self.counts.num_tokens += len(coded.tokens)
+        self._add_pieces(self._cutter.cut(coded))
+        self._open_is_kept |= self._options.joins_texts and bool(coded.tokens)
         if coded.is_end:
             self.counts.num_rows += 1
             if not self._open_is_kept:
+                self.counts.num_rows_lost += 1
                 self._leave_untrained(where)
             self._open_is_kept = False
+
+    def end_source(self) -> None:
+        """Say that the rows from here on are of the next source, whose texts are not joined to those before."""
+        self._add_pieces(self._cutter.finish())
+        self._open_is_kept = False
+        self.counts.end_source()
+
+    def _add_pieces(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if any(piece.trained):
+                begins_row = self._options.joins_texts or not self._open_is_kept
+                self._writer.add(piece.tokens, piece.trained, begins_row=begins_row)
+                self._open_is_kept = True
+            else:
+                self.counts.num_tokens_lost += len(piece.tokens) - piece.num_repeated
 
 
 def _batches(rows: Iterable[Row | RowError]) -> Iterator[list[Row | RowError]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import OnMessage, TokenDataset, load_dataset
+from megatrain.data.encoding import Piece, TextCutter
 from megatrain.data.errors import DataError, RowError
 from megatrain.data.formats import Completion, Conversation, Document, Row
 from megatrain.data.held_out import describe, held_out_part
@@ -50,6 +51,7 @@ class RowPreview:
         num_tokens_before: of the whole row. More than ``num_tokens`` where it is cut.
         dropped: why nothing of the row is trained, or "".
         untrained_turns: why turns of the assistant are not trained that should be.
+        num_pieces: documents that the part that is shown is cut into; each begins as the text does, with its ``<bos>``.
     """
 
     number: int
@@ -61,6 +63,7 @@ class RowPreview:
     num_tokens_before: int
     dropped: str = ""
     untrained_turns: tuple[str, ...] = ()
+    num_pieces: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as values of JSON."""
@@ -119,8 +122,13 @@ def _preview(
     kind = "row" if isinstance(item, RowError) else _kind(item)
     if isinstance(coded, RowError):
         return RowPreview(number, coded.where, kind, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
-    length = _LARGEST_PREVIEW if coded.is_text else config.data.max_length
-    tokens, trained = coded.tokens[:length], coded.trained[:length]
+    tokens, trained = coded.tokens[: config.data.max_length], coded.trained[: config.data.max_length]
+    num_pieces = 1
+    if coded.is_text:
+        pieces = _pieces(coded, config.data.max_length, encoder)
+        tokens = [token for each in pieces for token in each.tokens]
+        trained = [flag for each in pieces for flag in each.trained]
+        num_pieces = len(pieces)
     return RowPreview(
         number,
         "" if isinstance(item, RowError) else item.where,
@@ -131,7 +139,16 @@ def _preview(
         len(coded.tokens),
         _why_dropped(config, coded, trained),
         coded.untrained_turns,
+        num_pieces,
     )
+
+
+def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[Piece]:
+    """Return the start of a text as it is trained: its pieces, one after the other, each with what begins it."""
+    start = replace(
+        coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
+    )
+    return list(TextCutter(max_length, encoder.start_tokens).cut(start))
 
 
 def _why_dropped(config: RunConfig, coded: Encoded, trained: list[bool]) -> str:

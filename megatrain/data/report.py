@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from megatrain.data.errors import RowError
+from megatrain.data.errors import DataError, RowError
+
+if TYPE_CHECKING:
+    from megatrain.config.data_tables import DataConfig
+
+#: Up to this share of a source may be dropped or cut without a word beside the counts.
+WARN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,52 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What became of the rows of one source.
+
+    Attributes:
+        num_rows: rows read. num_truncated: conversations cut to max_length. num_too_long: dropped for their length.
+        num_untrained: dropped because no token of theirs would be trained. num_bad: dropped as they cannot be trained.
+        num_rows_lost: rows that are dropped or cut, each once.
+        num_tokens: of the rows that could be tokenized, whole. num_tokens_lost: of these, in no document.
+    """
+
+    num_rows: int = 0
+    num_truncated: int = 0
+    num_too_long: int = 0
+    num_untrained: int = 0
+    num_bad: int = 0
+    num_rows_lost: int = 0
+    num_tokens: int = 0
+    num_tokens_lost: int = 0
+
+    @property
+    def share_lost(self) -> float:
+        """Return the share of the rows, or of the tokens if that is more, that is dropped or cut."""
+        return max(self.num_rows_lost / max(1, self.num_rows), self.num_tokens_lost / max(1, self.num_tokens))
+
+    def __sub__(self, before: SourceCounts) -> SourceCounts:
+        return SourceCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    def __str__(self) -> str:
+        rows, tokens = self.num_rows_lost / max(1, self.num_rows), self.num_tokens_lost / max(1, self.num_tokens)
+        parts = [
+            f"{count:,} {what}"
+            for count, what in (
+                (self.num_truncated, "cut to data.max_length"),
+                (self.num_too_long, "dropped as too long"),
+                (self.num_untrained, "dropped without a trained token"),
+                (self.num_bad, "dropped as they cannot be trained"),
+            )
+            if count
+        ]
+        text = (
+            f"{self.num_rows_lost:,} of {_some(self.num_rows, 'row')} ({rows:.1%}) and {tokens:.1%} of the tokens are "
+        )
+        return f"{text}dropped or cut: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
 class DataReport:
     """What became of the rows.
 
@@ -33,6 +87,7 @@ class DataReport:
         first_untrained: file and row of the first of those, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
+        sources: the same for each source, in order.
     """
 
     num_rows: int
@@ -45,6 +100,7 @@ class DataReport:
     dropped: tuple[Dropped, ...] = ()
     untrained_turns: tuple[Dropped, ...] = ()
     first_untrained: str = ""
+    sources: tuple[SourceCounts, ...] = ()
 
     @property
     def num_dropped(self) -> int:
@@ -76,7 +132,42 @@ class DataReport:
     def from_json(cls, values: dict[str, Any]) -> DataReport:
         """Return the report that :meth:`to_json` wrote."""
         lists = {name: tuple(Dropped(**each) for each in values[name]) for name in ("dropped", "untrained_turns")}
-        return cls(**{**values, **lists})
+        sources = tuple(SourceCounts(**each) for each in values["sources"])
+        return cls(**{**values, **lists, "sources": sources})
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """Return what messages call each ``[[data.train]]``."""
+    return [f"data.train.{number} ({source.path})" for number, source in enumerate(data.train)]
+
+
+def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
+    """Compare what is dropped or cut of each source with what is usual, and with what the config allows.
+
+    Args:
+        names: of the sources, for messages. max_dropped: ``data.max_dropped``.
+
+    Returns:
+        A warning for each source of which more than ``WARN_SHARE`` is lost.
+
+    Raises:
+        DataError: more than ``max_dropped`` of a source is lost.
+    """
+    warnings = []
+    for name, counts in zip(names, report.sources, strict=True):
+        share = counts.share_lost
+        is_cut = counts.num_truncated + counts.num_too_long > 0
+        mend = "Raise data.max_length" if is_cut else "Fix the rows"
+        if share > max_dropped:
+            raise DataError(
+                name,
+                f"{counts}. That is more than data.max_dropped = {max_dropped:g}",
+                f"{mend} (`megatrain-tier data stats CONFIG` says why), or accept it: write max_dropped = "
+                f"{math.ceil(100 * share) / 100:g} in [data]",
+            )
+        if share > WARN_SHARE:
+            warnings.append(f"{name}: {counts}. {mend}: `megatrain-tier data stats CONFIG` says why")
+    return warnings
 
 
 @dataclass
@@ -89,12 +180,18 @@ class RowCounts:
     num_untrained: int = 0
     first_untrained: str = ""
     first_error: RowError | None = None
+    num_rows_lost: int = 0
+    num_tokens: int = 0
+    num_tokens_lost: int = 0
+    sources: list[SourceCounts] = field(default_factory=list)
+    _sources_before: SourceCounts = SourceCounts()
     _dropped: dict[str, list[Any]] = field(default_factory=dict)
     _turns: dict[str, list[Any]] = field(default_factory=dict)
 
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be trained."""
         self.num_rows += 1
+        self.num_rows_lost += 1
         self.first_error = self.first_error or error
         self._dropped.setdefault(error.reason, [0, error.where])[0] += 1
 
@@ -106,6 +203,21 @@ class RowCounts:
     def leave_turn(self, reason: str, where: str) -> None:
         """Count a turn that is not trained in a row that is."""
         self._turns.setdefault(reason, [0, where])[0] += 1
+
+    def end_source(self) -> None:
+        """Say that the rows from here on are of the next source."""
+        now = SourceCounts(
+            self.num_rows,
+            self.num_truncated,
+            self.num_too_long,
+            self.num_untrained,
+            sum(count for count, _ in self._dropped.values()),
+            self.num_rows_lost,
+            self.num_tokens,
+            self.num_tokens_lost,
+        )
+        self.sources.append(now - self._sources_before)
+        self._sources_before = now
 
     def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
         """Return the counts as they stand."""
@@ -125,6 +237,7 @@ class RowCounts:
             listed(self._dropped),
             listed(self._turns),
             self.first_untrained,
+            tuple(self.sources),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ from megatrain.doctor.drives import DriveResult
 from megatrain.doctor.gpu import GdsResult, GpuResult
 from megatrain.doctor.processor import ProcessorResult
 from megatrain.doctor.system import SystemFacts
+from megatrain.plan.profile import Nature
 from tiered.units import GB, GiB, format_rate, format_size
 
 Severity = Literal["ok", "note", "warn"]
@@ -20,8 +21,12 @@ TIER_SHARE, KERNEL_SHARE = 0.8, 0.6
 #: A drive slows if the end of a long write has less than this share of its start.
 SUSTAINED_SHARE = 0.7
 
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-_REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "virtiofs", "ceph", "lustre")
+#: What to do about a file system that is none of a drive's own.
+_ELSEWHERE: Mapping[Nature, str] = {
+    "memory": "name a folder on a drive, and give that RAM to tiers.ram",
+    "network": "use a local drive for [[tiers.nvme]]",
+    "program": "use a local drive for [[tiers.nvme]]",
+}
 _SLOW_BYTES_PER_S = 0.5 * GB
 _LITTLE_ROOM_BYTES = 10 * GiB
 _BUSY_SHARE = 0.5
@@ -172,20 +177,8 @@ def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
 
 def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
     path, kind = str(drive.path), drive.file_system.kind
-    if kind in _MEMORY_FILE_SYSTEMS:
-        yield Finding(
-            "warn",
-            path,
-            f"{kind} is RAM, not a drive: blocks there take RAM that no limit of ours counts",
-            "name a folder on a drive, and give that RAM to tiers.ram",
-        )
-    elif kind in _REMOTE_FILE_SYSTEMS:
-        yield Finding(
-            "warn",
-            path,
-            f"{kind} is not on a drive of this machine: others share its speed, and locks may not hold",
-            "use a local drive for [[tiers.nvme]]",
-        )
+    if drive.file_system.nature in _ELSEWHERE:
+        yield Finding("warn", path, drive.file_system.caution, _ELSEWHERE[drive.file_system.nature])
     elif not drive.is_direct:
         yield Finding(
             "warn",

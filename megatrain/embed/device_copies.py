@@ -33,14 +33,20 @@ class DeviceCopies:
         self._stream(device).wait_event(event)
 
     def to_ram(self, tensor: Tensor) -> Tensor:
-        """Return contents of a tensor on a device, flat; they stay until the next call."""
+        """Return contents of a tensor on a device, dense and flat; they stay until the next call."""
         nbytes = tensor.numel() * tensor.element_size()
         if self._slab is None or self._slab.nbytes < nbytes:
             if self._slab is not None:
                 self._slab.close()
             self._slab = HostSlab(nbytes, pin=True)
         here = self._slab.tensor[:nbytes].view(tensor.dtype)
-        self._copy(here, tensor.reshape(-1), tensor.device)
+        self._copy(here, tensor, tensor.device)
+        return here
+
+    def to_new_ram(self, tensor: Tensor) -> Tensor:
+        """Return contents of a tensor on a device, dense and flat, in memory of their own."""
+        here = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        self._copy(here, tensor, tensor.device)
         return here
 
     def to_device(self, parameter: Tensor, contents: Tensor) -> None:
@@ -48,9 +54,17 @@ class DeviceCopies:
         self._copy(parameter, contents.view(parameter.shape), parameter.device)
 
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
+        """Copy and wait for it, making the source dense and of the target's shape before.
+
+        All of it on the stream of the copies: kernels that do that on the caller's would be queued behind the mark, and
+        the copy would read what they have not written yet. What they allocate lives until the host has waited.
+        """
         stream = self._stream(device)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            dense = source if source.layout is torch.strided else source.to_dense()
+            if dense.shape != target.shape:
+                dense = dense.reshape(target.shape)
+            target.copy_(dense, non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         event.synchronize()

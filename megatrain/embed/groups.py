@@ -347,7 +347,8 @@ class UntieredGroup(StateGroup):
         if not self._on_device:
             blocks["weight"] = parameter.detach().reshape(-1)
         elif self._versions.get(entry.name) != parameter._version:
-            _follow(blocks, parameter)
+            # On the stream of the copies: this thread's own may have no order with the kernels that replaced it.
+            _follow(blocks, self._copies.to_new_ram(parameter.detach()))
         now = Update(settings.step, settings.lr, grad_scale)
         settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
         if parameter.is_cuda:
@@ -361,14 +362,16 @@ class UntieredGroup(StateGroup):
 
     def _flat(self, gradient: Tensor) -> Tensor:
         """Return a gradient as the kernels take it, flat, fp32 or bf16, in RAM: one of a device until the next call."""
-        dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-        flat = self._copies.to_ram(dense) if dense.is_cuda else dense.reshape(-1)
+        gradient = gradient.detach()
+        if gradient.is_cuda:
+            flat = self._copies.to_ram(gradient)
+        else:
+            flat = (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
         return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
 
 
-def _follow(blocks: Mapping[str, Tensor], parameter: Tensor) -> None:
+def _follow(blocks: Mapping[str, Tensor], numbers: Tensor) -> None:
     """Let a master follow a parameter that somebody replaced; where it is the same the master keeps all its bits."""
-    numbers = parameter.detach().reshape(-1).to("cpu")
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != numbers, 0)
     blocks["weight"].copy_(numbers)

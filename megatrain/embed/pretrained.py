@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from megatrain.embed.parameters import block_of
 from megatrain.embed.stores import compute_device
 from megatrain.embed.tiering import tier, tiered_module
+from megatrain.models.folder import some
 from megatrain.models.layout import build_layout, views
 from megatrain.models.load import WeightLoader
 from megatrain.models.skeleton import build_skeleton, resolve_config
@@ -47,9 +49,19 @@ def load_pretrained(
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
     wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _dtype(dtype)
     model = build_skeleton(
-        config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, dtype=wanted
+        config,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        dtype=wanted,
+        text_only=True,
     )
     weights = WeightLoader(folder, model)
+    if left := [name for name, owner in weights.origin.kept.owners.items() if owner != "buffers"]:
+        warnings.warn(
+            f"{folder}: {len(left)} tensors are no part of {type(model).__name__} and are not in what it saves: "
+            f"{some(left)}",
+            stacklevel=2,
+        )
     tier(model, store, **options)
     for block in tiered_module(model).blocks:
         with torch.no_grad(), store.acquire(block.key, "ram", "w") as lease:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.plan.machine import available_ram_bytes, total_ram_bytes
 from tiered.errors import CapacityError
 from tiered.store import TieredStore
@@ -102,6 +103,8 @@ def open_store(
             one.close()
         raise
     atexit.register(_close, ref(store))
+    for drive in drives:
+        write_readme(drive, Path(store.path or drive))
     return store
 
 

@@ -11,25 +11,35 @@ import torch
 
 from megatrain.models.errors import UnsupportedModelError
 
-__all__ = ["deterministic_kernels"]
+__all__ = ["DeterminismError", "deterministic_kernels"]
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+#: Those with which cuBLAS adds in the same order at every run: the only ones that torch accepts.
+_REPEATABLE = (":4096:8", ":16:8")
+
+
+class DeterminismError(RuntimeError):
+    """The process can no longer be made to compute the same bits at every run: why, and what to do."""
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, model_type: str, *, enabled: bool = True) -> Iterator[None]:
     """Have torch choose kernels that add in a fixed order; by default some use atomics, in the order of arrival.
 
-    On the CPU nothing is to be done. To be entered before the process first uses cuBLAS, which reads its setting once.
+    On the CPU nothing is to be done. torch reads the setting of cuBLAS once, at its first matrix product on a GPU: it
+    is set when ``megatrain`` is imported, which has to come before that.
 
     Args:
         model_type: class of the model, for what is said of an operation that has no such kernel.
 
     Raises:
         UnsupportedModelError: there is an operation without one.
+        DeterminismError: cuBLAS was set up before, without its setting.
     """
     if device.type == "cpu" or not enabled:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    _check_cublas()
     deterministic: Any = torch.utils.deterministic  # a module whose attributes are set: no type knows them
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
@@ -37,6 +47,8 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     try:
         yield
     except RuntimeError as error:
+        if _CUBLAS in str(error):  # set, but after torch had looked
+            raise DeterminismError(_too_late("was set after the first matrix product on the GPU")) from error
         if "does not have a deterministic implementation" not in str(error):
             raise
         operation = str(error).partition(" does not have")[0]
@@ -45,3 +57,24 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     finally:
         torch.set_deterministic_debug_mode(mode)
         deterministic.fill_uninitialized_memory = fills
+
+
+def _check_cublas() -> None:
+    setting = os.environ.get(_CUBLAS)
+    if setting is None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise DeterminismError(_too_late("was not set before the process began to use the GPU"))
+        os.environ[_CUBLAS] = _REPEATABLE[0]
+    elif setting not in _REPEATABLE:
+        raise DeterminismError(
+            f"{_CUBLAS} is '{setting}' in the environment, with which cuBLAS gives other bits at every run: set it to "
+            f"{_REPEATABLE[0]}, or unset it, or write full_determinism = false"
+        )
+
+
+def _too_late(what: str) -> str:
+    return (
+        f"{_CUBLAS} {what}, and torch reads it once: without it cuBLAS may add in another order at every run. Start "
+        f"again with {_CUBLAS}={_REPEATABLE[0]} in the environment, or import megatrain before anything uses the GPU; "
+        "or write full_determinism = false"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from megatrain.activity import Activity
 from megatrain.engine.program import evaluation_program
 from megatrain.engine.residency import StoreAccess
 from megatrain.engine.runner import LayerRunner, SummedLoss
@@ -28,7 +29,7 @@ class EvaluationEngine:
 
     Args:
         store: holds the weights. program: of a training step. homes: of the placement. timeline: told of every tick.
-        cross_entropy: in the place of torch's; None: torch's.
+        cross_entropy: in the place of torch's; None: torch's. activity: told of every tick and micro-batch.
 
     Attributes:
         program: of one pass.
@@ -45,9 +46,12 @@ class EvaluationEngine:
         device: torch.device | str,
         timeline: Timeline | None = None,
         cross_entropy: CrossEntropy | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self.program = evaluation_program(program)
-        self._access = StoreAccess(store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline)
+        self._access = StoreAccess(
+            store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline, activity=activity
+        )
         self._runner = LayerRunner(
             graph,
             self._access,
@@ -56,6 +60,7 @@ class EvaluationEngine:
             head_rows=trace.head_rows or None,
             trace=trace,
             cross_entropy=cross_entropy,
+            activity=activity,
         )
 
     def run_pass(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int) -> SummedLoss:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.activity import Activity
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.head_plan import accepts_use_cache, has_auxiliary_loss, without_auxiliary_loss
 from megatrain.engine.units import BoundUnit, installed_stubs
@@ -59,6 +60,7 @@ class ChunkedHead:
         access: Blocks.
         random: Random state of the compute device.
         rows: Rows per piece.
+        activity: Told of every micro-batch.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class ChunkedHead:
         access: BlockAccess,
         random: RandomStates,
         rows: int,
+        activity: Activity | None = None,
     ) -> None:
+        self._activity = activity or Activity()
         self._model = model
         self._plan = plan
         self._bounds = bounds
@@ -98,6 +102,7 @@ class ChunkedHead:
                 if own:
                     sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
             for item in outputs:
+                self._activity.micro_batch = item.micro_batch + 1
                 self._random.set(item.random_state)
                 with torch.enable_grad():
                     found = self._run_one(item, num_items, leaves, sinks)
@@ -116,6 +121,7 @@ class ChunkedHead:
                 weights = stack.enter_context(self._access.weights(bound.unit, visit))
                 stack.enter_context(bound.bound(weights))
             for item in outputs:
+                self._activity.micro_batch = item.micro_batch + 1
                 self._random.set(item.random_state)
                 hidden: Tensor = item.output["last_hidden_state"]
                 flat, output = hidden.reshape(-1, hidden.shape[-1]), copy.copy(item.output)

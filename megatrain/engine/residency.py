@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.activity import Activity
 from megatrain.engine.program import (
     Stays,
     StepProgram,
@@ -118,7 +119,7 @@ class StoreAccess:
     Args:
         homes: block key -> tier, as planned and registered. stays: copies that wait for their next use, as planned.
         updater: makes the updates of the program; None: it has none.
-        timeline: told of every tick.
+        timeline, activity: told of every tick.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class StoreAccess:
         threads: KernelThreads,
         updater: Updater | None = None,
         timeline: Timeline | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._stays = store, graph, program, stays
         self._homes, self._copies = homes, TapeStore(store, homes)
@@ -141,6 +143,14 @@ class StoreAccess:
         self._updater, self._timeline = updater, timeline
         self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Kept]]], Tape] = {}
         self._kept: Mapping[str, Kept] = {}  # copies that wait for the next tape
+        self._activity = activity or Activity()
+        layouts = tuple(graph.layouts)
+        self._unit_names = {
+            (tick.phase, tick.visit): layouts[tick.visit]
+            if tick.phase == "update"
+            else graph.units[trace.visits[tick.visit].unit].name
+            for tick in program.ticks
+        }
         self._first_tick = 0
         self._ops: Iterator[Op] = iter(())
         self._op: Op | None = None
@@ -203,6 +213,8 @@ class StoreAccess:
         self._uses = {} if self._op is None else {use.key: use for use in self._op.uses}
         if self._op is not None:
             self._store.advance(self._first_tick + self._op.tick)
+            unit = self._unit_names[self._op.phase, self._op.visit]
+            self._activity.come_to(self._op.tick, self._op.phase, unit)
         if self._timeline is not None:
             self._timeline.on_op(self._op)
         return self._op

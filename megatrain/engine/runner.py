@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from megatrain.activity import Activity
 from megatrain.engine.head import ChunkedHead, TrunkOutput
 from megatrain.engine.head_plan import HeadPlan, plan_head, without_auxiliary_loss
 from megatrain.engine.labels import count_labels, shifted_labels, without_labels
@@ -106,6 +107,7 @@ class LayerRunner:
             must stay unchanged, at one place, from forward to backward.
         compiler: Of layers; None: they run as they are.
         cross_entropy: In the place of torch's, in heads that run in pieces; None: torch's.
+        activity: Told of every micro-batch.
 
     Attributes:
         bounds: The runnable form of every unit, by index.
@@ -128,6 +130,7 @@ class LayerRunner:
         kept: Container[int] = (),
         compiler: LayerCompiler | None = None,
         cross_entropy: CrossEntropy | None = None,
+        activity: Activity | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -137,7 +140,7 @@ class LayerRunner:
         self._objective = objective or Objective()
         self._random = RandomStates(self._device, enabled=random_enabled)
         self._micro_batches = MicroBatches(self._device)
-        _move_buffers(graph.model, self._device)
+        move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
         if self._objective.label_smoothing_factor and self._plan is None:
@@ -147,6 +150,7 @@ class LayerRunner:
             )
         self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
         self._cross_entropy = cross_entropy
+        self._activity = activity or Activity()
         self._trunk = Trunk(
             graph,
             access,
@@ -158,6 +162,7 @@ class LayerRunner:
             self._announce_backward,
             self._micro_batches.mirror,
             kept,
+            self._activity,
         )
         self._next_backward = -1
 
@@ -341,7 +346,9 @@ class LayerRunner:
         assert self._plan is not None
         first = len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
-        head = ChunkedHead(self._graph.model, self._plan, bounds, self._access, self._random, self._head_rows)
+        head = ChunkedHead(
+            self._graph.model, self._plan, bounds, self._access, self._random, self._head_rows, self._activity
+        )
         items = [
             TrunkOutput(number, output, without_labels(batches[number]), *rows[number], random_state)
             for number, output, random_state in outputs
@@ -373,10 +380,16 @@ def _single_threaded_backward() -> Iterator[None]:
         yield
 
 
-def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Put a model's buffers on a device; those that were one tensor stay one."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is not None and not _is_on(buffer, device):
                 moved.setdefault(id(buffer), buffer.to(device))
                 module._buffers[leaf] = moved[id(buffer)]
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device; one without a number is the device of its type that is in use."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

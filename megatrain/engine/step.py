@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatrain.activity import Activity
 from megatrain.engine.program import Stays, StepProgram
 from megatrain.engine.residency import PendingUpdate, StoreAccess, Updater
 from megatrain.engine.runner import LayerRunner, QueuedLoss
@@ -58,7 +59,7 @@ class StepEngine:
             ``ignore`` uses it.
         seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
         compiler: of layers; None: they run as they are. cross_entropy: in the place of torch's; None: torch's.
-        timeline: told of every tick.
+        timeline: told of every tick. activity: told of every tick and micro-batch.
 
     Attributes:
         num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.
@@ -86,13 +87,14 @@ class StepEngine:
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
         device_optimizer: Optimizer | None = None,
+        activity: Activity | None = None,
     ) -> None:
         assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
         self._updater = Updater(graph, trace, optimizers, segments)
         self._access = StoreAccess(
-            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline
+            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity
         )
         self._runner = LayerRunner(
             graph,
@@ -106,6 +108,7 @@ class StepEngine:
             kept=program.kept,
             compiler=compiler,
             cross_entropy=cross_entropy,
+            activity=activity,
         )
         self._defers = program.defers_updates
         self.num_updates = 0

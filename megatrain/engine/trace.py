@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.arguments import tree_map
-from megatrain.engine.trace_ledger import Ledger
+from megatrain.engine.trace_ledger import Ledger, LedgerError
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.kept import reads_more_than_text
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import PreTrainedModel
 
     from megatrain.engine.objective import Objective
     from megatrain.engine.runner import LayerRunner
@@ -80,7 +85,8 @@ class VisitTrace:
         head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
-        exact: False if values had to be made up, so that counts are estimates.
+        guesses: What had to be made up, where and why, a sentence each: counts are estimates then.
+        uncounted: Operators whose FLOPs nobody knows, and why; byte counts do not depend on it.
         head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
         num_tokens: Tokens of the micro-batch.
     """
@@ -89,9 +95,15 @@ class VisitTrace:
     shared_nbytes: int
     head_nbytes: int
     head_rows: int
-    exact: bool
+    guesses: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     head_flops: int = 0
     num_tokens: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether byte counts are those of the model, and not estimates."""
+        return not self.guesses
 
 
 def trace_visits(
@@ -108,7 +120,7 @@ def trace_visits(
     """Learn the visits of a micro-batch of `batch_size` x `seq_len` tokens; all of them have a label.
 
     Args:
-        graph: The model; its buffers are moved to `device`.
+        graph: The model; it stays as it is, and nothing is put on `device`.
         batch_size: Rows of the micro-batch.
         seq_len: Tokens per row.
         compute_dtype: Must be the graph's.
@@ -123,30 +135,72 @@ def trace_visits(
 
     from megatrain.engine.runner import LayerRunner
 
-    access = _TraceAccess(graph, compute_dtype, torch.device(device))
-    runner = LayerRunner(
-        graph,
-        access,
-        device=device,
-        compute_dtype=compute_dtype,
-        head_rows=head_rows,
-        objective=objective,
-        random_enabled=False,
-    )
-    access.runner = runner
-    for bound in runner.bounds:
-        bound.forward = _measured(_guessing(bound, access.ledger), access)
+    device = _numbered(torch.device(device))
+    access = _TraceAccess(graph, compute_dtype, device)
     num_tokens = batch_size * seq_len
-    with FakeTensorMode(allow_non_fake_inputs=True), access.ledger:
-        with access.ledger.paused():
-            ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
-            batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-            num_rows = min(num_tokens, _TRACED_PIECES * runner.head_rows) or num_tokens  # all pieces are alike
-            rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-        with nullcontext() if padded else rows_are_documents():
-            runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
-        access.close()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_buffers(graph.model, device, fake):
+        runner = LayerRunner(
+            graph,
+            access,
+            device=device,
+            compute_dtype=compute_dtype,
+            head_rows=head_rows,
+            objective=objective,
+            random_enabled=False,
+        )
+        access.runner = runner
+        for bound in runner.bounds:
+            bound.forward = _measured(_guessing(bound, access.ledger), access)
+        with fake, access.ledger:
+            with access.ledger.paused():
+                ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
+                batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+                num_rows = min(num_tokens, _TRACED_PIECES * runner.head_rows) or num_tokens  # all pieces are alike
+                rows = torch.zeros(num_rows, dtype=torch.long, device=device)
+            with nullcontext() if padded else rows_are_documents(), _texts_explained(graph.model):
+                runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
+            access.close()
     return _with_all_pieces(access.trace(), num_rows, num_tokens)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return the device with its number, which fake tensors and their operators must not ask a driver for."""
+    if device != torch.device("cuda"):  # which has none
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+@contextmanager
+def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> Iterator[None]:
+    """Have a model's buffers on the compute device for a time, without memory there."""
+    from megatrain.engine.runner import move_buffers
+
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        with fake:
+            move_buffers(model, device)
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
+    """Say it plainly if a model that reads images as well does not run on a text without any."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the code of every family raises its own kinds
+        if not reads_more_than_text(model):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedModelError(
+            type(model).__name__,
+            f"only text can be trained, and its forward does not run on text alone ({reason}). Take a text model",
+        ) from error
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> VisitTrace:
@@ -175,15 +229,23 @@ def _guessing(bound: BoundUnit, ledger: Ledger) -> Callable[..., Any]:
     forward = bound.forward
 
     def guess(*args: Any, **kwargs: Any) -> Any:
+        with ledger.inside(bound.unit.name):
+            return run(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except UnsupportedModelError:
+        except (UnsupportedModelError, LedgerError):
             raise
-        except Exception:
+        except Exception as error:
             stream = args[0] if args else kwargs.get("hidden_states")
             if not bound.unit.is_layer or not isinstance(stream, Tensor):
                 raise
-            ledger.exact = False
+            ledger.guess(
+                f"its forward failed on tensors without numbers ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}); planned as if its output were like its input, without what it "
+                "takes inside"
+            )
             return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
 
     return guess
@@ -324,7 +386,8 @@ class _TraceAccess:
             shared_nbytes=self._shared_nbytes,
             head_nbytes=head.peak_nbytes,
             head_rows=self.runner.head_rows,
-            exact=self.ledger.exact,
+            guesses=self.ledger.guesses,
+            uncounted=tuple(self.ledger.uncounted),
             head_flops=head.num_flops,
         )
 

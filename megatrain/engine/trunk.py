@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.activity import Activity
 from megatrain.engine.head_plan import accepts_use_cache
 from megatrain.engine.suspend import RandomStates, SuspendedForward, UnitCall, micro_batch_seed, suspend
 from megatrain.engine.units import installed_stubs
@@ -54,6 +55,7 @@ class Trunk:
         announce_backward: Called with a visit's number before its backward asks for anything.
         mirror: Answers the model's questions about its inputs; None: it looks for itself.
         kept: Visits whose graphs wait for their backward.
+        activity: Told of every micro-batch.
 
     Attributes:
         visits: Those of the pass that is running.
@@ -71,7 +73,9 @@ class Trunk:
         announce_backward: Callable[[int], None],
         mirror: HostMirror | None = None,
         kept: Container[int] = (),
+        activity: Activity | None = None,
     ) -> None:
+        self._activity = activity or Activity()
         self._mirror = mirror
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
@@ -153,7 +157,9 @@ class Trunk:
                 planned = "the end of the forward" if expected is None else units[expected].name
                 raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
         bound, is_kept = self._bounds[index], number in self._kept
-        visit = UnitVisit(number, bound, self._access, self._random, self._announce_backward, anchor, is_kept)
+        visit = UnitVisit(
+            number, bound, self._access, self._random, self._announce_backward, anchor, is_kept, self._activity
+        )
         self.visits.append(visit)
         return visit
 

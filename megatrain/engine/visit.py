@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.activity import Activity
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.kept import KeptGraph
 
@@ -48,6 +49,7 @@ class UnitVisit:
         anchor: A scalar that requires grad: ties outputs of units without differentiable inputs to the graph.
         keeps_graph: Whether the graph of the forward waits for the backward, so that nothing is put away and run again.
             The weights must then stay where they are, unchanged, until that backward.
+        activity: Told of every micro-batch.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class UnitVisit:
         announce_backward: Callable[[int], None],
         anchor: Tensor,
         keeps_graph: bool = False,
+        activity: Activity | None = None,
     ) -> None:
         self.number = number
         self.bound = bound
@@ -67,7 +70,9 @@ class UnitVisit:
         self._announce_backward = announce_backward
         self._anchor = anchor
         self._keeps_graph = keeps_graph
+        self._activity = activity or Activity()
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
+        self._first_micro_batch = 0
         self._leaves: dict[str, Tensor] = {}
         self.pending_outputs: list[Tensor] = []
 
@@ -81,12 +86,14 @@ class UnitVisit:
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every waiting forward; return what each of them resumes with."""
         self._access.begin("forward", self.number)
+        self._first_micro_batch = forwards[0].micro_batch
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
         with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
             if self._keeps_graph:
                 self._leaves = leaves
             for forward in forwards:
+                self._activity.micro_batch = forward.micro_batch + 1
                 call = forward.call
                 assert call is not None
                 captured = CapturedArguments(self.bound.unit.name, call.args, call.kwargs)
@@ -164,6 +171,7 @@ class UnitVisit:
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the unit again unless its graphs were kept; send parameter gradients out, return those of the inputs."""
         self._announce_backward(self.number)
+        self._activity.micro_batch = self._first_micro_batch
         grad_inputs: list[Tensor | None] = []
         start = 0
         with ExitStack() as stack:
@@ -176,6 +184,7 @@ class UnitVisit:
             waiting, self._micro_batches = self._micro_batches[::-1], []
             while waiting:
                 item = waiting.pop()
+                self._activity.micro_batch += 1
                 grads = grad_outputs[start : start + item.num_outputs]
                 start += item.num_outputs
                 if isinstance(item, KeptGraph):

@@ -100,12 +100,15 @@ class LoadPlan:
         by_target: parameter or persistent buffer -> the step that makes it.
         missing: names of the model that no tensor of the checkpoint makes.
         unexpected: names of the checkpoint that the model has no place for.
+        ignorable: names of the checkpoint that transformers leaves out without a word: the model has no place for
+            them, and its class says that this is right.
         transforms: those that matched; the inverse conversion of an export needs them.
     """
 
     by_target: dict[str, Conversion]
     missing: list[str]
     unexpected: list[str]
+    ignorable: list[str]
     transforms: list[WeightTransform]
 
 
@@ -123,13 +126,13 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     renamings, converters, by_pattern = _split(mapping)
     prefix = model.base_model_prefix
     steps: dict[str, Conversion] = {}
-    unexpected: list[str] = []
+    unexpected: dict[str, str] = {}
     for name in sorted(checkpoint, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, places)
         if target not in places and name in places:  # the file already uses the module's own name
             target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=places)
         if target not in places:
-            unexpected.append(name)
+            unexpected[name] = target
             continue
         step = steps.setdefault(target, Conversion(target, None if pattern is None else by_pattern[pattern]))
         if pattern is None and step.sources:
@@ -139,21 +142,35 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     for step in steps.values():
         step.trace(checkpoint, model)
         by_target.update(dict.fromkeys(step.targets, step))
-    unexpected += [name for name in by_target if name not in places]
+    unplaced = [name for name in by_target if name not in places]
     by_target = {name: step for name, step in by_target.items() if name in places}
+    patterns = [re.compile(pattern) for pattern in _ignored_unexpected(model)]
+    ignorable = {  # transformers looks at the new name
+        name: None for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
+    }
     return LoadPlan(
         by_target=by_target,
         missing=_without(model._keys_to_ignore_on_load_missing, _missing(model, places, by_target)),
-        unexpected=_without(_ignored_unexpected(model), unexpected),
+        unexpected=[name for name in unexpected if name not in ignorable] + unplaced,
+        ignorable=list(ignorable),
         transforms=[transform for transform in mapping if transform.was_used()],
     )
 
 
-def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> list[Conversion]:
+def plan_export(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], loaded: LoadPlan | None = None
+) -> list[Conversion]:
     """Return the steps that turn module tensors (names, shapes, dtypes; on meta) into those of a checkpoint.
 
     It inverts the transforms that were used to load the model, else those of the model's type; so the folder is
     what ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
+
+    Args:
+        model: the skeleton. tensors: what is exported.
+        loaded: how a folder filled the model; then every tensor gets the name back that it had there.
+
+    Raises:
+        ConversionError: two tensors would have one name, or a name of the folder cannot be given back.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
@@ -172,10 +189,35 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> 
     used: set[str] = set()
     for step in steps.values():
         step.trace(tensors, model, lambda name: rename_source_key(name, renamings, [], reverse=True)[0])
+        if loaded is not None:
+            _take_names_of_files(step, loaded, model.base_model_prefix)
         if not used.isdisjoint(step.targets):
             raise ConversionError(f"two tensors of the model would both be named {sorted(used & set(step.targets))[0]}")
         used.update(step.targets)
     return list(steps.values())
+
+
+def _take_names_of_files(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
+    """Give the outputs of an export step the names and shapes that the folder has them under."""
+    steps = [loaded.by_target[name] for name in step.source_names if name in loaded.by_target]
+    if not steps:
+        return  # what no file gave: transformers says that it may be absent
+    shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
+    new_names = {}
+    for name, value in step.targets.items():
+        with_or_without = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained takes either
+        found = [other for other in with_or_without if other in shapes]
+        if step.transform is None and len(shapes) == 1:
+            found = list(shapes)  # a copy of a copy, whatever a renaming may have lost
+        if len(found) == 1 and shapes[found[0]] == value.shape:
+            new_names[name] = found[0]
+    if len(new_names) != len(shapes) or set(new_names.values()) != set(shapes):
+        given = [name for name in shapes if name not in new_names.values()] or list(shapes)
+        raise ConversionError(
+            f"{given[0]} could not be given back by an export: transformers writes {', '.join(step.targets)} for it"
+        )
+    step.final_names = {name: new_names[final] for name, final in step.final_names.items()}
+    step.targets = {new_names[name]: value for name, value in step.targets.items()}
 
 
 def _places_in_stack(step: Conversion, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:

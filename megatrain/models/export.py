@@ -9,26 +9,27 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatrain.models.checkpoint_names import Conversion, plan_export, tied_groups
-from megatrain.models.folder import some
+from megatrain.models.folder import ModelFolderError, read_config_json, some
 from megatrain.models.shards import DamagedShardError, ShardWriter, plan_shards
+from megatrain.models.skeleton import dtypes_when_loaded
 from tiered.units import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from megatrain.models.layout import UnitLayout
+    from megatrain.models.load import Origin
 
 __all__ = ["RECORD_FILE", "ExportError", "ExportedGraph", "WeightSource", "check_target", "export_model"]
 
@@ -43,10 +44,15 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*.model",
     "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "*.jinja",
 )
-_OTHER_FILES = ("generation_config.json", "LICENSE*", "NOTICE*")
+_OTHER_FILES = (
+    "*processor_config.json",
+    "*feature_extractor_config.json",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 WeightSource = Callable[["UnitLayout"], AbstractContextManager[Mapping[str, Tensor]]]
 """Gives the fp32 master weights of one layout, by full parameter name, for as long as the context is open."""
@@ -80,35 +86,47 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     copy_from: Path | str | None = None,
     record: Mapping[str, int] | None = None,
+    origin: Origin | None = None,
+    kept_checksum: str | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder that ``from_pretrained`` opens.
 
+    With an ``origin`` it has all tensors of that folder under their names, its config and its class: what is trained in
+    ``dtype``, the rest byte by byte as it is there.
+
     Args:
-        graph: the model's skeleton and layouts. Persistent buffers are taken from the skeleton.
+        graph: the model's skeleton and layouts. Persistent buffers are taken from the skeleton if there is no origin.
         source: gives the master weights of one layout at a time.
         out_dir: the folder to make. It may exist if it is empty or an earlier export of this program.
         dtype: of the weights; those that the model's class wants in fp32 stay fp32, buffers keep their own dtype.
         max_shard_nbytes: weight bytes in one file.
         tokenizer: saved into the folder; otherwise the tokenizer files of ``copy_from`` are copied.
-        copy_from: the folder the model came from: tokenizer, generation config and licence are copied from it.
+        copy_from: the folder of the tokenizer. Generation config, processors and licence are those of the origin, or
+            copied from here if there is none.
         record: more keys for ``export.json``, e.g. the step.
+        origin: the folder that the weights were loaded from; None: there is none.
+        kept_checksum: of what is kept in the origin (``KeptTensors.checksum``), when training began.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
-        ExportError: ``out_dir`` holds something else, the disk has too little room, or writing or checking failed.
+        ExportError: ``out_dir`` holds something else, the disk has too little room, writing or checking failed, or the
+            kept tensors of the origin are gone or no longer those that training began with.
         ConversionError: the weights cannot be brought into the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()
     check_target(out)
     model = graph.model
-    steps, inputs = _plan(model, dtype)
+    steps, inputs = _plan(model, dtype, origin)
     layout_of = _layouts_by_name(graph)
     order = {name: number for number, name in enumerate(graph.layouts)}
     needed = {id(step): _layouts_needed(step, layout_of, order) for step in steps}
     steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
     tensors = {name: value for step in steps for name, value in step.targets.items()}
+    if origin is not None:
+        records = [origin.folder.records[name] for name in origin.kept.names]
+        tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
     shards = plan_shards(tensors, max_shard_nbytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     _check_room(out, sum(shard.nbytes for shard in shards))
@@ -118,7 +136,11 @@ def export_model(
         layouts = list(graph.layouts.values())
         for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
             _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
-        _write_companions(partial, model, dtype, tokenizer, None if copy_from is None else Path(copy_from))
+        if origin is not None:
+            _copy_kept(origin, writer, kept_checksum)
+        _write_config(partial, model, dtype, origin)
+        folders = [origin.folder.path] if origin is not None else []
+        _write_companions(partial, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
         writer.finish()
         writer.verify()
         _write_record(partial, dtype, writer.checksums, record or {})
@@ -130,23 +152,31 @@ def export_model(
     return out
 
 
-def _plan(model: PreTrainedModel, dtype: torch.dtype) -> tuple[list[Conversion], dict[str, Tensor]]:
-    """Return the steps, and what goes into them: name in the model -> shape and dtype on meta. Tied tensors once."""
+def _plan(
+    model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None
+) -> tuple[list[Conversion], dict[str, Tensor]]:
+    """Return the steps, and what goes into them: name in the model -> shape and dtype on meta.
+
+    Without an origin tied tensors are written once; else under the names that its files have.
+    """
     places = model.state_dict(keep_vars=True)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     dropped = set(model._keys_to_ignore_on_save or ())
     for names in tied_groups(model):
         dropped.update(names[1:])
-    keep_fp32 = [re.compile(pattern.replace("*", ".*")) for pattern in model._keep_in_fp32_modules_strict or ()]
+    if origin is not None:
+        by_target = origin.plan.by_target
+        for names in tied_groups(model):
+            dropped.update(names if any(name in by_target for name in names) else names[1:])
+        dropped -= set(origin.trained)
+        dropped.update(name for name in places if name not in parameters and name in by_target)  # they are kept
+    dtypes = dtypes_when_loaded(model, dtype)
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
-        if name in dropped:
-            continue
-        wanted = place.dtype
-        if name in parameters:
-            wanted = torch.float32 if any(pattern.search(name) for pattern in keep_fp32) else dtype
-        inputs[name] = torch.empty(place.shape, dtype=wanted, device="meta")
-    return plan_export(model, inputs), inputs
+        if name not in dropped:
+            wanted = dtypes[name] if name in parameters else place.dtype
+            inputs[name] = torch.empty(place.shape, dtype=wanted, device="meta")
+    return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 
 
 def _layouts_by_name(graph: ExportedGraph) -> dict[str, tuple[str, str]]:
@@ -198,30 +228,68 @@ def _write_group(
                 writer.write(target, outputs.pop(target))
 
 
+def _copy_kept(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
+    """Copy what is kept, and see that it is what training began with."""
+    kept = origin.kept
+    try:
+        for name in kept.names:
+            writer.copy(name, origin.folder)
+    except ModelFolderError as error:
+        raise ExportError(f"{kept}. That folder is needed for the export: {error}") from error
+    if checksum is not None and kept.joined(writer.checksums) != checksum:
+        raise ExportError(
+            f"{origin.folder.path}: {kept}, but they are no longer those that the run began with. Bring the original "
+            "files back, or name a copy of the folder: megatrain-tier export --model FOLDER"
+        )
+
+
+def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None) -> None:
+    """Write ``config.json``: that of the origin with the new dtype, else the model's own."""
+    if origin is None:
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        return
+    values = read_config_json(origin.folder.path)
+    values.setdefault("architectures", [type(model).__name__])
+    _set_dtype(values, dtype)
+    for key in model.config.sub_configs:
+        if isinstance(values.get(key), dict) and getattr(model.config, key) is model.config.get_text_config():
+            _set_dtype(values[key], dtype, is_new=False)
+    (folder / "config.json").write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _set_dtype(values: dict[str, Any], dtype: torch.dtype, *, is_new: bool = True) -> None:
+    key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
+    if is_new or key in values:
+        values[key] = str(dtype).removeprefix("torch.")
+
+
 def _write_companions(
-    folder: Path,
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase | None,
-    copy_from: Path | None,
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, copy_from: list[Path]
 ) -> None:
-    """Write or copy all that is not weights."""
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    patterns = _OTHER_FILES if tokenizer is not None else _OTHER_FILES + _TOKENIZER_FILES
-    if copy_from is not None:
-        for path in sorted({path for pattern in patterns for path in copy_from.glob(pattern)}):
-            target = folder / path.name
-            if path.is_file() and not target.exists():
-                shutil.copyfile(path, target)
-            elif path.is_dir() and path.name == "chat_templates":
-                shutil.copytree(path, target)
+    """Write or copy all that is neither weights nor config.
+
+    Args:
+        copy_from: the folder that the model came from, then that of the tokenizer, as far as there are any.
+    """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+    else:
+        _copy_files(copy_from[-1:], _TOKENIZER_FILES, folder)
+    _copy_files(copy_from[:1], _OTHER_FILES, folder)
     if not (folder / "generation_config.json").exists() and model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> None:
+    for path in sorted({path for source in sources for pattern in patterns for path in source.glob(pattern)}):
+        target = folder / path.name
+        if path.is_file() and not target.exists():
+            shutil.copyfile(path, target)
+        elif path.is_dir() and path.name == "chat_templates":
+            shutil.copytree(path, target)
 
 
 def check_target(out: Path) -> None:

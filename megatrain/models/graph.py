@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain.models.discover import find_modules
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.kept import kept_modules
 from megatrain.models.layout import UnitLayout, build_layout
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -96,6 +97,7 @@ def build_graph(
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
+    text_only: bool = False,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -105,9 +107,10 @@ def build_graph(
         freeze: Globs over full parameter names (any name of a tied one): no gradient, no optimizer state.
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
+        text_only: Take the causal language model where the folder is of a class that reads images as well.
 
     Raises:
-        UnsupportedModelError: no causal language model, no layers, or quantized weights.
+        UnsupportedModelError: no language model, no layers, or quantized weights.
         FreezeError: a pattern matches nothing, or everything is frozen.
     """
     config = resolve_config(config_or_folder, trust_remote_code=trust_remote_code)
@@ -116,6 +119,7 @@ def build_graph(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         dtype=dtype,
+        text_only=text_only,
     )
     return graph_of(model, config, freeze=freeze, dtype=dtype)
 
@@ -184,8 +188,11 @@ def _layouts(path: str, own: Mapping[str, nn.Parameter]) -> list[UnitLayout]:
 
 
 def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:
+    kept = kept_modules(model)
     for pattern in patterns:
         matched = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
+        if not matched and kept is not None and any(fnmatchcase(name, pattern) for name in kept.names):
+            continue  # never trained
         if not matched:
             everything = [alias for _, aliases in names for alias in aliases]
             close = difflib.get_close_matches(pattern, everything, n=3, cutoff=0.3) or everything[:3]

@@ -7,14 +7,17 @@ keeps a layer's weights in another form than its files.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from megatrain.models.checkpoint_names import Conversion, ConversionError, plan_load, tied_groups
+from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
 from megatrain.models.folder import ModelFolder, ModelFolderError, some
 from megatrain.models.initialize import initialize_tensors
+from megatrain.models.kept import KeptTensors, kept_modules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,19 +31,34 @@ if TYPE_CHECKING:
 _SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The folder that a model was loaded from, as far as an export has to give it back.
+
+    Attributes:
+        folder: its tensors. plan: how they fill the model. kept: those that an export copies.
+        trained: names of the model's tensors that an export writes, under each name that a file has.
+    """
+
+    folder: ModelFolder
+    plan: LoadPlan
+    kept: KeptTensors
+    trained: tuple[str, ...]
+
+
 class WeightLoader:
     """Fills the parameters and persistent buffers of one model from one folder.
 
-    Everything that names, shapes and dtypes can tell is checked here, before the first weight is read.
+    Everything that names, shapes and dtypes can tell is checked here, before the first weight is read: each tensor of
+    the folder is loaded, kept for the export as it is, or refused; and an export can give back all of their names.
 
     Args:
         folder: a Hugging Face folder with safetensors.
         model: the skeleton built from the folder's config; its parameters may be on the meta device. The transforms
             that the folder needed are kept on it as transformers does, for the export.
-        allow_unexpected: accept tensors that the model has no place for; they are lost to training and export.
 
     Attributes:
-        unexpected: names of such tensors.
+        origin: what an export needs to know of the folder.
         largest_extra_nbytes: the most bytes held at once so far, besides the caller's views.
 
     Raises:
@@ -50,7 +68,7 @@ class WeightLoader:
     Not thread-safe: one thread at a time.
     """
 
-    def __init__(self, folder: Path | str, model: PreTrainedModel, *, allow_unexpected: bool = False) -> None:
+    def __init__(self, folder: Path | str, model: PreTrainedModel) -> None:
         self._folder = ModelFolder(folder)
         self._model = model
         self._largest_conversion_nbytes = 0
@@ -58,17 +76,19 @@ class WeightLoader:
         on_meta = {
             name: torch.empty(record.shape, dtype=record.dtype, device="meta") for name, record in records.items()
         }
-        try:
-            plan = plan_load(model, on_meta)
-        except ConversionError as error:
-            raise ModelFolderError(self._folder.path, f"{error}. {_SAME_MODEL}") from error
-        self._steps = plan.by_target
-        self.unexpected = tuple(plan.unexpected)
-        self._check_names(plan.missing, allow_unexpected)
-        self._check_shapes()
+        kept = kept_modules(model)
+        with kept.registered() if kept is not None else nullcontext():
+            try:
+                plan = plan_load(model, on_meta)
+            except ConversionError as error:
+                raise ModelFolderError(self._folder.path, f"{error}. {_SAME_MODEL}") from error
+            self._steps = plan.by_target
+            self._check_names(plan)
+            self._check_shapes()
         self._aliases = {name: names for names in tied_groups(model) for name in names}
         self._check_tied()
         cast("Any", model)._weight_conversions = plan.transforms
+        self.origin = self._account(plan)
 
     @property
     def largest_extra_nbytes(self) -> int:
@@ -141,15 +161,46 @@ class WeightLoader:
                 return views[alias]
         return None
 
-    def _check_names(self, missing: list[str], allow_unexpected: bool) -> None:
-        unexpected = list(self.unexpected)
+    def _account(self, plan: LoadPlan) -> Origin:
+        """Tell what is trained from what is kept; see that an export can give all of it back."""
+        modules = kept_modules(self._model)
+        paths, kept_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        owners: dict[str, str] = {}
+        trained: list[str] = []
+        for step in {id(step): step for step in plan.by_target.values()}.values():
+            inside = [target for target in step.targets if target in parameters]
+            if inside and len(inside) < len(step.targets):
+                outside = next(target for target in step.targets if target not in parameters)
+                text = f"tensor {step.source_names[0]} makes {inside[0]}, which is trained, and {outside}, which is not"
+                raise ModelFolderError(self._folder.path, f"{text}. Such a model is not supported")
+            trained += inside
+            for name in () if inside else step.source_names:
+                owners[name] = _owner(step.first_target, paths) if step.first_target in kept_names else "buffers"
+        owners.update((name, _owner(name, ())) for name in plan.ignorable)
+        names = tuple(name for name in self._folder.records if name in owners)
+        origin = Origin(self._folder, plan, KeptTensors(self._folder, names, owners), tuple(sorted(trained)))
+        places = self._model.state_dict(keep_vars=True)
+        try:
+            steps = plan_export(self._model, {name: places[name].to("meta") for name in trained}, plan)
+        except ConversionError as error:
+            raise ModelFolderError(self._folder.path, f"{error}. Such a folder is not supported") from error
+        given_back = {target for step in steps for target in step.targets}
+        lost = sorted(self._folder.records.keys() - given_back - set(names))
+        if lost:
+            text = f"{len(lost)} tensors could not be given back by an export: {some(lost)}"
+            raise ModelFolderError(self._folder.path, f"{text}. Such a folder is not supported")
+        return origin
+
+    def _check_names(self, plan: LoadPlan) -> None:
+        missing, unexpected = plan.missing, plan.unexpected
         model_class = type(self._model).__name__
         if missing:
             text = f"{len(missing)} tensors of {model_class} are missing: {some(missing)}"
             if unexpected:
                 text += f"; {len(unexpected)} tensors have no place in it: {some(unexpected)}"
             raise ModelFolderError(self._folder.path, f"{text}. {_SAME_MODEL}")
-        if unexpected and not allow_unexpected:
+        if unexpected:
             raise ModelFolderError(
                 self._folder.path,
                 f"{len(unexpected)} tensors have no place in {model_class} and would be lost: {some(unexpected)}. "
@@ -201,3 +252,13 @@ class WeightLoader:
             step = self._step(name)
             path = self._folder.records[step.source_names[0]].file if step else self._folder.path
             raise ModelFolderError(path, f"parameter {name} holds infinite values or NaN. Take an undamaged model")
+
+
+def _owner(name: str, paths: tuple[str, ...]) -> str:
+    """Return what a kept tensor belongs to, for people: a module, or the beginning of its name."""
+    for path in paths:
+        if name == path or name.startswith(f"{path}."):
+            return path
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1] or parts)

@@ -12,7 +12,7 @@ import xxhash
 from megatrain.models.folder import INDEX_FILE, PIECE_BYTES, SINGLE_FILE, ModelFolder, dtype_name, tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -91,22 +91,30 @@ class ShardWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor (any floating dtype; cast on the way, a small piece at a time)."""
-        shard, expected = self._shard_of[name], self._tensors[name]
+        expected = self._tensors[name]
         assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
+        flat = tensor.detach().reshape(-1)
+        step = max(1, PIECE_BYTES // expected.dtype.itemsize)
+        starts = range(0, flat.numel(), step)
+        self._write(name, (flat[start : start + step].to(expected.dtype).contiguous() for start in starts))
+
+    def copy(self, name: str, folder: ModelFolder) -> None:
+        """Copy the bytes of tensor ``name`` from another folder."""
+        self._write(name, (piece for _, piece in folder.pieces(name)))
+
+    def _write(self, name: str, pieces: Iterable[Tensor]) -> None:
         assert name not in self.checksums, name
+        shard = self._shard_of[name]
         path = self._folder / shard.file_name
         if shard.file_name not in self._started:
             self._started.add(shard.file_name)
             with path.open("xb") as file:
                 file.write(shard.header)
                 file.truncate(shard.nbytes)
-        flat = tensor.detach().reshape(-1)
-        step = max(1, PIECE_BYTES // expected.dtype.itemsize)
         digest = xxhash.xxh3_64()
         with path.open("r+b", buffering=0) as file:
             file.seek(shard.offsets[name])
-            for start in range(0, flat.numel(), step):
-                piece = flat[start : start + step].to(expected.dtype).contiguous()
+            for piece in pieces:
                 memory = tensor_bytes(piece)
                 digest.update(memory)
                 while memory:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.kept import keep_what_text_never_reaches, reads_more_than_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_skeleton", "resolve_config", "rows_are_documents"]
+__all__ = ["build_skeleton", "dtypes_when_loaded", "resolve_config", "rows_are_documents"]
 
 
 def resolve_config(config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -56,37 +57,74 @@ def _read_config(folder: Path | str, trust_remote_code: bool) -> PretrainedConfi
 
 
 def build_skeleton(
-    config: PretrainedConfig, *, attn_implementation: str, trust_remote_code: bool, dtype: torch.dtype
+    config: PretrainedConfig,
+    *,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
+    text_only: bool = False,
 ) -> PreTrainedModel:
-    """Build the causal language model of `config` with parameters on the meta device and all buffers on the CPU.
+    """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
+
+    It is the causal language model, or the class that `config.json` names if that one takes images or sounds as well:
+    what of it a text never reaches is then kept out of the model (`kept_modules`).
 
     Args:
         config: Used by the model as it is, and changed by it: give a copy.
         attn_implementation: As in transformers; "auto" leaves the choice to it.
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the parameters and the buffers are declared as; tables that transformers keeps in fp32 stay so.
+        text_only: Take the causal language model in any case: nothing can be kept where no folder has weights for it.
 
     Raises:
-        UnsupportedModelError: transformers has no causal language model for the configuration, or a buffer of it
-            cannot be made without the model's weights.
+        UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or
+            a buffer of it cannot be made without the model's weights.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation != "auto":
         options["attn_implementation"] = attn_implementation
+    beyond_text = None if text_only else _class_beyond_text(config)
     try:
         with torch.device("meta"), no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+            model: PreTrainedModel = (
+                beyond_text._from_config(config, **options)
+                if beyond_text is not None and _is_wanted(beyond_text, config)
+                else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+            )
     except Exception as error:  # the code of every family raises its own kinds
-        raise UnsupportedModelError(_name(config), _why_not_built(error)) from error
+        raise UnsupportedModelError(_name(config), _why_not_built(error, text_only)) from error
     with torch.device("meta"):
         model.tie_weights()
+    if type(model) is beyond_text:
+        keep_what_text_never_reaches(model)
     _keep_fp32(model, dtype)
     _make_buffers(model)
     model.train()
     return model
+
+
+def _class_beyond_text(config: PretrainedConfig) -> Any:
+    """Return the class that transformers has for the configuration besides a causal language model, or None.
+
+    Without a part of the configuration for the text alone there is no telling what belongs to the language model.
+    """
+    from transformers import AutoModelForMultimodalLM
+
+    found = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
+    if found is not None and reads_more_than_text(found) and config.get_text_config() is config:
+        return None
+    return found
+
+
+def _is_wanted(beyond_text: type, config: PretrainedConfig) -> bool:
+    """Return whether the folder is of that class: a configuration may stand for a causal language model, too."""
+    from transformers import AutoModelForCausalLM
+
+    names = getattr(config, "architectures", None) or ()
+    return beyond_text.__name__ in names or type(config) not in AutoModelForCausalLM._model_mapping
 
 
 def _name(config: PretrainedConfig) -> str:
@@ -95,24 +133,47 @@ def _name(config: PretrainedConfig) -> str:
     return f"{config.model_type} of {Path(folder) / 'config.json'}" if folder else str(config.model_type)
 
 
-def _why_not_built(error: Exception) -> str:
+def _why_not_built(error: Exception, text_only: bool) -> str:
     if "Unrecognized configuration class" in str(error):
-        return (
-            "transformers has no causal language model for it. Take a decoder: a model whose config.json names an "
-            "architecture that ends in ForCausalLM"
-        )
+        text = "transformers has no causal language model for it. Take a decoder: a model whose config.json names an "
+        text += "architecture that ends in ForCausalLM"
+        if text_only:
+            text += ". One that reads images as well can be trained by `run`, from a folder with weights"
+        return text
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return f"transformers cannot build it ({reason}). Check the values of config.json, or copy or download it again"
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Declare the parameters that transformers never lowers to bf16 as fp32, as `from_pretrained` does."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if dtype not in (torch.float16, torch.bfloat16) or not patterns:
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and any(part in patterns for part in name.split(".")):
-            parameter.data = parameter.data.to(torch.float32)
+    """Declare the parameters that transformers never lowers as fp32, as `from_pretrained` does."""
+    parameters = dict(model.named_parameters())
+    for name in _names_in_fp32(model, parameters, dtype):
+        if parameters[name].is_floating_point():
+            parameters[name].data = parameters[name].data.to(torch.float32)
+
+
+def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
+    """Return those of `names` that `from_pretrained` has in fp32 when it is asked for `dtype`."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return []
+    pattern, _, _ = build_glob_alternation(list(plan))
+    return [name for name in names if pattern.search(name)]
+
+
+def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return in which dtype `from_pretrained` has each parameter and buffer when it is asked for `dtype`.
+
+    Some are declared in a dtype of their own by the model's code, others are kept in fp32 by rule.
+    """
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    found = {name: value.dtype for name, value in other.state_dict(keep_vars=True).items()}
+    return found | dict.fromkeys(_names_in_fp32(other, found, dtype), torch.float32)
 
 
 def _make_buffers(model: PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim.base import GRADIENT_DTYPES, Segment, StateKind, Update, master_kinds
+from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import Array, flat_block, flat_gradient, flat_master
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut
 
@@ -136,14 +136,13 @@ class Adafactor:
                 )
                 task.update_matrices(matrices) if is_matrix else task.update_vector()
 
-    def warm_up(self) -> None:
-        """Compile or load the kernels for every kind of master and gradient."""
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        """Compile or load the kernels for these kinds of master and gradient."""
         segments = (Segment(0, 1, 0.0, state_starts={"v": 0}), Segment(1, 2, 0.0, shape=(1, 1), state_starts={"v": 1}))
-        for split_master in (False, True):
+        for split_master, dtype in formats:
             blocks = {kind.name: torch.zeros(3, dtype=kind.dtype)[:2] for kind in master_kinds(split_master)}
-            for dtype in GRADIENT_DTYPES:
-                blocks["v"] = torch.zeros(3)
-                self.update(blocks, torch.zeros(2, dtype=dtype), segments, Update(step=1, lr=0.0))
+            blocks["v"] = torch.zeros(3)
+            self.update(blocks, torch.zeros(2, dtype=dtype), segments, Update(step=1, lr=0.0))
 
 
 class _Parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry, UnitLayout
 
 __all__ = [
+    "FORMATS",
     "GRADIENT_DTYPES",
+    "Format",
     "Optimizer",
     "ParameterGroup",
     "Segment",
@@ -28,6 +30,10 @@ __all__ = [
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 """What a gradient block may hold. bf16 is widened exactly as it is read, so arithmetic is in fp32 either way."""
+
+Format = tuple[bool, torch.dtype]
+"""What kernels are compiled for: whether the master is split, and the dtype of the gradient block."""
+FORMATS: tuple[Format, ...] = tuple((is_split, dtype) for is_split in (False, True) for dtype in GRADIENT_DTYPES)
 
 _STATE_ALIGNMENT_ELEMENTS = 16
 """State of its own length starts at a multiple of this within the block: a cache line in fp32."""
@@ -139,8 +145,12 @@ class Optimizer(Protocol):
         """
         ...
 
-    def warm_up(self) -> None:
-        """Compile or load the kernels, so that no step pays for it. Safe to call twice and from any thread."""
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        """Compile or load the kernels, so that no step pays for it. Safe to call twice and from any thread.
+
+        Args:
+            formats: Those that will be updated; all that there are costs seconds more, most of all on a GPU.
+        """
         ...
 
 

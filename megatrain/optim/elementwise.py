@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim.base import GRADIENT_DTYPES, Segment, StateKind, Update, master_kinds
+from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update, master_kinds
 from megatrain.optim.threads import KernelThreads, cut
 
 __all__ = ["Array", "ElementwiseOptimizer", "flat_block", "flat_gradient", "flat_master"]
@@ -126,12 +126,11 @@ class ElementwiseOptimizer(ABC):
             self._last_scalars = (wanted, scalars)  # one assignment: other threads see both or neither
         return scalars
 
-    def warm_up(self) -> None:
-        """Compile or load the kernel for every kind of master and gradient."""
-        for split_master in (False, True):
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        """Compile or load the kernel for these kinds of master and gradient."""
+        for split_master, dtype in formats:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in self.state_kinds(split_master)}
-            for dtype in GRADIENT_DTYPES:
-                self.update(blocks, torch.zeros(1, dtype=dtype), (Segment(0, 1, 0.0),), Update(step=1, lr=0.0))
+            self.update(blocks, torch.zeros(1, dtype=dtype), (Segment(0, 1, 0.0),), Update(step=1, lr=0.0))
 
     @property
     def num_state_arguments(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.base import GRADIENT_DTYPES, Segment, StateKind, Update
+from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 
 __all__ = ["DeviceKernelError", "TritonOptimizer"]
@@ -82,17 +82,16 @@ class TritonOptimizer:
                     *parts, count, *scalars, block_elements=block_elements, **self._kernels.LAUNCH_OPTIONS
                 )
 
-    def warm_up(self) -> None:
-        """Compile the kernel for every kind of master and gradient, on the current device."""
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        """Compile the kernel for these kinds of master and gradient, on the current device: 1 to 2 s each."""
         device = "cpu" if self._kernels.IS_INTERPRETED else "cuda"
         # A length that 16 divides and one that it does not: the kernel is compiled for each.
         segments = (Segment(0, 16, 0.0), Segment(16, 33, 0.0))
-        for split_master in (False, True):
+        for split_master, dtype in formats:
             blocks = {
                 kind.name: torch.zeros(33, dtype=kind.dtype, device=device) for kind in self.state_kinds(split_master)
             }
-            for dtype in GRADIENT_DTYPES:
-                self.update(blocks, torch.zeros(33, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
+            self.update(blocks, torch.zeros(33, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
 
 
 def _import_kernels() -> ModuleType:

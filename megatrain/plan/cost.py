@@ -12,7 +12,7 @@ from megatrain.plan.drives import StepShape, nvme_seconds, split
 from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.profile import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
 from megatrain.plan.traffic import Traffic
-from tiered.units import GB, TB, format_duration, format_size
+from tiered.units import format_decimal_size, format_duration
 
 if TYPE_CHECKING:
     from megatrain.plan.planner import Plan
@@ -86,14 +86,16 @@ class Estimate:
     def _wear(self) -> str:
         written = self.written_bytes or {}
         each = (
-            "  ".join(f"{path} {format_size(nbytes)}" for path, nbytes in written.items()) if len(written) > 1 else ""
+            "  ".join(f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items())
+            if len(written) > 1
+            else ""
         )
         total = sum(written.values())
         if self.run_written_bytes is None:
-            run = f"{_wear_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
+            run = f"{format_decimal_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
         else:
-            run = f"{_wear_size(sum(self.run_written_bytes.values()))} in this run"
-        return f"NVMe writes     {format_size(total)} per step, {run}   {each}".rstrip()
+            run = f"{format_decimal_size(sum(self.run_written_bytes.values()))} in this run"
+        return f"NVMe writes     {format_decimal_size(total)} per step, {run}   {each}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON values, in bytes and seconds."""
@@ -344,11 +346,6 @@ def _striping(shape: StepShape) -> Sequence[str]:
     return (
         f"striping        the {len(shape.paths)} NVMe paths are taken to be equally fast: run doctor, or give rates",
     )
-
-
-def _wear_size(nbytes: int) -> str:
-    """Return a size in the decimal units in which the endurance of drives is stated."""
-    return f"{nbytes / TB:,.2f} TB" if nbytes >= TB else f"{nbytes / GB:,.2f} GB"
 
 
 def _days(days: float) -> str:

@@ -13,13 +13,14 @@ import psutil
 from megatrain.config.schema import RunConfig
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts
 from megatrain.models.folder import ModelFolder, ModelFolderError
+from megatrain.models.graph import ModelGraph
+from megatrain.models.load import WeightLoader
 from megatrain.plan import machine
-from megatrain.plan.profile import file_system_of
+from megatrain.plan.profile import FileSystem, file_system_of
 from tiered.units import GiB
 
-_SCRATCH = "scratch/megatrain-tier"
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-_REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs")
+#: The folder on a drive, named for what it holds: training state, and checkpoints made of it.
+_FOLDER = "state"
 _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
 _LEAST_FREE_BYTES = 4 * GiB
 
@@ -54,8 +55,8 @@ def _any_config(folder: Path) -> RunConfig:
 def _drives(folder: Path) -> Iterator[Drive]:
     """Yield the drive of ``folder``, then the others of this machine that can be written, the emptiest first."""
     own = file_system_of(folder)
-    yield Drive(_SCRATCH, _free(folder), own.kind, _objection(own.kind, _free(folder)))
-    found = []
+    yield Drive(_FOLDER, _free(folder), own.kind, _objection(own, _free(folder)))
+    found: list[Drive] = []
     seen = {own.device}
     for partition in psutil.disk_partitions(all=False):
         point = Path(partition.mountpoint)
@@ -66,25 +67,35 @@ def _drives(folder: Path) -> Iterator[Drive]:
         if file_system.device in seen or _free(point) < _LEAST_FREE_BYTES:
             continue
         seen.add(file_system.device)
-        found.append(Drive(str(point / "megatrain-tier"), _free(point), file_system.kind))
-    yield from sorted(
-        (Drive(d.path, d.free_bytes, d.kind, _objection(d.kind, d.free_bytes)) for d in found),
-        key=lambda drive: (bool(drive.objection), -drive.free_bytes),
-    )
+        objection = _objection(file_system, _free(point))
+        found.append(Drive(str(point / "megatrain-tier" / _FOLDER), _free(point), file_system.kind, objection))
+    yield from sorted(found, key=lambda drive: (bool(drive.objection), -drive.free_bytes))
 
 
 def _free(path: Path) -> int:
     return shutil.disk_usage(machine.existing_parent(path)).free
 
 
-def _objection(kind: str, free_bytes: int) -> str:
-    if kind in _IN_MEMORY:
+def _objection(file_system: FileSystem, free_bytes: int) -> str:
+    kind, nature = file_system.kind, file_system.nature
+    if nature == "memory":
         return f"not a drive: {kind} is RAM"
-    if kind.startswith(_REMOTE):
+    if nature in ("network", "program"):
         return f"{kind} may be far away: measure it with `megatrain-tier doctor PATH` first"
     if free_bytes < _LEAST_FREE_BYTES:
         return "little room"
     return ""
+
+
+def kept_tensors(config: RunConfig, graph: ModelGraph) -> str:
+    """Say what the model's folder has beside what is trained; "": nothing, or it has no weights that can be used."""
+    if config.model.train_from_scratch:
+        return ""
+    try:
+        kept = WeightLoader(config.model.model_name_or_path, graph.model).origin.kept
+    except (ModelFolderError, OSError):
+        return ""  # `check` says what is wrong
+    return f"{kept}; they take no memory" if kept.names else ""
 
 
 def model_facts(name: str, folder: Path | None) -> ModelFacts:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +17,14 @@ from megatrain.run_folder import CHECKPOINTS_NAME
 from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
 from tiered.tiers.directory import files_below, reusable_bytes
 from tiered.tiers.ownership import read_owner, read_store_id, snapshot_folders
+from tiered.units import GiB, format_size
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
 
-_CGROUP_FILES = (
-    ("memory.max", "memory.current"),  # version 2
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
-)
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_LIBRARY_BYTES = GiB
 
 
 def resolve_device(config: RunConfig) -> torch.device:
@@ -81,29 +83,56 @@ def _probed(folder: Path) -> KvikioProbe:
     return probe_kvikio(folder)
 
 
-def total_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+def total_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
     """Return the RAM of the machine, or of the cgroup where that is less."""
     total: int = psutil.virtual_memory().total
-    return min([total, *(limit for limit, _ in _cgroup_limits(root))])
+    return min([total, *(limit for limit, _ in _cgroup_limits(root, own))])
 
 
-def available_ram_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+def available_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
     """Return the RAM that is free now, within the cgroup's limit. Memory on disk (swap) does not count."""
-    left = (max(0, limit - current) for limit, current in _cgroup_limits(root))
+    left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own))
     available: int = psutil.virtual_memory().available
     return min([available, *left])
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
+    """Return (limit, used) of the cgroup of this process and of each around it that has a limit.
+
+    A container sees its own cgroup as the root; a job of a batch system sees the whole tree, and where it is in it.
+    """
     found = []
-    for limit_name, current_name in _CGROUP_FILES:
+    for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own):
         try:
-            limit, current = (root / limit_name).read_text(), (root / current_name).read_text()
+            limit, used = (folder / limit_name).read_text(), (folder / used_name).read_text()
         except OSError:
             continue
         if limit.strip().isdigit():
-            found.append((int(limit), int(current)))
+            found.append((int(limit), max(0, int(used) - _stat_of(folder, cache_name))))
     return found
+
+
+def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield folders of cgroups, and the names there of the limit, of what is used, and of the file cache in that."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        lines = []
+    paths = {controllers: path.lstrip("/") for _, controllers, path in lines}
+    of_memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
+    for at in (Path(paths.get("", "")), *Path(paths.get("", "")).parents):
+        yield root / at, "memory.max", "memory.current", "inactive_file"  # version 2
+    for at in (Path(of_memory), *Path(of_memory).parents):  # version 1
+        yield root / "memory" / at, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _stat_of(folder: Path, name: str) -> int:
+    """Return a line of ``memory.stat``. The cache of files is charged to a cgroup, and goes when RAM is asked for."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
 
 
 def ram_capacity_bytes(config: RunConfig) -> int:
@@ -116,26 +145,70 @@ def ram_capacity_bytes(config: RunConfig) -> int:
 
 
 def gpu_capacity_bytes(config: RunConfig, device: torch.device) -> int:
-    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured."""
+    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured.
+
+    The margin is at least what libraries take.
+    """
     if config.advanced.emulate_gpu:
         return config.tiers.gpu.size.resolve(total_ram_bytes())
-    free, total = torch.cuda.mem_get_info(device)
-    margin = config.tiers.safety_margin.resolve(total)
+    free, total = gpu_memory_bytes(device)
+    margin = max(config.tiers.safety_margin.resolve(total), library_bytes(total))
     return config.tiers.gpu.size.resolve(total, auto_bytes=max(0, free - margin))
+
+
+def library_bytes(total_bytes: int) -> int:
+    """Return what libraries may take of a GPU's memory beside the tier, in which no plan has it.
+
+    An allowance, estimated from the sources of libraries and not measured: workspaces of cuBLAS and cuDNN, and kernels,
+    which are loaded when they are first used.
+    """
+    return min(_LIBRARY_BYTES, total_bytes // 10)
+
+
+def gpu_room_beside_tier(capacity_bytes: int, device: torch.device) -> str:
+    """Return, for a person, how much GPU memory a tier of this capacity leaves to libraries; "": nobody can tell."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    free, total = gpu_memory_bytes(device)
+    left, allowed = max(0, free - capacity_bytes), library_bytes(total)
+    text = (
+        f"{format_size(left)} of free GPU memory are outside of the tier; libraries are allowed {format_size(allowed)}"
+    )
+    if left < allowed:
+        text += f" of it: with more than tiers.gpu.size = {format_size(max(0, free - allowed))} they may find none"
+    return text
+
+
+def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return what is free now of a CUDA device's memory, and all of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return what a CUDA device calls itself."""
+    return torch.cuda.get_device_name(device)
 
 
 def nvme_capacity_bytes(config: RunConfig) -> int:
     """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin.
 
-    What this run left there before counts as free.
+    What this run left there before counts as free. Paths on one file system share what is free there.
     """
     capacity = 0
+    num_sharing = Counter(file_system_number(table.path) for table in config.tiers.nvme if table.size.is_auto)
     for table in config.tiers.nvme:
         disk = shutil.disk_usage(existing_parent(table.path))
         margin = config.tiers.safety_margin.resolve(disk.total)
-        free = disk.free + own_drive_bytes(table.path, config.output_dir / CHECKPOINTS_NAME)
-        capacity += table.size.resolve(disk.total, auto_bytes=max(0, free - margin))
+        share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(table.path)])
+        own = own_drive_bytes(table.path, config.output_dir / CHECKPOINTS_NAME)
+        capacity += table.size.resolve(disk.total, auto_bytes=share + own)
     return capacity
+
+
+def file_system_number(path: Path) -> int:
+    """Return what two paths have in common that lie on one file system."""
+    return existing_parent(path).stat().st_dev
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:

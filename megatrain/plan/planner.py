@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.engine.determinism import deterministic_kernels
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, Tick
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.kept import kept_modules
 from megatrain.models.liger import check_liger_kernels
+from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -22,10 +26,12 @@ from megatrain.plan.budgets import gradient_staging_bytes, tier_budgets, with_re
 from megatrain.plan.cost import Estimate, estimate_step
 from megatrain.plan.drives import StepShape, measured_drive_rates
 from megatrain.plan.kept import GraphKeeper, num_layers_kept, weights_stay
+from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.solve import (
     DURABLE_KINDS,
+    MIN_GENERATIONS,
     DoesNotFitError,
     Placement,
     PlacementSolver,
@@ -72,6 +78,10 @@ class Plan:
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
+        copies: whole copies of checkpoints that ``output_dir`` holds at most.
+        objections: what speaks against running it on this machine.
+        room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
+        kept_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
     """
 
     graph: ModelGraph
@@ -91,6 +101,10 @@ class Plan:
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
+    copies: int = 0
+    objections: Sequence[Objection] = ()
+    room_beside_tier: str = ""
+    kept_tensors: str = ""
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -105,7 +119,7 @@ class Plan:
             for kind in KINDS
         ]
         rows.append(("working set", self.placement.working_bytes, "copies away from home that one tick needs at once"))
-        estimate = "" if self.trace.exact else ", estimated: this model looks at values"
+        precision = "exact" if self.trace.exact else "estimated"
         if any(self.placement.generation_bytes.values()):
             count = max(budget.generations for budget in self.budgets_by_tier.values())
             note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
@@ -117,7 +131,7 @@ class Plan:
             kept, layers = num_layers_kept(self.graph, self.trace, self.program)
             note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
             rows.append(("kept graphs", {name: self.kept_bytes * (name == tier) for name in self.tiers}, note))
-        rows.append(("workspace", workspace, f"activations inside one unit, logits{estimate}"))
+        rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
         return rows
 
     @property
@@ -140,10 +154,32 @@ class Plan:
         return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] != "nvme")
 
     @property
+    def guesses(self) -> Sequence[str]:
+        """What of the workspace had to be guessed, and why; nothing where it is exact."""
+        return self.trace.guesses
+
+    @property
+    def checkpoint_bytes_on_drives(self) -> int:
+        """Bytes of one checkpoint that stay on the drives, and that a whole copy of it writes to ``output_dir``."""
+        homes, blocks = self.placement.homes, self.program.blocks.values()
+        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] == "nvme")
+
+    @property
     def messages(self) -> Sequence[str]:
+        estimates = [f"the workspace is estimated: {guess}" for guess in self.guesses]
+        if self.trace.uncounted:
+            estimates.append(f"the FLOPs of a step are not known: {'; '.join(self.trace.uncounted)}")
+        beside = [self.room_beside_tier] if self.room_beside_tier else []
+        return (*self._messages_of_moves(), *beside, *estimates)
+
+    def _messages_of_moves(self) -> tuple[str, ...]:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        updates: tuple[str, ...] = () if compute == "ram" else (self._where_updates_are_made(),)
+        updates: tuple[str, ...] = (self.kept_tensors,) if self.kept_tensors else ()
+        updates += () if compute == "ram" else (self._where_updates_are_made(),)
+        if self.copies and self.checkpoint_bytes_on_drives:
+            size = format_size(self.checkpoint_bytes_on_drives)
+            updates += (f"output_dir comes to hold {self.copies} whole copies of checkpoints, {size} each: save_copy",)
         if placement.direct:
             updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
         if not any(self.traffic.values()):
@@ -164,6 +200,15 @@ class Plan:
     @property
     def _updates(self) -> Sequence[Tick]:
         return [tick for tick in self.program.ticks if tick.phase == "update"]
+
+    def warm_up(self) -> None:
+        """Compile or load the kernels of this run's updates, of host and device, so that no step pays for it."""
+        gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
+        formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
+        self.optimizer.warm_up(formats)
+        if self.device_optimizer is not None and self.device_updates:
+            self.device_optimizer.warm_up(formats)
+        clip.warm_up()
 
     def num_updated(self, *, on_gpu: bool) -> int:
         """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
@@ -211,15 +256,24 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     device = machine.resolve_device(config)
     dtype = machine.resolve_compute_dtype(config, device)
     graph = _make_graph(config, device, dtype)
+    if config.data.packing and kept_modules(graph.model) is not None:
+        # Several of transformers' classes let packed texts attend to each other, by positions of three dimensions, by
+        # masks of their own or by linear attention; nothing they declare tells which.
+        raise UnsupportedModelError(
+            type(graph.model).__name__,
+            "as it reads images as well, it may not keep apart the texts that share a row. Write data.packing = false",
+        )
     check_groups(config.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
     objective = Objective.of(config.training)
     if padded is None:
-        padded = config.data.packing or micro_batch_size > 1
-    trace = trace_visits(
-        graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
-    )
+        padded = bool(config.data.packing) or micro_batch_size > 1
+    # As the run will be: which kernels there are to choose from, and what they take, depends on it.
+    with deterministic_kernels(device, type(graph.model).__name__, enabled=config.full_determinism):
+        trace = trace_visits(
+            graph, micro_batch_size, config.data.max_length, dtype, device=device, objective=objective, padded=padded
+        )
     optimizer = make_optimizer(config.optimizer)
     on_device, host_updates = _on_device(config, optimizer, device)
     program = _build_program(config, graph, trace, optimizer, machine.compute_tier(config, device), on_device)
@@ -245,20 +299,26 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
         kept_bytes=kept.nbytes,
         device_optimizer=on_device,
         host_updates=host_updates,
+        room_beside_tier=machine.gpu_room_beside_tier(budgets[program.compute_tier].capacity_bytes, device),
+        copies=copies_at_most(config),
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))
-    if not any(plan.traffic.values()):
-        return plan
-    return fastest(
-        replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
-    )
+    if any(plan.traffic.values()):
+        plan = fastest(
+            replace(other, estimate=estimate_step(other, shape, profile)) for other in with_open_room(plan, allowed)
+        )
+    return replace(plan, objections=find_objections(config, device, plan.totals))
 
 
 def _make_graph(config: RunConfig, device: torch.device, dtype: torch.dtype) -> ModelGraph:
     table = config.model
     graph = build_graph(
-        table.model_name_or_path, attn_implementation=table.attn_implementation, freeze=table.freeze, dtype=dtype
+        table.model_name_or_path,
+        attn_implementation=table.attn_implementation,
+        freeze=table.freeze,
+        dtype=dtype,
+        text_only=table.train_from_scratch,
     )
     if table.use_liger_kernel:
         check_liger_kernels(graph.model, device)
@@ -339,6 +399,12 @@ def fastest(plans: Iterable[Plan]) -> Plan:
             best, best_s = plan, step_s
     assert best is not None
     return best
+
+
+def copies_at_most(config: RunConfig) -> int:
+    """Return how many whole copies of checkpoints are there at once: while one is made, the one before stays."""
+    table = config.checkpoint
+    return max(table.save_total_limit, MIN_GENERATIONS) if table.is_on and table.save_copy is not False else 0
 
 
 def defers_updates(config: RunConfig) -> bool:

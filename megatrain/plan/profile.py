@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -118,6 +120,23 @@ class LoadedProfile:
     note: str | None = None
 
 
+#: What a file system is that is none of a drive's own: RAM; of another machine; a program's; a container's layers.
+Nature = Literal["drive", "memory", "network", "program", "layers"]
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
+_NETWORK = (
+    "nfs", "cifs", "smb", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs", "gluster", "ocfs2", "gfs2",
+    "fuse.sshfs", "fuse.gluster", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+)  # fmt: skip
+_CAUTIONS: Mapping[Nature, str] = {
+    "drive": "",
+    "memory": "is RAM, not a drive: blocks there take RAM that no limit of ours counts",
+    "network": "is not on a drive of this machine: others share its speed, and locks may not hold",
+    "program": "goes through a program (FUSE): slow, and perhaps not on a drive of this machine",
+    "layers": "is the layers of a container: slow, and what is written there goes with the container",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class FileSystem:
     """Where a path lies: ``device`` is ``major:minor``, ``source`` what was mounted there, ``kind`` e.g. ``ext4``."""
@@ -126,6 +145,25 @@ class FileSystem:
     kind: str
     source: str
     mount_point: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.source}, mounted at {self.mount_point}"
+
+    @property
+    def nature(self) -> Nature:
+        """Return what its kind says of where bytes really are."""
+        if self.kind in _IN_MEMORY:
+            return "memory"
+        if self.kind.startswith(_LAYERS):
+            return "layers"
+        if self.kind.startswith(_NETWORK):
+            return "network"
+        return "program" if self.kind.startswith("fuse") else "drive"
+
+    @property
+    def caution(self) -> str:
+        """Return why blocks are better put elsewhere, as a clause that begins with the kind; "": no reason."""
+        return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
 
     @property
     def key(self) -> str:
@@ -226,6 +264,35 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> F
         if real.is_relative_to(point) and len(point) >= len(best.mount_point):
             best = FileSystem(device, fields[after], _unescape(fields[after + 1]), point)
     return best
+
+
+def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
+    """Return the folder above ``path`` that the system's table mounts a drive on, where none is mounted; else None."""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    fields = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    points = [os.path.realpath(_unescape(each[1])) for each in fields if len(each) > 1 and each[1].startswith("/")]
+    real = Path(os.path.realpath(path))
+    above = [point for point in points if point != "/" and real.is_relative_to(point)]
+    if not above:
+        return None
+    expected = max(above, key=len)
+    return None if Path(file_system_of(path).mount_point).is_relative_to(expected) else expected
+
+
+def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
+    """Return the disk that holds a file system, e.g. ``nvme0n1`` for its first partition; else its own key."""
+    number = file_system.device
+    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs: a number of no device
+        with contextlib.suppress(OSError):
+            device = os.stat(file_system.source).st_rdev
+            number = f"{os.major(device)}:{os.minor(device)}"
+    folder = (root / number).resolve()
+    if not folder.is_dir():
+        return file_system.key
+    return folder.parent.name if (folder / "partition").exists() else folder.name
 
 
 def _read(path: Path) -> _ProfileFile:

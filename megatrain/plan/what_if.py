@@ -36,6 +36,7 @@ class Alternative:
         step_s: seconds of a step, with its waits where rates are measured; None: not measured.
         moved_bytes, written_bytes: over all links, and to drives, in a step.
         peak_bytes, capacity_bytes: tier -> the least that it needs, and what it has. num_tokens: in a step.
+        beyond_machine: keys that give it more than this machine has, or a place that is no drive.
     """
 
     what: str
@@ -47,6 +48,7 @@ class Alternative:
     written_bytes: int = 0
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
     capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    beyond_machine: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
@@ -165,6 +167,7 @@ def describe(what: str, plan: Plan) -> Alternative:
         written_bytes=sum(nbytes for link, nbytes in plan.traffic.items() if link.endswith("->nvme")),
         peak_bytes=dict(plan.totals),
         capacity_bytes=dict(plan.budgets),
+        beyond_machine=[each.key for each in plan.objections if each.refuses],
     )
 
 

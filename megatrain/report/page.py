@@ -12,8 +12,8 @@ from megatrain.report.figures import Compared, Figures
 from megatrain.report.history import RunHistory
 from megatrain.report.style import STYLE
 from megatrain.report.svg import bar, draw_chart
-from megatrain.report.text import cause_name, format_flops, perplexity, wear_size
-from tiered.units import format_duration, format_size
+from megatrain.report.text import cause_name, format_flops, perplexity
+from tiered.units import format_decimal_size, format_duration, format_size
 
 __all__ = ["draw_page"]
 
@@ -132,11 +132,12 @@ def _cells(pair: Compared, text: object, *, is_exact: bool = False) -> tuple[str
 
 def _wear(figures: Figures, path: str) -> str:
     drive = figures.drives[path]
-    text = f"{wear_size(drive.nbytes)} in this run"
+    text = f"{format_decimal_size(drive.nbytes)} in this run"
     if drive.lifetime_bytes is not None:
-        text += f", {wear_size(drive.lifetime_bytes)} by all runs"
+        text += f", {format_decimal_size(drive.lifetime_bytes)} by all runs"
         if drive.limit_bytes:
-            text += f": {drive.lifetime_bytes / drive.limit_bytes:.1%} of max_written {wear_size(drive.limit_bytes)}"
+            share = drive.lifetime_bytes / drive.limit_bytes
+            text += f": {share:.1%} of max_written {format_decimal_size(drive.limit_bytes)}"
     return text
 
 

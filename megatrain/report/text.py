@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Figures
-from tiered.units import GB, TB, GiB, MiB, format_duration, format_size
+from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
-__all__ = ["cause_name", "format_flops", "perplexity", "report_lines", "wear_size"]
+__all__ = ["cause_name", "format_flops", "perplexity", "report_lines"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
 _SMALLEST_SHARE = 0.001  # of a step; what takes less is not shown
@@ -103,11 +103,6 @@ def format_flops(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e6:.0f} MFLOP/s"
 
 
-def wear_size(nbytes: float) -> str:
-    """Return a size in the decimal units in which the endurance of drives is stated."""
-    return f"{nbytes / TB:,.2f} TB" if nbytes >= TB else f"{nbytes / GB:,.2f} GB"
-
-
 def _rest(figures: Figures) -> Iterator[str]:
     if figures.tokens_per_s is not None:
         speed = f"speed   {figures.tokens_per_s:,.0f} tok/s (trained {figures.trained_tokens_per_s or 0:,.0f})"
@@ -145,14 +140,14 @@ def _rest(figures: Figures) -> Iterator[str]:
 
 def _wear(figures: Figures, path: str) -> str:
     drive = figures.drives[path]
-    text = wear_size(drive.nbytes)
+    text = format_decimal_size(drive.nbytes)
     per_step = drive.bytes_per_step
     if per_step.measured is not None:
-        planned = "" if per_step.planned is None else f", planned {format_size(per_step.planned)}"
-        text += f" ({format_size(per_step.measured)} per step{planned})"
+        planned = "" if per_step.planned is None else f", planned {format_decimal_size(per_step.planned)}"
+        text += f" ({format_decimal_size(per_step.measured)} per step{planned})"
     if drive.lifetime_bytes is not None:
-        text += f"; all runs {wear_size(drive.lifetime_bytes)}"
+        text += f"; all runs {format_decimal_size(drive.lifetime_bytes)}"
         if drive.limit_bytes:
             share = drive.lifetime_bytes / drive.limit_bytes
-            text += f", {share:.1%} of max_written {wear_size(drive.limit_bytes)}"
+            text += f", {share:.1%} of max_written {format_decimal_size(drive.limit_bytes)}"
     return text

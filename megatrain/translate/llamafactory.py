@@ -55,8 +55,8 @@ RULES: dict[str, Rule] = {
     "swanlab_project": ignored,
     "interleave_probs": lost("data.train.N.weight says how often the rows of a source are used in an epoch"),
     "mix_strategy": lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
-    "freeze_vision_tower": unneeded("text models only"),
-    "freeze_multi_modal_projector": unneeded("text models only"),
+    "freeze_vision_tower": unneeded("what reads images is never trained"),
+    "freeze_multi_modal_projector": unneeded("what reads images is never trained"),
     "image_max_pixels": unneeded("text models only"),
     "video_max_pixels": unneeded("text models only"),
     **dict.fromkeys(
@@ -111,8 +111,11 @@ def _packing(draft: Draft, is_pretraining: bool) -> None:
     packing, neat = values.get("packing"), values.get("neat_packing", False)
     is_packed = bool(neat) or (is_pretraining if packing is None else bool(packing))
     theirs = "neat_packing" if neat else "packing" if packing is not None else ""
-    note = "documents never attend to each other here" if is_packed and not neat else ""
-    draft.put("data.packing", is_packed, theirs, note or ("" if theirs else "LLaMA-Factory's default"))
+    joins = is_packed and is_pretraining and not neat
+    note = "documents never attend to each other here" if is_packed and not neat and not joins else ""
+    draft.put(
+        "data.packing", "concat" if joins else is_packed, theirs, note or ("" if theirs else "LLaMA-Factory's default")
+    )
 
 
 def _train_on(draft: Draft) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatrain.verify.small_model import SmallModel
 
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
-_AMPLE_RAM = "2GiB"
+_AMPLE = "auto"
 
 
 @dataclass
@@ -119,8 +119,9 @@ def make_config(
         "export": {"dtype": "float32"},
         "logging": {"report_to": "none", "progress": "none"},
         "tiers": {
-            "ram": {"size": _AMPLE_RAM},
+            "ram": {"size": _AMPLE},
             "on_disk_full": "error",
+            "allow_tmpfs": True,  # the folders of a proof are gone at its end anyway
             "engine": given.tiers.engine,
             "direct": "off" if given.tiers.direct == "off" else "auto",  # one of the two runs has no drives
             "verify": given.tiers.verify,
@@ -129,7 +130,7 @@ def make_config(
     }
     if drives:
         values["placement"] = {kind: ("nvme",) for kind in KINDS}
-        values["tiers"]["nvme"] = [{"path": str(path), "size": _AMPLE_RAM} for path in drives]
+        values["tiers"]["nvme"] = [{"path": str(path), "size": _AMPLE} for path in drives]
         return _with_little_ram(values)
     return RunConfig.model_validate(values)
 
@@ -147,7 +148,7 @@ def _with_little_ram(values: dict[str, Any]) -> RunConfig:
             values["tiers"]["ram"] = {"size": f"{error.need_bytes}B"}
         else:
             return config
-    return RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": _AMPLE_RAM}}})
+    return RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": _AMPLE}}})
 
 
 class _Listener:

@@ -73,6 +73,22 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
     assert result.stdout.splitlines()[-1] == "4 problems"
 
 
+def test_the_exit_code_is_that_of_the_first_kind(run: SavedRun) -> None:
+    """2 before 3 before 4 before 1, whatever is looked at first: one mistake of each kind, mended one by one."""
+    mistakes = {"ram": "1MiB", "model": 'freeze = ["nothing.*"]'}
+    run.out.mkdir()
+    (run.out / "LOCK").symlink_to("elsewhere")  # the system refuses to open it
+    text = (run.folder / "data.txt").read_bytes()
+    (run.folder / "data.txt").write_bytes(b"\xff")
+    assert check(run, **mistakes).exit_code == 2
+    assert check(run, ram=mistakes["ram"]).exit_code == 3
+    assert check(run).exit_code == 4
+    (run.folder / "data.txt").write_bytes(text)
+    assert check(run).exit_code == 1
+    (run.out / "LOCK").unlink()
+    assert check(run).exit_code == 0
+
+
 def spoil_weights(run: SavedRun) -> None:
     path = run.folder / "model/model.safetensors"
     tensors = load_file(path)

@@ -144,6 +144,33 @@ def test_waiting_ends(run: SavedRun) -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "is_enough"),
+    [((4, "2026-01-01T00:00:02"), True), ((3, "2026-01-01T00:00:02"), True), ((2, "2026-01-01T00:00:02"), False)],
+    ids=["of a later step", "of the very step", "of a step before"],
+)
+def test_which_checkpoint_answers(run: SavedRun, checkpoint: tuple[int, str], is_enough: bool) -> None:
+    """Asked after step 3: a checkpoint that holds those steps is what was asked for. This process plays the run."""
+
+    def save(number: int, frame: object) -> None:
+        status = RunStatus("training", step=4, checkpoint_step=checkpoint[0], checkpoint_at=checkpoint[1])
+        opened.write_status(status, force=True)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        with RunFolder(run.out) as opened:
+            asked = RunStatus("training", step=3, checkpoint_step=2, checkpoint_at="2026-01-01T00:00:01")
+            opened.write_status(asked, force=True)
+            result = run.call("save", run.out, "--timeout", "5" if is_enough else "0.3")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if is_enough:
+        assert result.exit_code == 0, result.output
+        assert result.stdout == f"saved  checkpoint at step {checkpoint[0]}\n"
+    else:
+        assert result.exit_code == 1 and "no checkpoint within 0.3 s" in result.stderr
+
+
 def test_a_run_on_another_machine(run: SavedRun) -> None:
     with RunFolder(run.out):
         (run.out / "LOCK").write_text("process 1 on elsewhere, since 2026-01-01\n")

@@ -12,6 +12,7 @@ from megatrain.config import load_config
 from megatrain.config.json_schema import FILE_NAME
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
 from megatrain.plan import inventory
+from megatrain.plan.profile import FileSystem
 from reference.saved_run import QUICKSTART, command_group, make_run
 from tiered.units import GiB
 
@@ -114,7 +115,8 @@ def test_facts_of_a_model() -> None:
 
 
 def test_drives_that_are_none() -> None:
-    assert "RAM" in inventory._objection("tmpfs", 99 * GiB)
-    assert "doctor" in inventory._objection("nfs4", 99 * GiB)
-    assert inventory._objection("ext4", GiB) == "little room"
-    assert inventory._objection("ext4", 99 * GiB) == ""
+    tmpfs, nfs, ext4 = (FileSystem("0:1", kind, "source", "/mnt") for kind in ("tmpfs", "nfs4", "ext4"))
+    assert "RAM" in inventory._objection(tmpfs, 99 * GiB)
+    assert "doctor" in inventory._objection(nfs, 99 * GiB)
+    assert inventory._objection(ext4, GiB) == "little room"
+    assert inventory._objection(ext4, 99 * GiB) == ""

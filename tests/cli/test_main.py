@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from megatrain.data.errors import DataError
 from megatrain.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.plan.limits import Objection
 from tiered.errors import CapacityError
 from tiered.manifest import Manifest, write_manifest
 from tiered.units import GiB, MiB
@@ -45,7 +46,9 @@ class SomePlan:
     budgets: dict[str, int] = field(default_factory=lambda: {"ram": 4 * MiB, "nvme": GiB})
     traffic: dict[str, int] = field(default_factory=lambda: {"nvme->ram": 6 * MiB})
     fits: bool = True
+    guesses: tuple[str, ...] = ()
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
+    objections: tuple[Objection, ...] = ()
 
 
 METRICS = StepMetrics(
@@ -67,7 +70,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
 
     class ReplacedTrainer:
-        def __init__(self, config: Any, *, observer: RunObserver, allow_config_change: bool = False) -> None:
+        def __init__(
+            self,
+            config: Any,
+            *,
+            observer: RunObserver,
+            allow_config_change: bool = False,
+            exit_code_of: Any = None,
+        ) -> None:
             asked["config"], asked["allow_config_change"] = config, allow_config_change
             self.observer = observer
             self.plan = asked["plan"]
@@ -115,12 +125,13 @@ def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Pat
     assert lines[5].split() == ["budget", "4.0", "1,024.0"]
     assert lines[6] == "moved per step  nvme->ram 6.00 MiB"
     assert "fits." in lines
-    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0.50 s"  # fmt: skip
+    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0 s"  # fmt: skip
     assert step in lines
     assert any(
         line.startswith("saved  checkpoint at step 2: 3.00 MiB (1.00 MiB written, 2.00 MiB linked)") for line in lines
     )
-    assert lines[-3].startswith("done   2 steps in 1.00 s   loss 1.2500 -> 1.0000   200 tok/s")
+    assert "done   2 steps in 1.00 s   200 tok/s   200 tokens, 100 trained" in lines
+    assert "loss   1.2500 -> 1.0000, of the first and the last step alone" in lines
     assert "\x1b" not in result.output
 
 
@@ -286,6 +297,28 @@ def test_help_does_not_import_torch(cli_package: str, arguments: list[str]) -> N
     assert result.returncode == 0, result.stderr
     assert "HEAVY []" in result.stdout
     assert "megatrain-tier" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None")],
+    ids=["by us", "by the user"],
+)
+def test_gpu_memory_grows_in_pieces_unless_the_user_chose(
+    cli_package: str, chosen: dict[str, str], expected: str
+) -> None:
+    script = (
+        "import sys, os, runpy, atexit\n"
+        "atexit.register(lambda: print('CONF', os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules))\n"
+        "sys.argv = ['megatrain-tier', '--version']\n"
+        f"runpy.run_module('{cli_package}', run_name='__main__')\n"
+    )
+    others = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")}
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+        env={**others, **chosen}, check=True,
+    )  # fmt: skip
+    assert f"CONF {expected} False" in result.stdout
 
 
 def test_every_expected_error_exists(cli_module: CliModule) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +14,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from megatrain.activity import Activity, Moment
 from megatrain.metrics import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from tiered.units import GiB
 
@@ -55,8 +59,9 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/10", "4/10", "8/10", "10/10"]
     assert "hello [bold]x[/bold]" in lines
-    assert lines[-4:] == [
-        "done   10 steps in 5.00 s   loss 2.0000 -> 1.0000   200 tok/s   1,000 tokens, 500 trained",
+    assert lines[-5:] == [
+        "done   10 steps in 5.00 s   200 tok/s   1,000 tokens, 500 trained",
+        "loss   2.0000 -> 1.0000, of the first and the last step alone",
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
         "moved  ram->nvme 1.00 GiB (posix-direct)",
         "model  out/final",
@@ -82,25 +87,95 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
     observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
     observer.close()
     observer.close()
-    assert stream.getvalue().rstrip().endswith("\x1b[?25h")
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1
+    assert stream.getvalue().endswith("\x1b[2K"), "and no line of the view is left"
 
 
-def test_the_live_view_fits_80_columns_and_shows_the_last_evaluation(cli_module: CliModule) -> None:
-    render = cli_module("render")
+def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     stream = io.StringIO()
-    many = dataclasses.replace(metrics(1), step=123456, max_steps=1234567, num_real_tokens=10**7, eta_s=10**6)
-    evaluation = EvaluationMetrics(123400, 1234567, "held_out", 1.25, 10, 0.1)
-    Console(file=stream, width=80).print(render.live_view(many, {"held_out": evaluation}))
-    lines = stream.getvalue().splitlines()
-    assert all(len(line) <= 80 and "\u2026" not in line for line in lines), lines
-    assert lines[-1].rstrip() == "eval  held_out loss 1.2500 at step 123400"
-    stream = io.StringIO()
-    observer = render.make_observer("bar", console=Console(file=stream, force_terminal=True, width=80))
+    console = Console(file=stream, width=width, force_terminal=True, color_system="standard")  # else bars have no rest
+    console.print(cli_module("render").live_view(*arguments, width=width))
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_live_view_uses_the_width_that_there_is(cli_module: CliModule, width: int) -> None:
+    many = dataclasses.replace(
+        metrics(1), step=1234, max_steps=123456, num_real_tokens=10**7, eta_s=10**6, mean_step_s=12.34, lr=0.0,
+        warmup_steps=2000,
+    )  # fmt: skip
+    evaluation = EvaluationMetrics(1200, 123456, "held_out", 1.25, 10, 0.1)
+    moment = Moment("step", "backward", "model.language_model.layers.127", 70, 100, 12, 16, 345.6)
+    lines = drawn(cli_module, width, many, moment, {"held_out": evaluation})
+    assert all(len(line) <= width for line in lines), lines
+    assert width < 80 or not any("\u2026" in line for line in lines), lines
+    bars = [line for line in lines if "\u2501" in line]
+    assert [line.split()[0] for line in bars] == ["run", "now", "gpu", "ram"]
+    lengths = {line.count("\u2501") + line.count("\u2578") + line.count("\u257a") for line in bars}
+    assert lengths == {{60: 8, 80: 26, 120: 59}[width]}
+    assert bars[0].endswith("1.0%  12.3 s/step (mean)")
+    assert bars[1].endswith("backward layers.127, micro-batch 12/16  5m46s")
+    assert "lr 0 (warm-up 1234/2000)" in lines[0] or width < 80
+    assert lines[-1] == "eval  held_out loss 1.2500 at step 1200"
+
+
+def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
+    """What is drawn follows the counters of the engine; the thread that trains draws nothing."""
+    stream, activity = io.StringIO(), Activity()
+    observer = cli_module("render").LiveObserver(console=Console(file=stream, force_terminal=True, width=80))
+    observer.watch(activity)
+    activity.begin("loading weights", num_parts=4)
+    wait_for(lambda: "loading weights" in stream.getvalue())
     observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
-    observer.on_step(metrics(10))
-    observer.on_evaluation(evaluation)  # after the last step, too
+    activity.begin("step", num_parts=10, num_micro_batches=3)
+    for number in (1, 2, 3):
+        activity.come_to(number, "forward", f"model.layers.{number}")
+        activity.micro_batch = number
+        wait_for(lambda number=number: f"forward layers.{number}, micro-batch {number}/3" in stream.getvalue())
+    activity.notice = "stopping after this step"
+    wait_for(lambda: "stopping after this step" in stream.getvalue())
+    observer.on_message("a message")
     observer.close()
-    assert "held_out loss 1.2500 at step 123400" in stream.getvalue()
+    last = stream.getvalue().rpartition("a message")[2]
+    assert "a message" in stream.getvalue()
+    assert not activity.is_watched and "layers" not in last.rpartition("\x1b[2K")[2]
+
+
+def test_a_terminal_that_takes_nothing_holds_nobody_up(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-S, or a connection that is dead: a write does not return. The thread that trains goes on, and ends."""
+    render, released, entered = cli_module("render"), threading.Event(), threading.Event()
+    monkeypatch.setattr(render, "_CLOSE_TIMEOUT_S", 0.05)
+
+    class Stopped(io.StringIO):
+        def write(self, text: str) -> int:
+            entered.set()
+            assert released.wait(30)
+            return len(text)
+
+    observer = render.LiveObserver(console=Console(file=Stopped(), force_terminal=True, width=80))
+    try:
+        observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
+        assert entered.wait(30)
+        for step in range(1, 5):
+            observer.on_step(metrics(step))
+            observer.on_message("hello")
+        observer.close()
+    finally:
+        released.set()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
+    summary = dataclasses.replace(SUMMARY, mean_losses=(2.125, 1.0625), num_averaged=10)
+    assert "loss   2.1250 -> 1.0625, means of the first and the last 10 steps" in cli_module("render").summary_lines(
+        summary
+    )
 
 
 def test_lines_are_cut_between_words_on_a_terminal_only(cli_module: CliModule) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
+from megatrain.embed.device_copies import DeviceCopies
 from megatrain.engine.determinism import deterministic_kernels
 from reference.virtual_cuda import VirtualCuda
 from reference.virtual_embed import embedded
@@ -89,3 +90,75 @@ def test_losses_are_those_of_torchs_optimizer(virtual: VirtualCuda | None, tmp_p
     expected = train(model, torch.optim.AdamW(model.parameters(), foreach=False, **KERNELS))
     losses, _ = tiered(tmp_path, torch.float32, ["ram"])
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def stepped(gradients: Sequence[Any]) -> Tensor:
+    """Return a parameter after steps with these gradients, each a call that makes one on the device."""
+    parameter = nn.Parameter(torch.zeros(64, 24, device="cuda"))
+    with megatrain.open_store(ram="2MiB") as store:
+        optimizer = megatrain.TieredAdamW([parameter], store=store, state=["ram"], max_grad_norm=0.0, **KERNELS)
+        for make in gradients:
+            parameter.grad = make()
+            optimizer.step()
+        return parameter.detach().cpu()
+
+
+@pytest.mark.usefixtures("virtual")
+def test_a_gradient_that_is_made_flat_leaves_behind_the_kernel_that_does_it() -> None:
+    """It is queued when the copies have their place behind the backward already."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = [torch.randn(24, 64, generator=generator) for _ in range(STEPS)]
+    crossed = stepped([lambda n=n: n.to("cuda").t() for n in numbers])
+    straight = stepped([lambda n=n: n.t().contiguous().to("cuda") for n in numbers])
+    assert torch.equal(crossed, straight)
+
+
+class Sparse:
+    """What is asked of a sparse gradient; a device in software has none. Its numbers are there once a kernel ran."""
+
+    layout, dtype = torch.sparse_coo, torch.float32
+
+    def __init__(self, numbers: Tensor, dense: Tensor) -> None:
+        self._numbers, self._dense = numbers, dense
+        self.device = dense.device
+
+    def numel(self) -> int:
+        return self._dense.numel()
+
+    def element_size(self) -> int:
+        return self._dense.element_size()
+
+    def to_dense(self) -> Tensor:
+        return self._dense.copy_(self._numbers)
+
+
+def test_a_sparse_gradient_is_made_dense_on_the_stream_of_its_copy(virtual: VirtualCuda | None) -> None:
+    numbers = torch.randn(64, 24)
+    numbers[1:60] = 0
+    there, copies = numbers.to("cuda"), DeviceCopies()
+    gradient: Any = there.to_sparse() if virtual is None else Sparse(there, torch.full_like(there, 7.0))
+    copies.mark(there.device)
+    assert torch.equal(copies.to_ram(gradient), numbers.reshape(-1))
+
+
+@pytest.mark.usefixtures("virtual")
+def test_a_parameter_that_was_replaced_is_read_behind_the_kernel_that_did_it() -> None:
+    """By a thread that makes updates behind the next forward, whose own stream knows nothing of that kernel."""
+
+    def replaced(*, behind: bool) -> Tensor:
+        model = nn.Linear(24, 8, bias=False)
+        nn.init.ones_(model.weight)
+        model.to("cuda")
+        with megatrain.open_store(ram="2MiB") as store, torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            options: dict[str, Any] = {"offload_gradients": True, "overlap": model if behind else None}
+            optimizer = megatrain.TieredAdamW(model.parameters(), store=store, state=["ram"], **KERNELS, **options)
+            for number in range(2):
+                model(torch.ones(4, 24).to("cuda")).sum().backward()
+                with torch.no_grad():
+                    model.weight.mul_(number + 3.0)
+                optimizer.step()
+                optimizer.finish_updates()
+                optimizer.zero_grad()
+            return model.weight.detach().cpu()
+
+    assert torch.equal(replaced(behind=True), replaced(behind=False))

@@ -11,6 +11,8 @@ from reference.tiered_run import TieredRun, config_text, run_config
 from reference.virtual_cuda import VirtualCuda
 
 KEYS = {"compile": "compile = true", "pieces": "mlp_rows = 48", "liger": "use_liger_kernel = true"}
+WARNS = pytest.mark.filterwarnings("ignore")  # torch itself, when inductor first makes kernels
+CASES = [pytest.param(name, marks=WARNS) if name == "compile" else name for name in KEYS]
 
 
 def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
@@ -18,7 +20,7 @@ def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
     return run_config(text.replace("[data]", f"{keys}\n[data]", 1), folder, num_steps=3)
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_and_bits(name: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path) -> None:
     if virtual is not None and name != "pieces":
         pytest.skip("kernels made for a GPU run on none")

@@ -64,6 +64,16 @@ def test_a_step_makes_the_host_wait_for_nothing_but_its_end(
         engine.finish_updates()
 
 
+@pytest.mark.usefixtures("virtual")
+def test_waits_are_allowed_again_after_the_block_that_forbids_them() -> None:
+    """Also the first time in a process, when torch warns behind the change, which is an error here."""
+    number = torch.ones((), device="cuda")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"), no_waits_allowed():
+            number.item()
+        assert number.item() == 1
+
+
 @pytest.mark.parametrize("placement", ["", ALL_RAM], ids=["auto", "all in RAM"])
 def test_nothing_grows_over_fifty_steps(
     placement: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
@@ -103,7 +113,8 @@ def memory_of(tier: GpuTier) -> dict[str, int]:
     stats = torch.cuda.memory_stats()
     # How many slots there are at once depends on how far fetches were ahead; the tier keeps those within its size.
     slots = tier._pool.usage()
-    found["beside slots"] = stats["allocated_bytes.all.current"] - (slots.used_bytes - slots.reserved_bytes)
+    # What was asked for: a block that the allocator takes from its cache may be larger, another one each time.
+    found["beside slots"] = stats["requested_bytes.all.current"] - (slots.used_bytes - slots.reserved_bytes)
     found["beside slots"] -= slots.pooled_bytes
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}
 

@@ -55,6 +55,14 @@ def test_a_log_goes_on_where_the_run_does(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.old.jsonl").read_text().splitlines()) == 5
 
 
+def test_a_line_that_lacks_its_end_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
+    with MetricsLog(path, continued_from=2) as log:
+        log.on_step(replace(STEP, step=3))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
 def test_observers_are_told_in_order(tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -20,7 +20,7 @@ from megatrain.config import load_config
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.engine.runner import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.evaluation import EvaluationSet, load_evaluation_sets, traffic_of_passes
+from megatrain.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import Plan
@@ -280,6 +280,15 @@ def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Run)
         assert metrics.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
     losses = [metrics.loss for metrics in in_ram.evaluations if metrics.name == "held_out"]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: Run) -> None:
+    """From any step: a checkpoint in between starts the schedule anew."""
+    nobody: Any = None  # neither the session nor the observer is asked
+    evaluator = Evaluator(
+        in_ram.config, nobody, in_ram.sets(), nobody, steps_per_epoch=7, max_steps=NUM_STEPS, should_stop=lambda: False
+    )
+    assert [evaluator.next_step(step) for step in range(NUM_STEPS)] == [3, 3, 3, 5, 5]
 
 
 def test_who_continues_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:

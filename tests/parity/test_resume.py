@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.plan.planner import Plan
+from megatrain.plan.planner import Plan, plan_run
 from megatrain.trainer import Trainer
-from reference.tiered_run import EXAMPLES, config_text
+from reference.tiered_run import EXAMPLES, config_text, make_loader
+from reference.tiny_model import write_tiny_model
 from tiered.errors import LockedError
 from tiered.manifest import current_generation, generation_folder, list_generations, read_manifest
 
@@ -150,8 +154,10 @@ def test_continued_in_any_placement(
         assert stopped.summary.saved_step == stop and stopped.summary.num_steps == stop
     done = train(tmp_path / "w", tiny_model, placements[-1])
     done.assert_same(unbroken)
-    assert done.summary.first_loss == unbroken.summary.first_loss
+    ends = (done.losses[0][1], done.losses[-1][1])
+    assert (done.summary.first_loss, done.summary.last_loss) == ends
     assert done.summary.num_trained_tokens == unbroken.summary.num_trained_tokens
+    assert done.summary.num_real_tokens == unbroken.summary.num_real_tokens
 
 
 @pytest.mark.parametrize(
@@ -198,6 +204,42 @@ def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_m
     assert steps[-1]["epoch"] >= 1.5 and len({line["lr"] for line in steps}) == NUM_STEPS
 
 
+def test_skipped_steps_stay_uncounted(tmp_path: Path) -> None:
+    """The first step meets a token with an embedding too large to be squared. Adam's bias correction counts updates."""
+    model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    (tmp_path / "batches.toml").write_text(config_text(tmp_path, model))
+    config = load_config(tmp_path / "batches.toml").config
+    loader = make_loader(config, plan_run(config))
+    first, *later = [torch.cat([b["input_ids"] for b in next(loader).micro_batches]).unique() for _ in range(3)]
+    token = next(token for token in first.tolist() if not any(token in ids for ids in later))
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = 3e38
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    changes = {f"max_steps = {NUM_STEPS}": "max_steps = 3"}
+    tables = {"optimizer": 'nonfinite = "skip"', "changes": changes}
+    whole = train(tmp_path / "whole", model, IN_RAM, **tables)
+    lines = [json.loads(line) for line in (tmp_path / "whole/out/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if not math.isfinite(float(line.get("grad_norm", 0)))] == [1]
+    train(tmp_path / "w", model, IN_RAM, stop_after=2, **tables)
+    train(tmp_path / "w", model, IN_RAM, **tables).assert_same(whole)
+
+
+def test_data_that_ends_where_the_run_was_saved_begins_its_next_epoch(tiny_model: Path, tmp_path: Path) -> None:
+    """Six rows are behind it, and the new data has no more than those."""
+    changes = {
+        str(EXAMPLES / "quickstart" / "loomings.txt"): str(tmp_path / "rows.jsonl"),
+        f"max_steps = {NUM_STEPS}": "max_steps = 3",
+    }
+    tables = {"changes": changes, "data": "packing = false"}
+    lines = [json.dumps({"text": f"Row number {number}, of Moby Dick"}) + "\n" for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=1, **tables)
+    (tmp_path / "rows.jsonl").write_text("".join(lines[:6]))
+    train(tmp_path / "w", tiny_model, IN_RAM, allow=True, **tables)
+    epochs = [json.loads(line).get("epoch") for line in (tmp_path / "w/out/metrics.jsonl").read_text().splitlines()]
+    assert [epoch for epoch in epochs if epoch is not None] == [0.5, 2.0, 3.0]
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(
     tiny_model: Path, tmp_path: Path, unbroken: Outcome
 ) -> None:
@@ -234,6 +276,7 @@ def test_fewer_steps_than_were_saved_only_export(tiny_model: Path, tmp_path: Pat
     done = train(tmp_path / "w", tiny_model, IN_RAM, changes={f"max_steps = {NUM_STEPS}": "max_steps = 3"})
     assert done.summary.num_steps == 4 and len(done.losses) == 4
     assert done.weights
+    assert not done.watcher.checkpoints, "step 4 is saved already"
 
 
 def test_no_whole_checkpoint_is_an_error_that_names_them(tiny_model: Path, tmp_path: Path) -> None:

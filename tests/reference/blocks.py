@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
+from reference.adamw import split
 
 #: Zero, denormal, small, ordinary and large: squares of these stay finite in fp32.
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e15, -1e18], dtype=np.float32)
@@ -60,10 +61,10 @@ def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
 
 
 def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
-    """Return segments that meet at `cuts`, each with its own settings."""
+    """Return segments that meet at `cuts`, each with its own settings: some share their decay, some their rate."""
     bounds = sorted({0, size, *cuts})
     return [
-        Segment(start, stop, weight_decay=0.1 * (index % 2), lr_scale=1.0 + index)
+        Segment(start, stop, weight_decay=0.1 * (index // 2 % 2), lr_scale=1.0 + (index + 1) // 2)
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
 
@@ -81,3 +82,28 @@ def update_on(
     optimizer.threads = threads  # type: ignore[attr-defined]
     optimizer.update(blocks, gradient, segments, update)
     threads.close()
+
+
+def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
+    """Update split masters with a learning rate of 0; return the halves whose bits are others afterwards.
+
+    The masters have every finite upper half, and the lower halves around a tie: chance meets one in 65,536.
+
+    Args:
+        shape: of the parameter that the 65,536 masters are; vectors and matrices may have kernels of their own.
+    """
+    size, changed = 1 << 16, []
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        patterns = ((np.arange(size, dtype=np.uint32) << 16) + np.uint32(low)).view(np.float32)
+        masters = np.where(np.isfinite(patterns), patterns, np.float32(0.0))
+        high, rest = split(masters)
+        expected = {"weight": torch.from_numpy(high.view(np.int16)), "low": torch.from_numpy(rest)}
+        state = {kind.name: torch.zeros(size, device=device) for kind in optimizer.state_kinds(True)[2:]}
+        halves = {name: half.to(device, copy=True) for name, half in expected.items()}
+        blocks = {**state, "weight": halves["weight"].view(torch.bfloat16), "low": halves["low"]}
+        segment = Segment(0, size, 0.1, shape=shape, state_starts={"v": 0})
+        optimizer.update(blocks, torch.zeros(size, device=device), [segment], Update(step=1, lr=0.0))
+        changed += [
+            f"{name} of {low:#06x}" for name, half in halves.items() if not torch.equal(half.cpu(), expected[name])
+        ]
+    return changed

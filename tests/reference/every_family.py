@@ -13,7 +13,7 @@ from reference.families import FAMILIES, VOCAB, tiny_config
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LARGEST_NUM_PARAMETERS = 30_000_000
 
-_SMALL_BY_NUMBER: dict[int, str] = {
+SMALL_BY_NUMBER: dict[int, str] = {
     VOCAB: "vocab_size vocab_size_per_layer_input",
     64: "max_position_embeddings n_positions",
     48: "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size ffn_hidden_dim d_ff",
@@ -33,7 +33,7 @@ _SMALL_BY_NUMBER: dict[int, str] = {
     1: "n_group topk_group first_k_dense_replace n_groups mamba_n_groups mamba_ngroups bos_token_id",
     0: "pad_token_id",
 }
-_SMALL = {name: number for number, names in _SMALL_BY_NUMBER.items() for name in names.split()}
+SMALL = {name: number for number, names in SMALL_BY_NUMBER.items() for name in names.split()}
 
 
 def shrunk_config(model_type: str) -> Any:
@@ -41,7 +41,7 @@ def shrunk_config(model_type: str) -> Any:
     if model_type in FAMILIES:
         return tiny_config(model_type)
     default = CONFIG_MAPPING[model_type]()
-    values = {name: value for name, value in _SMALL.items() if hasattr(default, name)}
+    values = {name: value for name, value in SMALL.items() if hasattr(default, name)}
     if "kv_lora_rank" in values:
         values["num_key_value_heads"] = 4  # latent attention has no groups
     for name, value in vars(default).items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatrain.engine import units
 from megatrain.engine.absent import AbsentWeight, absent_weight
 from megatrain.engine.trace import VisitTrace, trace_visits
-from megatrain.optim.base import Segment, Update
+from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.on_device import DeviceKernelError
 from megatrain.plan import planner
@@ -69,8 +70,8 @@ class QueuedOptimizer:
         memory, segments = gradient.memory, tuple(segments)  # type: ignore[attr-defined]
         self._device.launch(lambda: self._host.update(memories, memory, segments, update))
 
-    def warm_up(self) -> None:
-        self._host.warm_up()
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        self._host.warm_up(formats)
 
 
 def gpu_config_text(folder: Path, model: Path, *, gpu_bytes: int = GPU_TIER_BYTES, **tables: Any) -> str:
@@ -98,8 +99,11 @@ def deterministic() -> Iterator[None]:
 @contextmanager
 def no_waits_allowed() -> Iterator[None]:
     """Let torch raise where an operation makes the host wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            # Said once in a process, behind the change of the mode: as an error it would leave the mode as it is.
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

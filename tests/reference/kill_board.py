@@ -29,11 +29,13 @@ WATCHED = (
     ("tiered.generations", "Generations._forget_old", "pruning"),
     ("tiered.generations", "Generations._delete", "pruning"),
     ("tiered.generations", "Generations._remove_unfinished", "pruning"),
+    ("megatrain.checkpoint.copier", "CheckpointCopier._copy", "copying"),
 )
-#: All phases: those of the main thread and of the thread of a commit; "" is none.
+#: All phases: those of the main thread, of the thread of a commit and of that of a copy; "" is none.
 PHASES = ("", "starting", *dict.fromkeys(phase for _, _, phase in WATCHED))
 _STEP_NAMES = ("reported", "resumed")
-_STEPS, _FIGURES = 8, 64  # offsets; before them a byte for each of the two threads
+_STEPS, _FIGURES = 8, 64  # offsets; before them a byte for each of the three threads
+_LANES = {"MainThread": 0, "checkpoint-copy": 2}  # any other is of a commit
 
 
 class Board:
@@ -50,7 +52,7 @@ class Board:
         self.set_phase(0, "starting")
 
     def phase(self, lane: int) -> str:
-        """Return where the main thread (0) or that of a commit (1) is."""
+        """Return where the main thread (0), that of a commit (1) or that of a copy (2) is."""
         return PHASES[self._memory[lane]]
 
     def set_phase(self, lane: int, phase: str) -> None:
@@ -58,9 +60,9 @@ class Board:
         self._memory[lane] = PHASES.index(phase)
 
     def where(self) -> str:
-        """Return the phase of the main thread, with that of the commit's thread if there is one."""
-        main, commit = self.phase(0), self.phase(1)
-        return f"{main}, commit {commit}" if commit else main
+        """Return the phase of the main thread, with those of a commit's and a copy's thread if there are any."""
+        main, commit, copy = (self.phase(lane) for lane in range(3))
+        return main + (f", commit {commit}" if commit else "") + (f", {copy}" if copy else "")
 
     def step(self, name: str) -> int:
         """Return the step of the newest checkpoint that was ``reported``, or that the run ``resumed`` from.
@@ -117,7 +119,7 @@ def watch(board: Board) -> None:
 def _telling(function: Callable[..., Any], board: Board, phase: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        lane = 0 if threading.current_thread() is threading.main_thread() else 1
+        lane = _LANES.get(threading.current_thread().name, 1)
         before, start_s = board.phase(lane), time.perf_counter()
         board.set_phase(lane, phase)
         board.add(phase, 1, 0.0)

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.checkpoint.state import RunState
+from megatrain.checkpoint.whereabouts import saved_checkpoints
 from tiered.errors import TieredError
 from tiered.manifest import MANIFEST_NAME, SNAPSHOT_FOLDER, list_generations, newest_first
 from tiered.reader import GenerationReader
 
-__all__ = ["Outcome", "bytes_on_disk", "check_after_kill", "check_at_end", "problems_of", "read_outcome"]
+__all__ = [
+    "Outcome",
+    "bytes_on_disk",
+    "check_after_kill",
+    "check_at_end",
+    "newest_copy",
+    "problems_of",
+    "read_outcome",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
 
     Args:
         keep: save_total_limit. reported: step of the newest checkpoint that the run ever reported or continued from,
-            -1 for none.
+            or of the copy that was left when its drives were lost; -1 for none.
         drives: paths of the NVMe tier.
     """
     path = folder / "out/checkpoints"
@@ -72,19 +81,37 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
         names = sorted(e.name for e in snap.iterdir() if e.name.isdigit()) if snap.is_dir() else []
         if len(names) > keep + 1:
             yield f"snapshots {names} on {drive.name} where {keep} are kept"
+    saved = saved_checkpoints(folder / "out")
+    lost = {checkpoint.generation for checkpoint in saved if checkpoint.missing and not checkpoint.is_copy}
+    best = next((checkpoint.step for checkpoint in saved if not checkpoint.missing), -1)
+    if best < reported:
+        yield f"the newest checkpoint is of step {best}, but that of step {reported} was reported"
     try:
-        newest = next(iter(newest_first(path)), None)
+        yield from _problems_of_copies(folder / "out/copies", keep)
+        newest = next((number for number in newest_first(path) if number not in lost), None)
         if newest is not None:
             # A kill in the middle of the very first flip leaves a whole generation that no file names yet.
             is_named = (path / MANIFEST_NAME).exists()
             yield from (text for text in problems_of(path, newest) if is_named or "names the current" not in text)
-            state = RunState.from_meta(GenerationReader(path, newest).manifest.meta, where=str(path))
-            if state.step < reported:
-                yield f"the newest checkpoint is of step {state.step}, but that of step {reported} was reported"
-        elif reported >= 0:
-            yield f"no checkpoint, but that of step {reported} was reported"
+            RunState.from_meta(GenerationReader(path, newest).manifest.meta, where=str(path))
     except TieredError as error:
         yield str(error)
+
+
+def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
+    """Yield what is wrong with whole copies: every one that a run could take is sound, and old ones go."""
+    numbers = newest_first(path)
+    if len(numbers) > max(keep, 2):
+        yield f"copies {numbers} where {keep} are kept"
+    is_named = (path / MANIFEST_NAME).exists()
+    for number in numbers:
+        yield from (text for text in problems_of(path, number) if is_named or "names the current" not in text)
+
+
+def newest_copy(folder: Path) -> int | None:
+    """Return the step of the newest whole copy of a run's checkpoints, None if there is none."""
+    steps = [checkpoint.step for checkpoint in saved_checkpoints(folder / "out") if checkpoint.is_copy]
+    return max(steps, default=None)
 
 
 def problems_of(path: Path, generation: int | None = None) -> list[str]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from reference.kill_board import Board, watch
-from reference.kill_checks import Outcome, bytes_on_disk, check_after_kill, check_at_end, read_outcome
+from reference.kill_checks import Outcome, bytes_on_disk, check_after_kill, check_at_end, newest_copy, read_outcome
 from reference.kill_child import preload, run_child
 from reference.tiered_run import config_text
 
@@ -53,9 +53,11 @@ AIMS = {
     "flushing": 3,
     "flipping": 4,
     "exporting": 2,
+    "copying": 3,
 }
 _AT_ANY_INSTANT = 0.4  # share of the signals
 _ENOUGH = 0.15  # after each signal, the chance that it was the last of its run
+_DRIVES_LOST = 0.5  # after each signal, the chance that all drives are lost, where a copy is left
 _POLL_S = 1e-4
 
 
@@ -95,10 +97,16 @@ class Run:
     folder: Path
     keep: int = 2
     save_steps: int = 1
+    copies: bool = False
     starts: list[Start] = field(default_factory=list)
+    safe: int = -1
+    """Step that no kill may cost: of the newest checkpoint reported, or of the copy left when the drives were lost."""
+    num_losses: int = 0
+    """How often the drives were lost."""
 
     def __str__(self) -> str:
-        return f"{self.folder.name}: {self.placement}, save_total_limit {self.keep}, save_steps {self.save_steps}"
+        text = f"{self.folder.name}: {self.placement}, save_total_limit {self.keep}, save_steps {self.save_steps}"
+        return text + ", copies" * self.copies
 
     def write_config(self, model: Path) -> None:
         """Make the folder and the config in it."""
@@ -108,7 +116,8 @@ class Run:
         text = text.replace("[training]\n", f"[training]\nmax_steps = {NUM_STEPS}\n")
         head, mark, drives = text.partition("[[tiers.nvme]]")
         drives = drives.replace('"256MiB"', f'"{DRIVE_MIB // max(1, tables["nvme"])}MiB"')
-        table = f'min_free_disk = "0MiB"\nsave_steps = {self.save_steps}\nsave_total_limit = {self.keep}\n'
+        table = f'min_free_disk = "0MiB"\nsave_copy = {str(self.copies).lower()}\n'
+        table += f"save_steps = {self.save_steps}\nsave_total_limit = {self.keep}\n"
         (self.folder / "run.toml").write_text(f"{head}{mark}{drives}[checkpoint]\n{table}")
 
     @property
@@ -156,14 +165,17 @@ class Killer:
             if self._expected is None:
                 self._run_unbroken()
             run = self._make_run(
-                placement, keep=1 + turn // len(PLACEMENTS) % 2, save_steps=self._random.choice([1, 2])
+                placement,
+                keep=1 + turn // len(PLACEMENTS) % 2,
+                save_steps=self._random.choice([1, 2]),
+                copies=placement != "RAM" and turn % 2 == 1,
             )
             self.runs.append(run)
             self._run_broken(run, number)
             if not self.problems:
                 shutil.rmtree(run.folder)
 
-    def _make_run(self, placement: str, **options: int) -> Run:
+    def _make_run(self, placement: str, **options: Any) -> Run:
         run = Run(placement, self._folder / f"run{self._num_runs}", **options)
         self._num_runs += 1
         run.write_config(self._model)
@@ -171,7 +183,7 @@ class Killer:
 
     def _run_unbroken(self) -> None:
         """Run once without a signal, for the result and for how long everything takes."""
-        run = self._make_run("mixed")  # where a commit both writes and links
+        run = self._make_run("mixed", copies=True)  # where a commit both writes and links
         start_s = time.monotonic()
         start = self._start(run, None, 0)
         self._unbroken_s = time.monotonic() - start_s
@@ -190,14 +202,21 @@ class Killer:
             start = self._start(run, None if is_last else self._aim(run), 0 if is_last else number)
             run.starts.append(start)
             who = f"{run}, start {len(run.starts)}, signal {start.number} in {start.where}"
-            reported = max(each.reported for each in run.starts)
-            self.problems += [f"{who}: {text}" for text in check_after_kill(run.folder, run.keep, reported, run.drives)]
+            run.safe = max(run.safe, start.reported)
+            self.problems += [f"{who}: {text}" for text in check_after_kill(run.folder, run.keep, run.safe, run.drives)]
             if start.is_hung or start.code not in codes_allowed(start):
                 reason = f"no end after {HUNG_AFTER_S} s" if start.is_hung else f"exit status {start.code}"
                 self.problems.append(f"{who}: {reason}\n{run.log_tail}")
             elif start.code == 0:
                 self.problems += [f"{who}: {text}" for text in self._problems_at_end(run)]
                 return
+            elif (
+                run.copies and self._random.random() < _DRIVES_LOST and (copied := newest_copy(run.folder)) is not None
+            ):
+                for drive in run.drives:
+                    shutil.rmtree(drive)
+                run.safe = copied
+                run.num_losses += 1
 
     def _problems_at_end(self, run: Run) -> Iterator[str]:
         assert self._expected is not None
@@ -301,7 +320,13 @@ def main() -> int:
         killer.disturb(number, times)
         print(format_tables(killer.runs[first:], number))
         hits = [s.where for run in killer.runs[first:] for s in run.starts if s.number == number and s.where]
-        figures[number.name] = {"hits": hits, "runs": len(killer.runs) - first, "seconds": time.monotonic() - start_s}
+        losses = sum(run.num_losses for run in killer.runs[first:])
+        figures[number.name] = {
+            "hits": hits,
+            "runs": len(killer.runs) - first,
+            "losses": losses,
+            "seconds": time.monotonic() - start_s,
+        }
         print(f"{len(hits)} hits in {figures[number.name]['runs']} runs, {figures[number.name]['seconds']:.0f} s\n")
     for text in killer.problems:
         print(f"PROBLEM {text}")

@@ -13,7 +13,9 @@ what libraries take inside of a kernel, and the speed of anything.
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -59,6 +61,9 @@ _LOOKS = {
 }
 #: Views by a mark on the tensor, which ours do not carry: made at once.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+#: Products that torch hands to cuBLAS, which it asks for the setting that makes it add in the same order each time.
+_CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
+_REPEATABLE = (":4096:8", ":16:8")
 #: May have tensors of the host among their arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -86,10 +91,11 @@ class VirtualCuda(LazyDevice):
         self.last_call: int | None = None
         self.waits: list[str] = []
         self.tells_addresses = False
-        self._forbids_waits = False
+        self._forbids_waits = self._has_warned_of_mode = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes
         self._registered: set[int] = set()  # addresses of those that were locked by cudaHostRegister
+        self._cublas_is_repeatable: bool | None = None
         self._last_error = threading.local()
         self._mode = threading.local()
 
@@ -153,8 +159,14 @@ class VirtualCuda(LazyDevice):
             "manual_seed_all": self._seed,
             "get_rng_state": lambda device=None: torch.tensor(self._random).view(torch.uint8).clone(),
             "set_rng_state": lambda state, device=None: self._set_random(state),
-            "set_sync_debug_mode": lambda mode: setattr(self, "_forbids_waits", mode == "error"),
+            "set_sync_debug_mode": self._set_sync_debug_mode,
         }
+
+    def _set_sync_debug_mode(self, mode: str) -> None:
+        self._forbids_waits = mode == "error"
+        if not self._has_warned_of_mode:  # once, and as torch does behind the change
+            self._has_warned_of_mode = True
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
 
     def check(self) -> None:
         self.num_calls += 1
@@ -175,7 +187,7 @@ class VirtualCuda(LazyDevice):
 
     def _memory_stats(self) -> dict[str, int]:
         zero = dict.fromkeys(("segment.all.allocated", "num_ooms", "num_alloc_retries"), 0)
-        names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
+        names = ("allocated_bytes.all.current", "requested_bytes.all.current", "reserved_bytes.all.current")
         return zero | dict.fromkeys(names, self.allocated_bytes) | {"allocated_bytes.all.peak": self.peak_bytes}
 
     def count(self, nbytes: int) -> None:
@@ -324,8 +336,22 @@ class VirtualCuda(LazyDevice):
         if number:
             raise RuntimeError(f"CUDA error: {number}")
 
+    def _check_cublas(self) -> None:
+        """Read the setting of cuBLAS at the first product, as torch does: once, whatever is set later."""
+        if self._cublas_is_repeatable is None:
+            self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _REPEATABLE
+        if torch.get_deterministic_debug_mode() == 2 and not self._cublas_is_repeatable:
+            raise RuntimeError(
+                "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but "
+                "this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. To enable "
+                "deterministic behavior in this case, you must set an environment variable before running your PyTorch "
+                "application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
+            )
+
     def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[VirtualTensor]) -> None:
         self._raise_last_error()
+        if func in _CUBLAS_PRODUCTS:
+            self._check_cublas()
         args, kwargs = memories(args), memories(kwargs)
         targets = [target.memory for target in into]
         seed = self.draw() if torch.Tag.nondeterministic_seeded in func.tags else None

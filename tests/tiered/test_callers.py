@@ -45,12 +45,13 @@ def caller(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[thre
 
     thread = threading.Thread(target=call_backward)
     thread.start()
-    has_lease.wait()
+    assert has_lease.wait(60)
     while graph._engine_run_backward.__code__ is not _innermost(thread):
-        pass
+        assert thread.is_alive()
     yield thread
     end.release()
-    thread.join()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def _innermost(thread: threading.Thread) -> object:

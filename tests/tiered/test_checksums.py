@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 
+from tiered.block import BlockSpec
 from tiered.checksums import PIECE_BYTES, PieceDigest, checksum, pieces
+from tiered.contents import array_bytes
+from tiered.units import PAGE_BYTES, MiB
 
 
 def test_checksum_is_xxh3_of_the_concatenation() -> None:
@@ -22,3 +26,10 @@ def test_pieces_have_the_same_checksums_however_the_contents_come(nbytes: int, p
     for start in range(0, nbytes, part_bytes):
         digest.update(bytearray(contents[start : start + part_bytes]))
     assert digest.checksums() == tuple(checksum(contents[start:stop]) for start, stop in pieces(nbytes))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, 512 * MiB, 1024 * MiB + 1, 5000 * MiB + 3])
+def test_no_piece_of_a_block_lies_in_two_of_its_files(nbytes: int) -> None:
+    size = array_bytes(BlockSpec("block", (nbytes,), torch.uint8, "ram"))
+    assert size >= nbytes and size % PAGE_BYTES == 0
+    assert size % PIECE_BYTES == 0 or nbytes < 512 * MiB, "equal files of whole pieces"

@@ -57,6 +57,16 @@ def test_all_that_a_manifest_names_is_flushed_before_it_is_written(
 
     watch("fsync")
     watch("fdatasync")
+    rename, renamed = os.replace, set()
+
+    def replace(source: str | Path, target: str | Path) -> None:
+        if (name := Path(target).name) in ("MANIFEST.json", "STORE.json", "WEAR.json"):
+            status = os.stat(source)
+            assert (status.st_dev, status.st_ino) in flushed, f"{target} would be empty after a power cut"
+            renamed.add(name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
     real_write = generations.write_manifest
     num_looked_at = 0
 
@@ -80,7 +90,7 @@ def test_all_that_a_manifest_names_is_flushed_before_it_is_written(
             write(store, value)
             store.commit().wait(60)
             flushed.clear()
-    assert num_looked_at > 100
+    assert num_looked_at > 100 and len(renamed) == 3
 
 
 def crash_at(operation: int, work: Callable[[], None]) -> bool:

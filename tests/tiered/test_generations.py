@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +19,9 @@ import tiered
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import CorruptBlockError, GenerationError, LeaseError, LockedError, TransferError
 from tiered.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
+from tiered.reader import GenerationReader
 from tiered.tiers.base import Tier
+from tiered.tiers.nvme import Verify
 from tiered.tiers.ownership import StoreIdentity
 
 KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]
@@ -259,6 +263,20 @@ def test_a_failed_commit_is_told_and_removed(
         assert last.generation == 2
 
 
+def test_a_full_drive_shows_before_a_block_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with filled([ram()], "ram", tmp_path) as store:
+        store.commit().wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", refuse)
+            with pytest.raises(TransferError, match=r"cannot be written: No space left on device.*/c/0") as caught:
+                store.commit().wait(60)
+        assert caught.value.errno == errno.ENOSPC
+        assert not (tmp_path / "run/snap/00000002").exists() and current_generation(tmp_path / "run") == 1
+
+
 def test_a_failure_nobody_waited_for_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise TransferError("no space", tier="ram", errno=28)
@@ -291,6 +309,39 @@ def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pyt
         put(store, KEYS[0], 5)
         commit.wait(60)
         assert store.stats().stall_s["commit"] > 0
+
+
+@pytest.mark.parametrize("verify", ["resume", "off"])
+def test_checksums_of_a_commit_are_not_those_of_what_was_written_meanwhile(
+    verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next commit would take them for its own, and nobody could open it."""
+    flush, is_flushing, may_flush = os.fdatasync, threading.Event(), threading.Event()
+
+    def held(fd: int) -> None:
+        is_flushing.set()
+        assert may_flush.wait(60)
+        flush(fd)
+
+    def tiers() -> list[Tier]:
+        return [ram(), NvmeTier([tmp_path], MiB, verify=verify)]
+
+    with TieredStore(tiers()) as store:
+        store.register("block", SHAPE, torch.float32, home="nvme")
+        put(store, "block", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", held)
+            first = store.commit()
+            assert is_flushing.wait(60)
+            put(store, "block", 2)
+            store.evict("block", "ram").wait(60)
+            may_flush.set()
+            first.wait(60)
+        store.commit().wait(60)
+    for generation in (1, 2):
+        assert list(GenerationReader(tmp_path, generation).problems()) == []
+        with TieredStore.open(str(tmp_path), tiers(), generation=generation) as store:
+            assert value_of(store, "block") == generation
 
 
 def test_dtypes_shapes_and_empty_blocks_survive(tmp_path: Path) -> None:

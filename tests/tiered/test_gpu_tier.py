@@ -66,6 +66,20 @@ def test_a_buffer_remembers_the_work_that_uses_it_until_it_is_done() -> None:
     assert fourth.is_done and third.is_done and buffer.pending_events == {}
 
 
+def test_work_that_is_remembered_while_the_host_waits_is_not_forgotten() -> None:
+    buffer, later, other = DeviceBuffer(torch.empty(0)), Event(), Event()
+
+    class Meanwhile(Event):
+        def synchronize(self) -> None:
+            super().synchronize()
+            buffer.add_event(later, "compute")
+            buffer.add_event(other, "copies")
+
+    buffer.add_event(Meanwhile(), "compute")
+    buffer.wait()
+    assert buffer.pending_events == {"compute": later, "copies": other} and not buffer.is_idle()
+
+
 def test_a_reused_buffer_keeps_its_pending_work() -> None:
     tier = GpuTier(4096, device="cpu")
     slot = tier.allocate(512, name="a", home=False)

@@ -192,7 +192,8 @@ def test_pool_never_exceeds_capacity_under_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert recorder.most_bytes <= 1000
     assert pool.usage().used_bytes == 0
     assert sum(recorder.alive.values()) == pool.usage().pooled_bytes

@@ -17,6 +17,7 @@ from tiered.tiers.base import Slot
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.files import files_of
 from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.wear import WearLimitError
 from tiered.units import KiB, MiB
 from tiered.zarr_layout import own_attributes
 
@@ -275,6 +276,64 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
     tier.close()
 
 
+def test_files_that_were_taken_over_are_kept_and_used_with_new_ones(tmp_path: Path) -> None:
+    """A new file must not get the name of one that is kept."""
+    tier = NvmeTier([tmp_path], MiB)
+    for key in ("a", "b"):
+        take(tier, 8192, key)
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    assert tier.pool_bytes == 2 * 8192
+    tier.free(take(tier, 8192, "a"))
+    assert tier.pool_bytes == bytes_on_disk(tmp_path) == 2 * 8192
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    for _ in range(4):
+        tier.free(take(tier, 8192, "a"))
+        assert tier.pool_bytes == bytes_on_disk(tmp_path) == 2 * 8192
+    for key in ("a", "b", "c"):
+        take(tier, 8192, key)
+    assert tier.usage().used_bytes == bytes_on_disk(tmp_path) == 3 * 8192 and tier.pool_bytes == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_only_a_dead_run_is_told_of(dies: bool, tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path], MiB)
+    take(tier, 8192)
+    tier.close()
+    if dies:  # the lock of a process that is gone, with its name
+        (tmp_path / "LOCK").write_text("process 1 on here, since then\n")
+    notices: list[str] = []
+    NvmeTier([tmp_path], MiB, on_notice=notices.append).close()
+    assert ["dead run left (process 1 on here" in text for text in notices] == [True] * dies
+
+
+def test_a_file_with_holes_is_not_kept(tmp_path: Path) -> None:
+    """It would take its room on the drive in the middle of a write, where the drive may be full."""
+    tier = NvmeTier([tmp_path], MiB)
+    slots = {key: take(tier, 64 * KiB, key) for key in ("whole", "holes")}
+    (file,) = files_of(slots["holes"]).files
+    file.path.unlink()
+    with file.path.open("wb") as made:
+        made.truncate(64 * KiB)
+    tier.close()
+    tier = NvmeTier([tmp_path], MiB)
+    assert tier.pool_bytes == bytes_on_disk(tmp_path) == 64 * KiB
+    tier.close()
+
+
+def test_a_write_that_one_path_may_not_take_is_counted_on_none(tmp_path: Path) -> None:
+    limits = [None, 10_000]
+    tier = NvmeTier([tmp_path / "a", tmp_path / "b"], MiB, max_written_bytes=limits)
+    tier.count_wear({0: 4096, 1: 4096})
+    with pytest.raises(WearLimitError, match="10000 bytes"):
+        tier.count_wear({0: 8192, 1: 8192})
+    tier.close()
+    counts = [json.loads((tmp_path / name / "WEAR.json").read_text())["written_bytes"] for name in "ab"]
+    assert counts == [4096, 4096]
+
+
 def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     tier = NvmeTier(paths, 256 * KiB, chunk_bytes=8192)
@@ -302,7 +361,8 @@ def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert not problems
     assert tier.usage().used_bytes == 0
     tier.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +190,33 @@ def test_a_damaged_note_makes_a_folder_nobodys(tmp_path: Path) -> None:
     assert (tmp_path / "drive0/snap/00000001").is_dir() and not (tmp_path / "drive1/snap/00000001").exists()
     assert list_generations(tmp_path / "one") == [2]
     assert not StoreIdentity("0" * 32, tmp_path / "one").owns(tmp_path / "drive0/snap/00000001")
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_what_is_left_of_a_folder_at_any_instant_says_whose_it_is(
+    is_reversed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody could remove what a crash left of it, in whatever order the file system lists it."""
+    num_looks = 0
+
+    def check(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*arguments: Any, **options: Any) -> Any:
+            nonlocal num_looks
+            result = call(*arguments, **options)
+            for folder in tmp_path.glob("drive*/snap/0*"):
+                left = {entry.name for entry in os.scandir(folder)} - {"OWNER.tmp"}
+                assert "OWNER.json" in left or not left, (folder, left)
+                num_looks += 1
+            return result
+
+        return checked
+
+    list_of = os.listdir
+    with make_store(tmp_path, "one", keep=1) as store:
+        commit(store, 1)
+        monkeypatch.setattr(os, "listdir", lambda path=".": sorted(list_of(path), reverse=is_reversed))
+        for name in ("unlink", "rmdir"):
+            monkeypatch.setattr(os, name, check(getattr(os, name)))
+        commit(store, 2)
+    assert num_looks > 10
+    assert on_drives(tmp_path) == [2]

@@ -118,11 +118,16 @@ def test_a_failed_write_keeps_the_bytes_in_gpu_memory(store: TieredStore) -> Non
 def test_what_came_from_gpu_memory_gets_its_checksums_at_the_commit(store: TieredStore) -> None:
     put(store, 8.0)
     assert store.verify() == 0, "no checksum was taken on the way"
-    store.commit().wait()
+    store.commit().wait(30)
     assert store.verify() == 4 * N
     put(store, 9.0)
-    store.load()
-    assert value_in(store, "gpu") == 8.0
+    assert store.verify() == 0, "nor are those of the contents before still there"
+    store.commit().wait(30)
+    assert store.verify() == 4 * N
+    put(store, 10.0)
+    for generation, value in ((1, 8.0), (2, 9.0)):
+        store.load(generation)
+        assert value_in(store, "gpu") == value
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:

@@ -134,3 +134,27 @@ def test_the_suites_need_no_pytest() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
     assert result.stdout.split() == ["False", "False"]
+
+
+class Miser(tiered.RamTier):
+    """Never gives its last page, and counts it as free all the same."""
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.Slot | None:
+        is_last = self.usage().free_bytes <= self.slot_bytes(nbytes)
+        return None if is_last else super().allocate(nbytes, name=name, home=home)
+
+
+def test_a_tier_that_contradicts_itself_is_an_error_and_no_wait_for_ever() -> None:
+    page = 4 * tiered.KiB
+    with tiered.TieredStore([Miser(2 * page, name="fast", pin_memory=False), tiered.RamTier(8 * page)]) as store:
+        for key in ("a", "b"):
+            store.register(key, (page,), torch.uint8, home="ram")
+        message = "tier 'fast' says that 4096 bytes are free, and gives no slot of 4096: .*TierSuite"
+        with store.acquire("a", "fast", "w", timeout_s=20), pytest.raises(TieredError, match=message):
+            store.acquire("b", "fast", "w", timeout_s=20)
+        with pytest.raises(TieredError, match=message):
+            store.acquire_many([("a", "fast", "r"), ("b", "fast", "w")], timeout_s=20)
+        store.discard("a")
+        store.register("home", (page,), torch.uint8, home="fast")
+        with pytest.raises(TieredError, match=message):
+            store.register("more", (page,), torch.uint8, home="fast")

@@ -223,3 +223,11 @@ def test_reads_overtake_queued_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     for link in (read, write):
         link.close()
     rig.close()
+
+
+def test_a_link_goes_on_after_the_other_direction_was_closed(rig: Rig) -> None:
+    home = rig.home(1000)
+    rig.read.close()
+    rig.read.close()
+    rig.store(torch.arange(250, dtype=torch.float32), home)
+    assert files_of(home).checksums is not None

@@ -34,6 +34,12 @@ def test_the_access_of_now_takes_room_and_is_not_fetched() -> None:
     assert picks("abcd", room=3) == "bc"
 
 
+def test_what_is_used_now_needs_room_once_more_when_it_comes_again() -> None:
+    """It may be gone until then."""
+    assert picks("abcda", room=4) == "bcd"
+    assert picks("abcda", room=5) == "bcda"
+
+
 def test_what_is_there_takes_room_too() -> None:
     assert picks(".abcd", room=3, present="ab") == "c"
 

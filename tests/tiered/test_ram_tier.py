@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -32,3 +34,17 @@ def test_machine_without_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         tier.allocate(4096, name="layer.0/weight", home=True)
     assert caught.value.errno == 12
     assert tier.usage().used_bytes == 0
+
+
+def test_what_slabs_took_to_make_is_counted_and_so_are_those_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "_register", lambda address, nbytes: time.sleep(0.01) or True)
+    monkeypatch.setattr(slab_module, "_unregister", lambda address: None)
+    tier = RamTier(MiB, pin_memory=True)
+    first, second = take(tier, 8192), take(tier, 300 * 1024)
+    assert tier.made_bytes == 308 * 1024 and tier.populate_s > 0 and tier.pin_s >= 0.02
+    tier.free(first)
+    tier.free(second)
+    take(tier, 8192)
+    assert (tier.num_drops, tier.made_bytes) == (0, 308 * 1024), "a slab that is there is used again"
+    take(tier, 900 * 1024)
+    assert tier.num_drops == 1, "there was no room beside the one that nobody uses"

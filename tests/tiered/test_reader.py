@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, LockedError
-from tiered.manifest import current_generation, list_generations, newest_first
+from tiered.manifest import current_generation, list_generations, newest_first, read_manifest, write_manifest
 from tiered.reader import GenerationReader, remove_generation_everywhere
 
 #: key -> (home, contents); the large ones have several checksums or several files.
@@ -276,3 +279,40 @@ def test_a_damaged_piece_is_named_and_the_others_can_be_read(root: Path) -> None
         reader.to_zarr()["large"][-1]
     with pytest.raises(ValueError, match="bytes, not"):
         reader.read_range("large", 0, 18 * MiB + 1)
+
+
+def test_a_block_with_another_number_of_checksums_is_damaged(root: Path) -> None:
+    folder = root / "generations"
+    manifest = read_manifest(folder)
+    short = [replace(record, xxh3_64=record.xxh3_64[:-1]) for record in manifest.blocks]
+    write_manifest(folder, replace(manifest, blocks=tuple(short)))
+    reader = GenerationReader(folder)
+    for key, (_, tensor) in BLOCKS.items():
+        if tensor.numel():
+            with pytest.raises(CorruptBlockError, match="expected none"):
+                reader.read(key, torch.empty_like(tensor))
+
+
+def test_at_every_instant_of_a_removal_the_current_generation_is_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, num_looks = root / "generations", 0
+    with make_store(root) as store:
+        register(store)
+        store.load()
+        store.commit().wait(60)
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any, **options: Any) -> Any:
+            nonlocal num_looks
+            result = call(*arguments, **options)
+            assert current_generation(folder) in list_generations(folder)
+            num_looks += 1
+            return result
+
+        return act
+
+    for name in ("unlink", "replace"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    remove_generation_everywhere(folder, 3)
+    assert num_looks > 2 and current_generation(folder) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 import zarr
 
-from tiered.errors import GenerationError
+from tiered.errors import GenerationError, TransferError
 from tiered.tiers.base import Slot
 from tiered.tiers.files import files_of
 from tiered.tiers.nvme import NvmeTier
@@ -97,6 +98,60 @@ def test_generations_share_unchanged_files(make_tier: Callable[[], NvmeTier]) ->
     tier.drop_snapshot("2")
     assert tier.snapshot_bytes == 0
     assert tier.pool_bytes == bytes_on_disk(*map(Path, tier.paths)) == 2 * slot.slot_bytes
+    tier.close()
+
+
+def test_a_file_that_several_generations_hold_takes_its_room_once(make_tier: Callable[[], NvmeTier]) -> None:
+    tier = make_tier()
+    slot = take(tier, 20_000)
+    tier.describe(slot, (20_000,), torch.uint8)
+    for generation in ("1", "2", "3"):
+        tier.snapshot(slot, generation)
+    slot_bytes = slot.slot_bytes
+    tier.close()
+    tier = make_tier()
+    assert tier.snapshot_bytes == bytes_on_disk(*map(Path, tier.paths)) == slot_bytes
+    tier.close()
+
+
+def test_a_snapshot_that_failed_half_way_can_be_tried_again(
+    make_tier: Callable[[], NvmeTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    slot = take(tier, 50_000)
+    tier.describe(slot, (50_000,), torch.uint8)
+    fill(tier, slot, 1)
+    link, left = os.link, [2]
+
+    def fills_up(source: Path, target: Path) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", fills_up)
+        with pytest.raises(TransferError, match="cannot be linked into generation 1: No space left"):
+            tier.snapshot(slot, "1")
+    assert tier.snapshot_bytes == 0
+    tier.snapshot(slot, "1")
+    fill(tier, slot, 2)
+    assert contents(Path(tier.paths[0]) / "snap/1", "layer.0/weight") == {1}
+    assert contents(Path(tier.paths[0]) / "live", "layer.0/weight") == {2}
+    tier.close()
+
+
+def test_room_reserved_for_snapshots_is_what_they_take(tmp_path: Path) -> None:
+    """It is not set apart a second time: files that fit beside it are kept for reuse."""
+    tier = NvmeTier([tmp_path], 4 * 16 * KiB)
+    tier.reserve(2 * 16 * KiB)
+    slot, other = take(tier, 16 * KiB), take(tier, 16 * KiB, "other")
+    tier.describe(slot, (16 * KiB,), torch.uint8)
+    tier.snapshot(slot, "1")
+    fill(tier, slot, 1)
+    assert tier.snapshot_bytes == 16 * KiB
+    tier.free(other)
+    assert tier.pool_bytes == 16 * KiB and bytes_on_disk(tmp_path) == 3 * 16 * KiB
     tier.close()
 
 

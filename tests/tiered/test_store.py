@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +33,8 @@ from tiered import (
     TransferError,
     UninitializedBlockError,
 )
+from tiered.schedule import Mode
+from tiered.tiers import full
 
 BLOCK_BYTES = 64 * KiB
 SHAPE = (128, 128)  # float32: 64 KiB
@@ -147,7 +152,8 @@ def test_what_can_never_fit_is_refused_at_once(store: TieredStore) -> None:
     held = [store.acquire(key, "ram") for key in "abcd"]
     with pytest.raises(CapacityError) as caught:
         store.acquire("e", "ram")
-    assert (caught.value.free_bytes, caught.value.leased_bytes) == (0, 4 * BLOCK_BYTES)
+    found = (caught.value.free_bytes, caught.value.leased_bytes, caught.value.pinned_bytes)
+    assert found == (0, 4 * BLOCK_BYTES, 0)
     held.pop().release()
     assert read(store, "e") == 4
     for lease in held:
@@ -183,6 +189,33 @@ def test_acquire_many_gives_all_or_nothing(store: TieredStore) -> None:
     assert store.stats().tiers["ram"].leased_bytes == 0
     with pytest.raises(ValueError, match="one block twice"):
         store.acquire_many([("a", "ram", "r"), ("a", "ram", "w")])
+
+
+def test_two_that_gather_blocks_do_not_wait_for_each_others_share(tmp_path: Path) -> None:
+    """There is room for what one of them wants; each with half of that would wait for ever."""
+    keys = [f"b{i}" for i in range(8)]
+    num_rounds = 25
+    errors: list[BaseException] = []
+    with make_store(tmp_path, ram_blocks=2) as store:
+        add(store, *keys, value=0)
+
+        def work(first: int) -> None:
+            try:
+                for _ in range(num_rounds):
+                    requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in keys[first : first + 2]]
+                    with store.acquire_many(requests, timeout_s=10) as group:
+                        for lease in group:
+                            lease.tensor.add_(1)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(0, len(keys), 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors and not any(thread.is_alive() for thread in threads)
+        assert [read(store, key) for key in keys] == [num_rounds] * len(keys)
 
 
 def test_waiting_for_ones_own_lease_is_an_error(store: TieredStore) -> None:
@@ -244,6 +277,11 @@ def test_a_pinned_copy_stays(store: TieredStore) -> None:
         store.pin(key, "ram")
     with pytest.raises(CapacityError, match="to pin 'e'"):
         store.pin("e", "ram")
+    for key in "bcd":
+        read(store, key)
+    with pytest.raises(CapacityError, match="to acquire e") as caught:
+        store.acquire("e", "ram", timeout_s=20)
+    assert (caught.value.pinned_bytes, caught.value.leased_bytes) == (4 * BLOCK_BYTES, 0)
     for key in "abcd":
         store.unpin(key, "ram")
     with pytest.raises(LeaseError, match="is not pinned"):
@@ -313,6 +351,27 @@ def test_traffic_does_not_depend_on_lookahead(
     assert (window.prefetch_on_time + window.prefetch_late > 0) == (lookahead_bytes != 0)
 
 
+@pytest.mark.parametrize("policy", [LRU(), Belady()], ids=["lru", "belady"])
+def test_a_prefetch_displaces_nothing_that_is_needed_sooner(tmp_path: Path, policy: EvictionPolicy) -> None:
+    """By recency alone the copy for the next tick would go first, and by the schedule that of this very tick."""
+    keys = ["a", "b", "c", "d"]
+    with make_store(tmp_path, ram_blocks=3, policy=policy) as store:
+        add(store, *keys)
+        flush(store, *keys)
+        num_steps, period = 5, len(keys)
+        accesses = [Access(tick, key, "ram") for tick, key in enumerate(keys)]
+        before = store.stats()
+        store.set_schedule(Schedule(accesses, period=period, end=num_steps * period))
+        for tick in range(num_steps * period):
+            store.advance(tick)
+            store.wait_idle()  # what is fetched ahead has arrived before this tick's block is asked for
+            assert read(store, keys[tick % period]) == tick % period
+        window = store.stats() - before
+    num_uses = num_steps * period
+    assert window.links["nvme->ram"].num_bytes == num_uses * BLOCK_BYTES, "once for each use"
+    assert (window.prefetch_wasted, window.prefetch_late) == (0, 0) and window.prefetch_on_time == num_uses - 1
+
+
 def test_a_recorded_trace_becomes_a_schedule(store: TieredStore) -> None:
     add(store, *"abc")
     flush(store, *"abc")
@@ -328,6 +387,7 @@ def test_a_recorded_trace_becomes_a_schedule(store: TieredStore) -> None:
     read(store, "a")
     read(store, "b")
     assert store.stats().schedule_misses == 1, "b belongs to the next tick"
+    assert len(trace.accesses) == 3, "what came later is not in the record"
 
 
 def test_events_tell_every_movement(tmp_path: Path) -> None:
@@ -387,6 +447,33 @@ def test_a_failed_write_back_keeps_the_contents(
     assert read(store, "a") == 4
     flush(store, "a")
     assert read(store, "a") == 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["drive", "quota"])
+def test_a_write_waits_for_room_and_a_person_is_told_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    nvme = NvmeTier([tmp_path], MiB, on_full="pause", on_notice=notices.append)
+    write, refusals = os.pwritev, [3]
+
+    def pwritev(*arguments: Any) -> int:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return write(*arguments)
+
+    monkeypatch.setattr(full, "RETRY_S", 0.01)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with TieredStore([RamTier(MiB, pin_memory=False), nvme]) as store:
+        for value in (1, 2):
+            store.register(f"block.{value}", SHAPE, torch.float32, home="nvme")
+            with store.acquire(f"block.{value}", "ram", "w") as lease:
+                lease.tensor.fill_(value)
+            flush(store, f"block.{value}")
+            assert not store.is_paused
+        assert [read(store, f"block.{value}") for value in (1, 2)] == [1, 2]
+    assert [("paused" in text, "room again" in text) for text in notices] == [(True, False), (False, True)]
 
 
 def test_threads_that_hammer_the_store_see_every_increment(tmp_path: Path) -> None:

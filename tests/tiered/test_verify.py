@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,3 +197,26 @@ def test_off_takes_checksums_at_a_commit_only(tmp_path: Path) -> None:
         flip_bit(files(store, "layer.0/m").files[0], 77)
         with pytest.raises(CorruptBlockError):
             store.verify()
+
+
+def test_nobody_writes_a_block_that_is_being_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, is_reading, may_read, found = os.preadv, threading.Event(), threading.Event(), []
+
+    def held(*arguments: Any) -> int:
+        is_reading.set()
+        assert may_read.wait(60)
+        return real(*arguments)
+
+    with open_store(tmp_path, 1, "resume") as store:
+        store.register("tiny", (1,), torch.uint8, home="nvme")
+        fill(store, "tiny", 0)
+        monkeypatch.setattr(os, "preadv", held)
+        thread = threading.Thread(target=lambda: found.append(store.verify()), daemon=True)
+        thread.start()
+        assert is_reading.wait(60)
+        with pytest.raises(TimeoutError, match="waiting for: lease"):
+            store.acquire("tiny", "ram", "w", timeout_s=0)
+        may_read.set()
+        thread.join(60)
+        assert found == [1]
+        fill(store, "tiny", 1)

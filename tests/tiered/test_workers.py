@@ -16,7 +16,7 @@ def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:
     ran: list[tuple[str, int]] = []
 
     def block() -> None:
-        gate.wait()
+        gate.wait(60)
 
     workers.submit(block)
     for number in range(3):

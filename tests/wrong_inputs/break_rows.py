@@ -147,3 +147,19 @@ def cases() -> Iterator[WrongInput]:
         return "99999", "vocab_size"
 
     yield _case("ids without embeddings", "data: bad row", too_large)
+
+    def mostly_bad(work: Workplace) -> Sequence[str]:
+        work.rows(FILE, [json.dumps(ROWS[0]), *[json.dumps({"messages": CONVERSATIONS["unknown role"]})] * 2])
+        return f"data.train.0 ({work.folder / FILE})", "2 of 3 rows", "data.max_dropped"
+
+    def mostly_cut(work: Workplace) -> Sequence[str]:
+        work.rows(FILE, [chat("Who?", "Ishmael. " * 99), chat("Who?", "Ahab. " * 99), ROWS[0]])
+        return f"data.train.0 ({work.folder / FILE})", "2 cut to data.max_length", "Raise data.max_length"
+
+    def bad_to_evaluate(work: Workplace) -> Sequence[str]:
+        work.rows("held_out.jsonl", [chat("Who?", "Ishmael. " * 99)])
+        return "data.eval.0", "held_out.jsonl", "data.max_dropped"
+
+    yield _case("most rows are dropped", "data: most is lost", mostly_bad)
+    yield _case("most rows are cut", "data: most is lost", mostly_cut)
+    yield _case("most rows of an evaluation are cut", "data: most is lost", bad_to_evaluate)

@@ -24,8 +24,8 @@ from reference.saved_run import command_group
 
 VERBS = (
     "Add", "Ask", "Check", "Choose", "Close", "Convert", "Copy", "De-quantize", "Download", "Fetch", "Fill", "Fix",
-    "Free", "Give", "Install", "Keep", "Leave", "Lower", "Make", "Name", "Put", "Raise", "Remove", "Rename", "Save",
-    "Say", "Set", "Take", "Turn", "Use", "Wrap", "Write",
+    "Free", "Give", "Install", "Keep", "Leave", "Lower", "Make", "Mount", "Name", "Put", "Raise", "Remove", "Rename",
+    "Save", "Say", "Set", "Take", "Turn", "Use", "Wrap", "Write",
 )  # fmt: skip
 _REMEDIES = (
     re.compile(rf"(?:[.;:,!?)] |\bor |\bThen )(?:{'|'.join(VERBS)})\b"),

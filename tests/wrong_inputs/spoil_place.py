@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from wrong_inputs.mutate_config import CODE as CONFIG
 from wrong_inputs.workplace import CONFIG_NAME, Spoil, Workplace, WrongInput
 
+from megatrain.plan.profile import file_system_of
+
 DOES_NOT_FIT = 3
 BOTH = ("check", "run")
+_SHM = Path("/dev/shm")
 
 
 def _put(key: str, value: str, *parts: str, files: tuple[str, ...] = ()) -> Spoil:
@@ -102,7 +106,37 @@ def fit_cases() -> Iterator[WrongInput]:
         yield WrongInput(what, "run: does not fit", DOES_NOT_FIT, spoil, ("plan", *BOTH))
 
 
+def machine_cases() -> Iterator[WrongInput]:
+    """Sizes that no machine has, and drives that are none, or are not there."""
+
+    def put(parts: tuple[str, ...], **keys: str) -> Spoil:
+        def spoil(work: Workplace) -> Sequence[str]:
+            for key, value in keys.items():
+                work.config.put(key.replace("__", "."), value)
+            return parts
+
+        return spoil
+
+    beyond = {
+        "more RAM than there is": put(
+            ("tiers.ram.size", "more than there is", "free now"), tiers__ram__size='"9000TiB"'
+        ),
+        "a larger drive than there is": put(("tiers.nvme.0.size", "/drive", "free"), tiers__nvme__size='"9000TiB"'),
+    }
+    for what, spoil in beyond.items():
+        yield WrongInput(what, "run: beyond the machine", DOES_NOT_FIT, spoil, BOTH)
+    places = {
+        "the drive is not mounted": put(("mount_point", "nothing is mounted"), tiers__nvme__mount_point='"model"')
+    }
+    if file_system_of(_SHM).kind == "tmpfs":
+        shm = put(("tiers.nvme.0.path", "tmpfs"), tiers__nvme__path=f'"{_SHM}/no-such-folder"')
+        places["the drive is RAM"] = shm
+    for what, spoil in places.items():
+        yield WrongInput(what, "run: wrong place", CONFIG, spoil, BOTH)
+
+
 def cases() -> Iterator[WrongInput]:
     yield from place_cases()
+    yield from machine_cases()
     yield from setting_cases()
     yield from fit_cases()

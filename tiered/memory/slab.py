@@ -9,6 +9,7 @@ import functools
 import logging
 import mmap
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class HostSlab:
 
     Attributes:
         nbytes: the rounded size. is_pinned: page-locked. has_huge_pages: huge pages were asked for and are allowed.
+        populate_s, pin_s: seconds that it took to make the bytes resident, and to page-lock them.
 
     Raises:
         OSError: the machine has no such memory (ENOMEM).
@@ -71,12 +73,16 @@ class HostSlab:
         self.nbytes = round_up(nbytes, PAGE_BYTES)
         self.is_pinned = False
         self.has_huge_pages = False
+        self.populate_s = self.pin_s = 0.0
         self._map: mmap.mmap | None = None
         self._array: Any = np.empty(0, dtype=np.uint8)
         if self.nbytes:
             self._map_memory()
-            if pin and _register(self.address, self.nbytes):
-                self.is_pinned = True
+            if pin:
+                start_s = time.perf_counter()
+                self.is_pinned = _register(self.address, self.nbytes)
+                self.pin_s = time.perf_counter() - start_s
+            if self.is_pinned:
                 # Also when nobody calls close: CUDA must never keep a registration of unmapped memory.
                 self._unpin = weakref.finalize(self, _unregister, self.address)
                 self._unpin.atexit = False  # CUDA may be gone by then, and the process gives all back anyway
@@ -94,10 +100,12 @@ class HostSlab:
         if wants_huge:
             # Exactly the used range: a huge page over its end would be resident beyond the size on the ledger.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
+        start_s = time.perf_counter()
         error = _advise(self.address, self.nbytes, _MADV_POPULATE_WRITE)
         if error == errno.EINVAL:
             self._array[::PAGE_BYTES] = 0
-        elif error:
+        self.populate_s = time.perf_counter() - start_s
+        if error and error != errno.EINVAL:
             raise OSError(error, os.strerror(error))
 
     @property

@@ -25,6 +25,9 @@ class RamTier:
     Attributes:
         num_unpinned_slabs: slabs that should have been page-locked and could not be; copies to a device
             from them are slow and block the link's thread. huge_page_bytes: bytes of slabs on huge pages.
+        num_drops: slabs that were given back, for another size or at the end.
+        made_bytes, populate_s, pin_s: bytes of all slabs ever made, and the seconds, over all threads, that it took to
+            make them resident and to page-lock them.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:
@@ -35,6 +38,9 @@ class RamTier:
         self.durable = False
         self.num_unpinned_slabs = 0
         self.huge_page_bytes = 0
+        self.num_drops = 0
+        self.made_bytes = 0
+        self.populate_s = self.pin_s = 0.0
         self._pin_memory = pin_memory
         self._counting = threading.Lock()
         self._pool: SlabPool[HostSlab] = SlabPool(capacity_bytes, self._make, self._drop)
@@ -45,10 +51,14 @@ class RamTier:
         with self._counting:
             self.num_unpinned_slabs += pin and not slab.is_pinned
             self.huge_page_bytes += slab.nbytes if slab.has_huge_pages else 0
+            self.made_bytes += slab.nbytes
+            self.populate_s += slab.populate_s
+            self.pin_s += slab.pin_s
         return slab
 
     def _drop(self, slab: HostSlab) -> None:
         with self._counting:
+            self.num_drops += 1
             self.huge_page_bytes -= slab.nbytes if slab.has_huge_pages else 0
         slab.close()
 

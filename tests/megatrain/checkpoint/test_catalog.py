@@ -21,7 +21,7 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.run_folder import RunFolder
 from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
 from tiered import MiB, NvmeTier, RamTier, TieredStore
-from tiered.manifest import MANIFEST_NAME, generation_folder
+from tiered.manifest import MANIFEST_NAME, generation_folder, make_current
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,12 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
         find_checkpoint(run.out, 3)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 4\. There are those of steps 2$"):
         find_checkpoint(folder / "snap/00000001", 4)
+
+
+def test_what_a_crash_kept_from_becoming_current_is_found_by_its_step(run: SavedRun) -> None:
+    make_current(run.out / "checkpoints", 2)
+    assert find_checkpoint(run.out).state.step == 4
+    assert find_checkpoint(run.out, 6).generation == 3
 
 
 def test_nothing_there(tmp_path: Path, run: SavedRun) -> None:

@@ -41,7 +41,9 @@ BAD = {
     "wrong table": ("[training]\nlearning_rate = 1e-5", "line 8: unknown key `training.learning_rate`. `learning_rate` belongs in [optimizer]: write optimizer.learning_rate"),
     "later release": ('[precision]\nmaster_dtype = "bfloat16"', "line 8: unknown key `precision.master_dtype`. This release does not have it yet; leave it out"),
     "text number": ('[optimizer]\nlearning_rate = "1e-5"', 'line 8: optimizer.learning_rate = "1e-5" is text. Write it without quotes: 1e-5'),
-    "text boolean": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
+    "text boolean": ('[checkpoint]\nasync_save = "True"', 'line 8: checkpoint.async_save = "True" is text. Write it without quotes: true'),
+    "text packing": ('[data]\npacking = "True"', 'line 8: data.packing: "True" is text. Write it without quotes: true'),
+    "odd packing": ('[data]\npacking = "best"', """line 8: data.packing: 'best' is no way to pack. Write true, false or "concat\""""),
     "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
     "number for text": ("[model]\n", "line 7: model is there twice. Keep one of the two"),
     "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
@@ -72,6 +74,8 @@ BAD = {
     "schedule arguments": ("[optimizer]\nlr_scheduler_kwargs = { min_lr_rate = 0.1 }", 'the "cosine" schedule takes no `min_lr_rate`. It belongs to "cosine_with_min_lr"'),
     "schedule needs": ('[optimizer]\nlr_scheduler_type = "warmup_stable_decay"', "needs `num_decay_steps`"),
     "warm-up": ("[training]\nmax_steps = 10\n[optimizer]\nwarmup_steps = 20", "line 10: the warm-up of 20 steps does not end within the 10 steps of the run"),
+    "nothing but warm-up": ("[training]\nmax_steps = 10\n[optimizer]\nwarmup_steps = 10", "line 10: the warm-up of 10 steps does not end within the 10 steps of the run"),
+    "rounded sums": ('[training]\ngradient_accumulation_steps = 2\n[precision]\ngrad_dtype = "bfloat16"\n[advanced]\nmicro_batch_order = "micro_batch"', "bfloat16 gradients cannot be summed over micro-batches"),
     "half a step": ("[optimizer]\nwarmup_steps = 1.5", "line 8: optimizer.warmup_steps = 1.5 is not a whole number of steps"),
     "same folder": ('[[tiers.nvme]]\npath = "a"\n[[tiers.nvme]]\npath = "./a"', "line 10: tiers.nvme.1.path is the folder of tiers.nvme.0"),
     "half the rates": ('[[tiers.nvme]]\npath = "a"\nrate = "1GB/s"\n[[tiers.nvme]]\npath = "b"', "only some of [[tiers.nvme]] have a rate"),
@@ -174,6 +178,23 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(HEAD)
     with pytest.raises(ConfigError, match=r"there is no such file. In that folder: run.toml"):
         load_config(tmp_path / "rum.toml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training]\nmax_steps = 11\n[optimizer]\nwarmup_steps = 10",
+        '[training]\ngradient_accumulation_steps = 1\n[precision]\ngrad_dtype = "bfloat16"\n'
+        '[advanced]\nmicro_batch_order = "micro_batch"',
+        '[tiers.ram]\nsize = "1GiB"\npinned = "1GiB"',
+        "[training]\nper_device_train_batch_size = 2\n[data]\npacking = false",
+    ],
+)
+def test_just_within_what_can_work(tmp_path: Path, text: str) -> None:
+    head = HEAD.replace('"model"\n', '"model"\nattn_implementation = "flash_attention_2"\n')
+    for start in (HEAD, head) if "packing" in text else (HEAD,):
+        (tmp_path / "run.toml").write_text(start + text + "\n")
+        load_config(tmp_path / "run.toml")
 
 
 def test_device_cpu_has_no_gpu(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_a_long_text_in_pieces_is_one_text(tmp_path: Path, monkeypatch: pytest.M
     assert pieces.report.num_rows == 1
     assert pieces.report.num_documents == -(-pieces.report.num_tokens // 64)
     assert pieces.lengths()[:-1].tolist() == [64] * (len(pieces) - 1)
+    assert pieces.begins_row.tolist() == [True] + [False] * (len(pieces) - 1)
     assert abs(pieces.report.num_tokens - whole.report.num_tokens) < 0.02 * whole.report.num_tokens
     tokenizer = load_tokenizer(str(MODEL))
     assert tokenizer.decode(pieces.tokens.tolist()) == tokenizer.decode(whole.tokens.tolist())

@@ -45,6 +45,13 @@ DROPS_OLD_THOUGHTS = (  # thoughts of earlier turns are removed, an empty though
     "{% else %}{{ answer }}{% endif %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ANSWERS_INSIDE = (  # the answer of a tool stands in the turn that called it, before the end of that turn
+    "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m.get('tool_calls') or [] %}{{ call.function.name }} {{ call.function.arguments['of'] }} "
+    "{% endfor %}"
+    "{% if m.get('tool_calls') and not loop.last %}{{ loop.nextitem.content }}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PLAIN = "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}\n{% endfor %}"
 OTHER_LAST_END = (  # earlier turns end with one token, the last with another
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
@@ -130,6 +137,41 @@ def test_a_rewritten_turn_is_not_trained(tokenizer: Any) -> None:
     assert RowEncoder(tokenizer).encode(row).untrained_turns == ("the chat template rewrites it",)
     with pytest.raises(RowError, match="rows line 1: message 2 cannot be told from the rest: the chat template rewri"):
         RowEncoder(tokenizer).encode(replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
+
+
+CALL = {"type": "function", "function": {"name": "depth", "arguments": {"of": "sea"}}}
+
+
+@pytest.mark.parametrize(("shown", "is_trained"), [(" {{ call.function.arguments['of'] }}", True), ("", False)])
+def test_a_call_that_is_not_shown_whole_is_not_trained(tokenizer: Any, shown: str, is_trained: bool) -> None:
+    calls = "{% for call in m.get('tool_calls') or [] %}{{ call.function.name }}" + shown + "{% endfor %}"
+    tokenizer.chat_template = CHATML.replace(
+        "{{ m['content'] }}<|im_end|>", "{{ m['content'] }}" + calls + "<|im_end|>"
+    )
+    messages = (
+        {"role": "user", "content": "How deep?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "So be it"},
+    )
+    coded = RowEncoder(tokenizer).encode(Conversation(messages, "rows line 1"))
+    assert trained_runs(tokenizer, coded) == ["depth sea<|im_end|>"] * is_trained + ["So be it<|im_end|>"]
+    assert coded.untrained_turns == (() if is_trained else ("the chat template rewrites it",))
+
+
+def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(tokenizer: Any) -> None:
+    tokenizer.chat_template = ANSWERS_INSIDE
+    messages = (
+        {"role": "user", "content": "How deep?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "11 km"},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "So be it"},
+    )
+    coded = RowEncoder(tokenizer).encode(Conversation(messages, "rows line 1"))
+    assert "depth sea 11 km<|im_end|>" in tokenizer.decode(coded.tokens)
+    assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
+    assert coded.untrained_turns == ("the chat template rewrites it",)
 
 
 def test_white_space_around_content(tokenizer: Any) -> None:

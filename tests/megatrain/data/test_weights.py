@@ -44,6 +44,11 @@ def test_documents_of_an_epoch() -> None:
     assert dataset_of([10, 20], (1.0, 1.0)).epoch_documents(7).tolist() == list(range(30))
 
 
+def test_a_fraction_of_the_documents_is_rounded_to_the_nearest() -> None:
+    for weight, expected in ((0.26, 3), (0.24, 2), (1.29, 13)):
+        assert len(dataset_of([10, 1], (weight, 2.0)).epoch_documents(7)) == expected + 2
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_batches_of_an_epoch_hold_them(packing: bool) -> None:
     dataset = dataset_of([10, 20], (2.5, 0.3))
@@ -63,6 +68,7 @@ def test_the_fingerprint_sees_weights() -> None:
     assert plain.fingerprint() == same.fingerprint() != weighted.fingerprint()
     assert weighted.fingerprint() == replace(plain, weights=(2.0, 1.0)).fingerprint()
     assert weighted.fingerprint() != replace(plain, weights=(1.0, 2.0)).fingerprint()
+    assert weighted.fingerprint() != replace(weighted, source_starts=(0, 11, 30)).fingerprint()
 
 
 def make_config(folder: Path, *weights: float) -> RunConfig:

@@ -336,6 +336,19 @@ def test_a_storage_that_changed_is_stored_again(store: TieredStore) -> None:
         saved(first)
 
 
+def test_memory_that_changed_behind_a_saved_tensor_is_read_back(store: TieredStore) -> None:
+    """What ``data`` gives counts changes of its own: the change is no error, and shows in the memory alone."""
+    base = torch.ones(4096)
+    with offload_activations(store, min_bytes=1) as activations:
+        first = save(base)
+        second = save(base.data)
+    assert activations.stats().offloaded_bytes == base.nbytes
+    base.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved(first)
+    assert float(saved(second)[0].sum()) == 4096
+
+
 @pytest.mark.parametrize("min_bytes", [1, KiB, MiB])
 def test_a_change_in_place_is_an_error_as_in_plain(store: TieredStore, min_bytes: int) -> None:
     x = torch.randn(32, 32, requires_grad=True)
@@ -488,6 +501,28 @@ def test_blocks_are_used_again(store: TieredStore) -> None:
     assert all(parameter.grad is not None for parameter in parameters)
     activations.close()
     assert not list(store.blocks()) and activations.stats().registered_bytes == 0
+
+
+def test_a_larger_block_serves_where_there_is_no_room_for_a_new_one(store: TieredStore) -> None:
+    """If it is at most twice as large."""
+    activations = offload_activations(store, min_bytes=1, max_bytes=MiB)
+    for num_elements, has_room in ((MiB // 4, True), (MiB // 4 * 5 // 8, True), (MiB // 16, False)):
+        with activations:
+            graph = save(torch.arange(num_elements, dtype=torch.int32))
+        assert torch.equal(saved(graph)[0], torch.arange(num_elements, dtype=torch.int32))
+        assert (activations.stats().no_room_bytes == 0) == has_room
+        del graph
+    assert activations.stats().num_registered == 1
+
+
+def test_what_is_older_than_the_lookahead_leaves_the_fast_tier(store: TieredStore) -> None:
+    activations = offload_activations(store, min_bytes=1, tier="nvme", lookahead_bytes=512 * KiB)
+    with activations:
+        graphs = [save(torch.full((64 * KiB,), float(number))) for number in range(5)]
+    store.wait_idle()
+    near = [spec.key for spec in store.blocks() if "ram" in store.where(spec.key)]
+    assert len(list(store.blocks())) == 5 and len(near) == 2
+    assert [float(saved(graph)[0].mean()) for graph in reversed(graphs)] == [4.0, 3.0, 2.0, 1.0, 0.0]
 
 
 def test_blocks_that_nobody_wants_are_given_up(store: TieredStore) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import megatrain
 from reference.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
+from tiered.store import TieredStore
 
 KINDS = {
     "adamw": lambda params, **options: megatrain.TieredAdamW(params, lr=1e-2, weight_decay=0.1, **options),
@@ -178,6 +179,108 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
                     chosen.param_groups[0]["lr"] /= 2
         for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.01])
+def test_gradients_that_somebody_cleared_are_not_used(max_grad_norm: float, tmp_path: Path) -> None:
+    """One by one before a step, and all of them between two backwards; they had left for the store by then."""
+    plain, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        options = {"lr": 0.1, "store": store, "max_grad_norm": max_grad_norm}
+        twin = megatrain.TieredSGD(plain.parameters(), **options)
+        optimizer = megatrain.TieredSGD(module.parameters(), **options, offload_gradients=True, name="offloading")
+        xs = batches(3)
+        for one, chosen in ((plain, twin), (module, optimizer)):
+            run_backward(one, xs[0], 100)
+            one[0].weight.grad = None
+            chosen.step()
+            chosen.zero_grad()
+            run_backward(one, xs[1], 100)
+            for parameter in one.parameters():
+                parameter.grad = None
+            run_backward(one, xs[2])
+            chosen.step()
+        assert_same_weights(plain, module)
+
+
+class EitherWeight(nn.Module):
+    """Two weights of one block; a forward uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return x @ (self.first if name == "first" else self.second)
+
+
+def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> None:
+    """One weight's gradient waits on the drive, its room in RAM is somebody else's, when another's arrives."""
+    plain, module = pair_of(EitherWeight)
+    with small_store(tmp_path, "256KiB") as store:
+        megatrain.tier(module, store, gradients="nvme")
+        optimizer = megatrain.TieredSGD(module.parameters(), lr=0.5)
+        twin = megatrain.TieredSGD(plain.parameters(), lr=0.5, store=store)
+        for x, name in zip(batches(3), ("first", "second", "first"), strict=True):
+            for one in (plain, module):
+                one(x, name).square().mean().backward()
+            leave_ram(store)
+        twin.step()
+        optimizer.step()
+        assert_same_weights(plain, module)
+
+
+@pytest.mark.parametrize(
+    ("rates", "used"),
+    [((1e-1, 1e-2), (("first", "second"),) * 2), ((1e-2, 1e-2), (("first",), ("first", "second")))],
+    ids=["rates", "steps"],
+)
+def test_weights_of_one_block_have_rates_and_steps_of_their_own(
+    rates: tuple[float, float], used: tuple[tuple[str, ...], ...], tmp_path: Path
+) -> None:
+    plain, module = pair_of(EitherWeight)
+    with small_store(tmp_path) as store:
+        megatrain.tier(module, store)
+        groups = [
+            [{"params": [one.first], "lr": rates[0]}, {"params": [one.second], "lr": rates[1]}]
+            for one in (plain, module)
+        ]
+        chosen = [torch.optim.AdamW(groups[0], foreach=False), megatrain.TieredAdamW(groups[1])]
+        for x, names in zip(batches(2), used, strict=True):
+            for one, optimizer in zip((plain, module), chosen, strict=True):
+                optimizer.zero_grad()
+                for name in names:
+                    one(x, name).square().mean().backward()
+                optimizer.step()
+        for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_is_measured_in_every_step(tmp_path: Path) -> None:
+    """Also where the gradient is the same tensor with the same version: written through ``data``."""
+    plain, module = pair_of(make)
+    with small_store(tmp_path) as store:
+        optimizer = megatrain.TieredSGD(module.parameters(), lr=0.1, store=store, max_grad_norm=1.0)
+        for factor in (1.0, 100.0):
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.data.mul_(factor)
+            optimizer.step()
+            assert optimizer.grad_norm == pytest.approx(factor * sum(p.numel() for p in plain.parameters()) ** 0.5)
+
+
+def leave_ram(store: TieredStore) -> None:
+    """Evict from RAM what lives elsewhere, and write NaN all over the room that is free then."""
+    for spec in store.blocks():
+        if spec.home != "ram" and "ram" in store.where(spec.key):
+            store.evict(spec.key, "ram").wait()
+    page = store.tier("ram").slot_bytes(1)
+    keys = [f"elsewhere/{number}" for number in range(store.tier("ram").usage().free_bytes // page)]
+    for key in keys:
+        store.register(key, (page // 4,), torch.float32, home="ram")
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(torch.nan)
+    store.unregister(*keys)
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from megatrain.engine.determinism import deterministic_kernels
+import megatrain
+from megatrain.engine.determinism import DeterminismError, deterministic_kernels
 from megatrain.models.errors import UnsupportedModelError
+from reference.gpu_run import virtual_gpu
 
 CUDA = torch.device("cuda")  # only its name is looked at
 
@@ -48,3 +51,54 @@ def test_an_operation_without_such_a_kernel_is_named_with_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="another one"), deterministic_kernels(CUDA, "Model"):
         raise RuntimeError("another one")
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.fixture
+def in_use() -> Iterator[None]:
+    """A GPU that somebody has multiplied on, without the setting."""
+    with virtual_gpu():
+        multiply()
+        yield
+
+
+def multiply() -> None:
+    matrix = torch.ones(2, 2, device="cuda")
+    torch.mm(matrix, matrix)
+
+
+def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
+    megatrain._ask_for_repeatable_cublas()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with virtual_gpu():
+        multiply()
+        with deterministic_kernels(CUDA, "Model"):
+            multiply()
+
+
+@pytest.mark.usefixtures("in_use")
+def test_where_it_comes_too_late_one_sentence_says_so() -> None:
+    megatrain._ask_for_repeatable_cublas()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with pytest.raises(
+        DeterminismError, match=r"not set before .* import megatrain before .* full_determinism = false"
+    ):
+        deterministic_kernels(CUDA, "Model").__enter__()
+    with deterministic_kernels(CUDA, "Model", enabled=False):
+        multiply()
+
+
+@pytest.mark.usefixtures("in_use")
+def test_a_setting_that_was_made_after_the_first_product_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with (
+        pytest.raises(DeterminismError, match=r"set after the first matrix product .* Start again with CUBLAS"),
+        deterministic_kernels(CUDA, "Model"),
+    ):
+        multiply()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_setting_that_does_not_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(DeterminismError, match=r"is ':0:0' .* set it to :4096:8"):
+        deterministic_kernels(CUDA, "Model").__enter__()

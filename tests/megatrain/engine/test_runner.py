@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import UserDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def test_frozen_layers_keep_no_activations_but_are_announced() -> None:
     assert access.largest_num_activations == 0
     assert [visit for phase, visit in access.log if phase == "backward"] == [4, 3, 2, 1, 0]
     assert set(access.finish()) == {"lm_head.weight"}
+
+
+def test_what_no_loss_depends_on_is_announced_and_given_up() -> None:
+    graph, access, runner = make(tied=False)
+    first = next(unit.module for unit in graph.units if unit.is_layer)
+    first.register_forward_hook(lambda module, args, output: output.detach())
+    runner.forward_backward(padded_batches())
+    assert access.largest_num_activations == 3 * 4, "the forward could not know"
+    assert [visit for phase, visit in access.log if phase == "backward"] == [4, 3, 2, 1, 0]
+    gradients = access.finish()  # raises if an activation is left
+    assert not [name for name in gradients if "layers.0." in name or "embed" in name]
+    assert any("layers.1." in name for name in gradients)
 
 
 def test_nothing_stays_behind() -> None:
@@ -106,12 +119,44 @@ def test_a_micro_batch_without_labels_adds_nothing() -> None:
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
 
 
+def test_the_loss_is_the_mean_over_the_tokens_that_it_is_told_of() -> None:
+    _, access, runner = make()
+    batches = padded_batches()
+    alone = runner.forward_backward(batches)
+    gradients = access.finish()
+    among_others = runner.forward_backward(batches, num_items=2 * alone.num_trained_tokens)
+    assert among_others.num_trained_tokens == alone.num_trained_tokens
+    assert among_others.loss == alone.loss / 2, "a power of two rounds nothing"
+    for name, gradient in access.finish().items():
+        assert torch.equal(gradient, gradients[name] / 2), name
+
+
+def test_a_buffer_that_layers_share_is_brought_to_the_device_once() -> None:
+    graph = build_graph(tiny_config("llama"))
+    first, *others = [unit.module for unit in graph.units if unit.is_layer]
+    table = torch.arange(4.0)
+    for module in (first, *others):
+        module.register_buffer("table", table)
+    access = MemoryAccess(graph, dict(build_model(tiny_config("llama")).named_parameters()), torch.float32)
+    LayerRunner(graph, access, device="meta", compute_dtype=torch.float32)
+    assert first.table.is_meta and others and all(module.table is first.table for module in others)
+
+
 def test_another_trace_is_noticed() -> None:
     shorter = trace_visits(build_graph(tiny_config("llama", num_hidden_layers=2)), 1, 8, torch.float32)
     _, _, runner = make(trace=shorter)
     with pytest.raises(VisitOrderError, match="planned"):
         runner.forward_backward(padded_batches())
     matching = trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32)
+    first, second, third, *rest = matching.visits
+    one_more = (first, second, third, *rest[:-1], replace(rest[-2], unit=rest[-1].unit), rest[-1])
+    longer = replace(matching, visits=one_more)
+    _, _, runner = make(trace=longer)
+    with pytest.raises(VisitOrderError, match="ended after 5 unit calls, planned were 6"):
+        runner.forward_backward(padded_batches())
+    _, _, runner = make(trace=replace(matching, visits=(first, third, second, *rest)))
+    with pytest.raises(VisitOrderError, match=r"visit 1 is model\.layers\.0, planned was model\.layers\.1"):
+        runner.forward_backward(padded_batches())
     _, _, runner = make(trace=matching)
     assert runner.forward_backward(padded_batches()).num_trained_tokens > 0
 
@@ -191,6 +236,23 @@ def test_arguments_keep_identity_and_carry_mutations_back() -> None:
     assert shared["kv"][0] is outer[1] and shared["kv"][1] is hidden
     assert layers == [hidden]
     assert collector["router"][1] is outer[2]
+
+
+def test_an_item_that_was_replaced_is_carried_back_too() -> None:
+    """Containers as long as before, with the same keys."""
+    hidden, other = torch.ones(2, requires_grad=True), torch.zeros(2)
+    states: list[Any] = [hidden, other]
+    table = {"first": hidden, "second": other}
+    captured = CapturedArguments("unit", (hidden,), {"states": states, "table": table})
+    leaves = [hidden.detach().requires_grad_(), other]
+    rebuilt = captured.rebuild(leaves)
+    rebuilt.kwargs["states"][1] = leaves[0] * 2
+    rebuilt.kwargs["table"]["second"] = leaves[0] * 3
+    result = CapturedResult(leaves[0] * 4, rebuilt, {})
+    outer = [torch.tensor(float(number)) for number in range(3)]
+    assert result.deliver(outer, [hidden, other], captured.originals, None) is outer[0]
+    assert states[0] is hidden and states[1] is outer[1]
+    assert table["first"] is hidden and table["second"] is outer[2]
 
 
 def test_caches_are_dropped_and_opaque_objects_are_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatrain.models import export as export_module
 from megatrain.models import folder as folder_module
@@ -23,7 +25,8 @@ from megatrain.models.folder import ModelFolder, read_config
 from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader
 from megatrain.models.shards import ShardWriter, plan_shards
-from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model
+from reference.every_family import shrunk_config
+from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model, build_model_of
 
 
 def load(path: Path) -> Weights:
@@ -88,19 +91,41 @@ def test_a_model_that_no_folder_gave_is_exported_too(family: str, tmp_path: Path
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3"])
-def test_bfloat16_is_the_rounded_master(name: str, tmp_path: Path) -> None:
-    model = build_model(name)
-    model.save_pretrained(tmp_path / "source")
-    weights = load(tmp_path / "source")
-    out = export_model(weights.graph, weights.source, tmp_path / "out")
+def checkpoint_of(name: str, folder: Path) -> PreTrainedModel:
+    """Save a model of the family with fp32 weights that bf16 cannot hold; return it."""
+    config = shrunk_config(name) if name in KEEPS_FP32 else AutoConfig.for_model(FAMILIES[name][0], **FAMILIES[name][1])
+    model = build_model_of(config)
+    model.save_pretrained(folder)
+    return model
+
+
+#: Families with parameters that transformers never lowers to bf16: by a part of their names; by several parts.
+KEEPS_FP32 = {
+    "bailing_hybrid": ("A_log", "conv1d", "dt_bias"),
+    "ernie4_5_moe": ("gate.weight", "moe_statics"),
+}
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "deepseek_v3", *KEEPS_FP32])
+def test_bfloat16_is_what_transformers_makes_of_the_master(name: str, tmp_path: Path) -> None:
+    """Rounded, but for what transformers keeps in fp32: parameters that the family lists, and buffers."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    parameters = dict(checkpoint_of(name, source).named_parameters(remove_duplicate=False))
+    weights = load(source)
+    export_model(weights.graph, weights.source, out)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    found = reopened(out, torch.bfloat16)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    strict = model._keep_in_fp32_modules_strict or ()
-    for key, value in model.state_dict().items():
-        keeps_fp32 = key not in parameters or any(part in key for part in strict)
-        assert torch.equal(found[key].float(), value if keeps_fp32 else value.bfloat16().float()), key
+    expected, found = reopened(source, torch.bfloat16), reopened(out, torch.bfloat16)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+    kept = {key for key, value in expected.items() if key in parameters and value.dtype == torch.float32}
+    assert bool(kept) == (name in KEEPS_FP32)
+    assert all(any(part in key for part in KEEPS_FP32[name]) for key in kept)
+    assert all(any(part in key for key in kept) for part in KEEPS_FP32.get(name, ())), "each part is of some parameter"
+    assert not any(torch.equal(expected[key], expected[key].bfloat16().float()) for key in kept)
+    assert len(kept) < len(parameters)
+    in_file = {value.dtype for key, value in tensors_in(out).items() if key in parameters and key not in kept}
+    assert in_file == {torch.bfloat16}
 
 
 def test_our_own_load_reads_our_export(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
@@ -266,6 +291,33 @@ def test_wide_tensors_come_first_so_that_all_are_aligned(tmp_path: Path) -> None
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
     assert list(ModelFolder(tmp_path).records) == ["wide", "scalar", "odd"]
+
+
+def test_a_file_may_be_as_large_as_it_may() -> None:
+    tensors = {name: torch.zeros(4, device="meta") for name in "abcd"}
+    assert [list(shard.offsets) for shard in plan_shards(tensors, 32)] == [["a", "b"], ["c", "d"]]
+    assert [list(shard.offsets) for shard in plan_shards(tensors, 31)] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_where_the_folder_cannot_get_its_name_the_earlier_export_keeps_it(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export_model(weights.graph, weights.source, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if ".partial-" in str(source):
+            raise OSError(errno.EIO, "the drive is gone")
+        rename(source, target)
+
+    weights.blocks["model.norm"] += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(ExportError, match="was not written"):
+            export_model(weights.graph, weights.source, out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
 def test_all_families_are_covered() -> None:

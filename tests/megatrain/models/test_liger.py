@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -93,8 +93,10 @@ def test_a_cpu_is_refused() -> None:
         check_liger_kernels(build_graph(tiny_config("llama")).model, torch.device("cpu"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="it is installed")
-def test_a_missing_package_is_named() -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(UnsupportedModelError, match=r"liger-kernel cannot be used here .*pip install liger-kernel"):
         check_liger_kernels(build_graph(tiny_config("llama")).model, CUDA)
 

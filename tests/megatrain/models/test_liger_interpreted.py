@@ -44,8 +44,10 @@ def interpreter() -> None:
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="starts the process of the others")
 @pytest.mark.timeout(600)
-def test_in_the_interpreter(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout=500", f"--basetemp={tmp_path / 'run'}", __file__]
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, "--timeout=500"]
+    command += [f"--basetemp={tmp_path / 'run'}", __file__]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )
@@ -105,7 +107,13 @@ def step(family: str, batches: Any, *, liger: bool) -> tuple[float, Any, dict[st
 @interpreted
 @pytest.mark.parametrize(
     ("family", "batches"),
-    [(family, padded_batches()) for family in ("llama", "qwen2", "qwen3", "gemma2")] + [("llama", packed_batches())],
+    [
+        ("llama", packed_batches()),
+        *(
+            pytest.param(family, padded_batches(), marks=pytest.mark.slow)
+            for family in ("llama", "qwen2", "qwen3", "gemma2")
+        ),
+    ],
 )
 def test_a_step_is_that_without_it(family: str, batches: list[dict[str, Tensor]]) -> None:
     """Norms before and in attention, SwiGLU, GeGLU, biases, logits that the model caps before its loss."""
@@ -125,6 +133,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @interpreted
+@pytest.mark.slow
 def test_placement_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,11 @@ def to_integers(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
 
 
-def to_nan(tensors: dict[str, Tensor]) -> None:
-    tensors["model.norm.weight"][7] = float("nan")
+def with_value(value: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"][7] = value
+
+    return change
 
 
 def to_fp8(tensors: dict[str, Tensor]) -> None:
@@ -235,7 +239,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"model\.layers\.1\.mlp\.up_proj\.weight the shape \[47, 32\], config\.json asks for \[48, 32\]",
     ),
     "integers": (lambda path: edit_tensors(path, to_integers), r"model\.norm\.weight holds int8 numbers"),
-    "not_a_number": (lambda path: edit_tensors(path, to_nan), r"model\.norm\.weight holds infinite values or NaN"),
+    "not_a_number": (
+        lambda path: edit_tensors(path, with_value(math.nan)),
+        r"norm\.weight holds infinite values or NaN",
+    ),
+    "infinite": (lambda path: edit_tensors(path, with_value(math.inf)), r"norm\.weight holds infinite values or NaN"),
+    "minus infinite": (lambda path: edit_tensors(path, with_value(-math.inf)), r"norm\.weight holds infinite values"),
 }
 
 

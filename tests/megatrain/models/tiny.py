@@ -84,7 +84,12 @@ class Graph:
 def build_model(family: str, seed: int = 0) -> PreTrainedModel:
     """Return a real model whose every weight and persistent buffer is random and different."""
     model_type, values = FAMILIES[family]
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).float()
+    return build_model_of(AutoConfig.for_model(model_type, **values), seed)
+
+
+def build_model_of(config: Any, seed: int = 0) -> PreTrainedModel:
+    """Return what ``build_model`` does, for a configuration."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,7 +12,15 @@ from megatrain.optim.adafactor import Adafactor, AdafactorConfig
 from megatrain.optim.base import Optimizer, Update, build_segments, bytes_per_parameter
 from megatrain.optim.threads import KernelThreads
 from reference.adafactor import adafactor_step
-from reference.blocks import gradient_block, master_blocks, master_of, random_array, same_bits, update_on
+from reference.blocks import (
+    gradient_block,
+    halves_not_kept,
+    master_blocks,
+    master_of,
+    random_array,
+    same_bits,
+    update_on,
+)
 
 SHAPES = {
     "model.norm.weight": (100,),
@@ -194,3 +202,8 @@ def test_state_that_does_not_fit_is_refused() -> None:
     blocks = {"weight": torch.ones(layout.num_elements), "v": torch.zeros(15)}
     with pytest.raises(AssertionError, match="Segment"):
         optimizer.update(blocks, torch.zeros(layout.num_elements), segments, Update(1, 1e-2))
+
+
+@pytest.mark.parametrize("shape", [(), (256, 256)], ids=["vector", "matrix"])
+def test_halves_are_rounded_alike_at_every_tie(shape: tuple[int, ...]) -> None:
+    assert halves_not_kept(Adafactor(AdafactorConfig(), KernelThreads(1)), shape=shape) == []

@@ -22,6 +22,7 @@ from reference.adamw import adamw_step
 from reference.blocks import (
     cut_segments,
     gradient_block,
+    halves_not_kept,
     master_blocks,
     master_of,
     random_array,
@@ -208,6 +209,26 @@ def test_padding_of_zeros_stays_zero(name: str) -> None:
     blocks = {kind.name: torch.zeros(1024, dtype=kind.dtype) for kind in optimizer.state_kinds(True)}
     optimizer.update(blocks, torch.zeros(1024), [Segment(0, 1024, 0.1)], Update(step=1, lr=1.0))
     assert all(not block.any() for block in blocks.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_knows_nothing_of_the_one_before(name: str) -> None:
+    """Parameters may differ in their rate alone, and an update of the same number in its rate or scale."""
+    used, generator = make_optimizer(name), np.random.default_rng(5)
+    kinds, master = [kind.name for kind in used.state], random_array(generator, 64)
+    grad = torch.from_numpy(random_array(generator, 64))
+    segments = [Segment(0, 16, 0.1), Segment(16, 64, 0.1, lr_scale=2.0)]
+    for update in (Update(2, 1e-3), Update(2, 1e-2), Update(2, 1e-2, 0.5), Update(3, 1e-2, 0.5)):
+        found, expected = ({**master_blocks(master, False), **{kind: torch.ones(64) for kind in kinds}} for _ in "ab")
+        used.update(found, grad, segments, update)
+        for segment in segments:
+            make_optimizer(name).update(expected, grad, [segment], update)
+        assert all(torch.equal(found[kind], expected[kind]) for kind in expected), update
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_halves_are_rounded_alike_at_every_tie(name: str) -> None:
+    assert halves_not_kept(make_optimizer(name)) == []
 
 
 def test_a_gradient_of_another_type_is_refused() -> None:

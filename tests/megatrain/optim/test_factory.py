@@ -3,13 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatrain.config import ConfigError, load_config
 from megatrain.config.resolved import to_toml
 from megatrain.config.schema import OptimizerConfig
-from megatrain.models.layout import build_layout
+from megatrain.models.layout import build_layout, views
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.adamw import AdamW
+from megatrain.optim.base import Update
 from megatrain.optim.factory import ParameterGroupError, check_groups, make_optimizer, segment_builder
 from megatrain.optim.lion import Lion
 from megatrain.optim.sgd import SGD
@@ -74,6 +76,22 @@ def test_groups_reach_the_segments() -> None:
     assert [segment.lr_scale for segment in segments] == [pytest.approx(0.1), 1.0, 1.0]
     assert [segment.weight_decay for segment in segments] == [0.0, 0.5, 0.0]
     assert [segment.state_starts["v"] for segment in segments] == [0, 80, 112]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
+def test_a_group_without_decay_stays_where_it_is_while_the_rest_decays(name: str) -> None:
+    """0.0 is a decay of its own, not the absence of one."""
+    names = ("model.layers.0.up.weight", "model.layers.1.up.weight", "model.norm.weight")
+    layout = build_layout("layer", zip(names, ((16, 8), (16, 8), (8,)), strict=True), trainable=True)
+    groups = [{"params": ["*.0.up.*"], "weight_decay": 0.0}]
+    table = optimizer_table(optim=name, learning_rate=0.5, weight_decay=0.1, groups=groups)
+    optimizer = make_optimizer(table, KernelThreads(1))
+    blocks = {kind.name: torch.zeros(kind.num_elements(layout)) for kind in optimizer.state_kinds(False)}
+    blocks["weight"].fill_(1.0)
+    segments = segment_builder(table, optimizer, split_master=False)(layout)
+    optimizer.update(blocks, torch.zeros(layout.num_elements), segments, Update(step=1, lr=0.5))
+    found = [part.unique().tolist() for part in views(blocks["weight"], layout).values()]
+    assert found == [[1.0], [pytest.approx(0.95)], [1.0]]
 
 
 @pytest.mark.parametrize(

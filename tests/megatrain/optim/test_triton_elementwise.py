@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
 from megatrain.optim.triton_elementwise import DeviceKernelError, TritonOptimizer
 from reference.blocks import PALETTES
 from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
 
 KERNELS = "megatrain.optim.triton_kernels"
-FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +95,20 @@ def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> No
         optimizer.update({**blocks, "m": torch.zeros(63)}, torch.zeros(64), [], update)
     with pytest.raises(AssertionError, match="bfloat16"):
         optimizer.update({**blocks, "m": torch.zeros(64, dtype=torch.bfloat16)}, torch.zeros(64), [], update)
+
+
+def test_a_warm_up_compiles_what_it_is_asked_for(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, torch.dtype, list[int]]] = []
+
+    def note(self: Any, blocks: Any, gradient: torch.Tensor, segments: Any, update: Update) -> None:
+        lengths = [segment.stop - segment.start for segment in segments]
+        seen.append(("low" in blocks, gradient.dtype, lengths))
+
+    monkeypatch.setattr(TritonOptimizer, "update", note)
+    TritonOptimizer(HOSTS["adamw"]).warm_up([(True, torch.bfloat16)])
+    assert seen == [(True, torch.bfloat16, [16, 17])]  # Triton compiles lengths that 16 divides, and others, apart
+    TritonOptimizer(HOSTS["adamw"]).warm_up()
+    assert {entry[:2] for entry in seen} == set(FORMATS)
 
 
 #: Kernel -> pointers that it takes besides weights, and scalars that it has no use for as fp32.

@@ -208,11 +208,12 @@ def test_llama_factory(tmp_path: Path) -> None:
         ("stage: sft", "sft", "assistant", False),
         ("stage: sft\ntrain_on_prompt: true\nneat_packing: true", "sft", "all", True),
         ("stage: sft\npacking: true", "sft", "assistant", True),
-        ("stage: pt", "pretrain", "all", True),
+        ("stage: pt", "pretrain", "all", "concat"),
+        ("stage: pt\nneat_packing: true", "pretrain", "all", True),
         ("stage: pt\npacking: false", "pretrain", "all", False),
     ],
 )
-def test_llama_factory_masks_and_packing(tmp_path: Path, line: str, task: str, train_on: str, packing: bool) -> None:
+def test_llama_factory_masks_and_packing(tmp_path: Path, line: str, task: str, train_on: str, packing: object) -> None:
     text = f"model_name_or_path: a/b\nfinetuning_type: full\ndataset: x\noutput_dir: o\n{line}\n"
     _, config = translate(tmp_path, text)
     assert (config.task, config.data.train_on, config.data.packing) == (task, train_on, packing)

@@ -1,0 +1,200 @@
+#!/usr/bin/env bash
+# The calls of a first session on a machine with one GPU, bare and lent for minutes:
+#
+#   bench/gpu_first_hour.sh [--quick] CALL OUT [MEGATRAIN]
+#
+# CALL: facts       of the machine alone, seconds
+#       1           facts, a plan, rates of the machine, 7B at T = 4k, the tests of tests/gpu that are marked gpu
+#       2           7B at T = 64k, and beside plain PyTorch with everything on the GPU
+#       3           a profile of one step of 7B at T = 4k, and variants of ours there
+#       4           14B, and compute-sanitizer over two steps of a tiny model
+#       20b_nvme    20B with a drive; 32 layers where the drive has not 50 GB free
+#       long_128k   one row of 32k tokens, then one of 128k
+#       long_512k   one row of 512k
+#       any other   parts of gpu.py, with commas between them
+# OUT:  folder to bring back. Every call adds to its files, eight at most over all calls: gpu.jsonl (rows), machine.txt,
+#       tests.txt, log.txt (what ran, how it ended, and what it printed), timelines and profile.json.gz.
+# MEGATRAIN: a checkout of the reference; without it that side is left out.
+#
+# A call takes less than 9 minutes, whatever hangs: each of its runs has a limit of its own, and none lasts longer than
+# what is left. A run that fails is noted, and the next one starts. Exit status: 0; 1 if a run failed; 2: called wrongly.
+#
+# --quick: everything at a tiny size on the device in software, to try the very commands before. Environment:
+#   PYTHON   interpreter; default: python3
+#   WHEELS   folder of wheels that the machine lacks (bench/README.md names them); default: temp/wheels
+#   RAM      our RAM tier, e.g. 110GiB, where the machine shows less than it has; default: what is free
+#   TMPDIR   on the drive to use
+#   CALL_S   seconds of a call, less than 9 minutes by default
+set -uo pipefail # not -e: what fails is noted, and the call goes on
+
+usage() { sed -n '4,18p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+
+is_quick=
+if [[ ${1-} == --quick ]]; then is_quick=1; shift; fi
+[[ $# -eq 2 || $# -eq 3 ]] || usage
+call=$1 out=$(mkdir -p "$2" && cd "$2" && pwd) || { echo "OUT: cannot make the folder $2" >&2; exit 2; }
+megatrain=()
+if [[ -n ${3-} ]]; then
+  [[ -d $3 ]] || { echo "MEGATRAIN: there is no folder $3" >&2; exit 2; }
+  megatrain=(--megatrain "$(cd "$3" && pwd)")
+fi
+wheels=$(realpath -m "${WHEELS:-$(dirname "${BASH_SOURCE[0]}")/../temp/wheels}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+
+call_s=${CALL_S:-525} # a call's end, in seconds since its begin; what is killed may take another 10
+py=${PYTHON:-python3}
+scratch=$(mktemp -d) || exit 2
+trap 'rm -rf "$scratch"' EXIT
+# Rates and compiled code: later calls on the same machine find them. Figures of another machine are not taken.
+cache=${TMPDIR:-/tmp}/gpu_first_hour
+mkdir -p "$cache"
+
+export CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton PATH=$PATH:/usr/local/cuda/bin
+export PYTHONPATH=${PYTHONPATH-}
+
+python=("$py") bench=(--device cuda --scratch "$scratch" --out "$out/gpu.jsonl" ${RAM:+--ram "$RAM"})
+tests=(-n 8 -m "gpu and not slow" -W "ignore:Synchronization debug mode" tests/gpu)
+# Only the plugins that are needed: where warnings are errors, one of others ends pytest before its first test. What
+# pyproject.toml says to plugins that are not there is passed over: so no --strict-config, which is in its addopts.
+pytest=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$py" -m pytest -o addopts=--import-mode=importlib
+  -W "ignore::pytest.PytestConfigWarning" -p xdist -p timeout -p no:cacheprovider -v --tb=short)
+patience=1 # limits of runs are so many times as long
+one_step=(compute-sanitizer --tool memcheck --error-exitcode 9 "$py" tests/gpu/one_step.py)
+if [[ $is_quick ]]; then
+  python=("$py" tests/reference/on_virtual_gpu.py)
+  bench+=(--quick)
+  patience=5 # on a processor that has other things to do
+  tests=(tests/gpu/test_page_locking.py)
+  one_step=("$py" tests/gpu/one_step.py --virtual)
+fi
+
+failed=()
+note() { echo "[$call, $SECONDS s] $*" | tee -a "$out/log.txt"; }
+
+left() { # SECONDS: what a run may take, at most what is left of the call
+  local left=$((call_s - SECONDS))
+  echo $((left < patience * $1 ? left : patience * $1))
+}
+
+run() { # NAME SECONDS FILE COMMAND...: what it prints goes to FILE in OUT at once, not through a pipe that could hang
+  local name=$1 limit file=$out/$3 start=$SECONDS code=0
+  limit=$(left "$2")
+  shift 3
+  if ((limit < 5)); then
+    note "$name: no time left"
+    failed+=("$name")
+    return
+  fi
+  echo "== $call: $name" >>"$file"
+  timeout --signal="${signal:-TERM}" --kill-after=10 "$limit" "$@" >>"$file" 2>&1 </dev/null || code=$?
+  note "$name: exit status $code after $((SECONDS - start)) s of at most $limit"
+  ((code == 0)) || failed+=("$name")
+}
+
+gpu() { # SECONDS PARTS [OPTIONS]: gpu.py ends by itself, with all of its rows, before it would be killed
+  local seconds limit=$1 parts=$2
+  seconds=$(($(left "$1") - 15))
+  shift 2
+  compgen -G "$cache/megatrain-tier/*" >/dev/null || parts=rates,$parts # seconds of a step are predicted from them
+  run "gpu.py $parts $*" "$limit" log.txt "${python[@]}" bench/gpu.py "${bench[@]}" --cache "$cache" \
+    --parts "$parts" --minutes "$(awk "BEGIN { print $seconds / 60 }")" "$@"
+}
+
+find_packages() { # wheels on PYTHONPATH; an older numpy where numba refuses the one that is there
+  local unpack=("$py" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target)
+  if compgen -G "$wheels/*.whl" >/dev/null; then
+    run "unpack wheels" 60 log.txt "${unpack[@]}" "$scratch/site" "$wheels"/*.whl
+    PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
+  fi
+  if ! timeout 60 "$py" -c "import numba" >>"$out/log.txt" 2>&1; then
+    note "numba cannot be imported: $(tail -n 1 "$out/log.txt")"
+    if compgen -G "$wheels/numpy/*.whl" >/dev/null; then
+      run "unpack numpy" 60 log.txt "${unpack[@]}" "$scratch/numpy" "$wheels"/numpy/*.whl
+      PYTHONPATH=$scratch/numpy${PYTHONPATH:+:$PYTHONPATH}
+      run "import numba, with the other numpy" 60 log.txt "$py" -c "import numba"
+    fi
+  fi
+}
+
+facts() {
+  echo "== $call: $(date -u +%FT%TZ), $(git rev-parse --short=12 HEAD 2>/dev/null || echo "outside git")"
+  nvidia-smi 2>&1
+  nvidia-smi --query-gpu=name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv 2>&1
+  uname -a
+  lscpu | grep -E "Model name|^CPU\(s\)|NUMA|L3"
+  free -g
+  grep -i huge /proc/meminfo
+  grep -H . /sys/kernel/mm/transparent_hugepage/{enabled,defrag} /proc/sys/vm/overcommit_memory
+  ulimit -l
+  df -h "$scratch" "$out"
+  "$py" - <<'EOF'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+print("python", sys.version)
+names = "torch triton transformers numpy numba llvmlite pydantic pydantic_core typing_extensions greenlet xxhash psutil"
+for name in f"{names} safetensors zarr liger-kernel kvikio-cu13 deepspeed pytest pytest-xdist pytest-timeout".split():
+    try:
+        print(name, version(name))
+    except PackageNotFoundError:
+        print(name, "is not installed")
+import torch
+
+print("CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version(), "available:", torch.cuda.is_available())
+EOF
+}
+
+smoke_plan() { # plans trace layers on fake tensors of the device: the first thing that can go wrong there
+  mkdir -p "$scratch/plan"
+  "$py" - "$scratch/plan" <<'EOF' || return
+import sys
+from pathlib import Path
+
+sys.path[:0] = [".", "tests"]
+from reference.gpu_run import gpu_config_text
+from reference.tiny_model import write_tiny_model
+
+folder = Path(sys.argv[1])
+(folder / "run.toml").write_text(gpu_config_text(folder, write_tiny_model(folder / "model"), nvme=0))
+EOF
+  "${python[@]}" -m cli plan "$scratch/plan/run.toml"
+}
+
+find_packages
+# Functions run under `timeout` in a shell of their own.
+export -f facts smoke_plan
+export call out py scratch python_words="${python[*]}"
+run "machine facts" 60 machine.txt bash -c facts
+case $call in
+  facts) ;;
+  1)
+    run "megatrain-tier plan" 60 log.txt bash -c 'read -ra python <<<"$python_words"; smoke_plan'
+    gpu 200 7b_4k "${megatrain[@]}"
+    # SIGINT: pytest then tells of what failed so far
+    signal=INT run "tests" 240 tests.txt "${pytest[@]}" "${tests[@]}"
+    ;;
+  2) gpu 510 7b_64k,plain "${megatrain[@]}" --traces "$out" ;;
+  3)
+    run "profile" 150 log.txt "${python[@]}" bench/gpu_profile.py "${bench[@]}" --trace "$out/profile.json.gz"
+    # From the fastest to start to the slowest: what hangs takes the time of no other.
+    gpu 400 7b_4k+any_kernel,7b_4k+kept_graphs,7b_4k+bf16_gradients,7b_4k+liger,7b_4k+compile
+    ;;
+  4)
+    gpu 300 14b
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    run "compute-sanitizer" 150 tests.txt "${one_step[@]}"
+    ;;
+  20b_nvme)
+    free_gb=$(($(df --output=avail -k "$scratch" | tail -n 1) / 976563))
+    layers=()
+    ((free_gb >= 50)) || layers=(--layers 32)
+    note "the drive has $free_gb GB free"
+    gpu 500 20b_nvme "${layers[@]}"
+    ;;
+  long_128k) gpu 500 long_32k,long_128k ;;
+  *) gpu 500 "$call" "${megatrain[@]}" ;;
+esac
+free -g >>"$out/machine.txt" # some machines show more RAM once it was used
+note "${#failed[@]} runs failed${failed[*]:+: $(printf '%s; ' "${failed[@]}")}"
+((${#failed[@]} == 0))

@@ -1,0 +1,92 @@
+"""What a config may say and seldom means: told before a run as warnings; nothing here refuses one.
+
+The bounds are rules of thumb, wide enough that published recipes lie within them; docs/decisions has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.optim.lr import num_warmup_steps
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+    from megatrain.models.graph import ModelGraph
+
+__all__ = ["model_warnings", "schedule_warnings"]
+
+#: Models with fewer parameters, as tests and demonstrations use them, take the rates of training from scratch.
+_SMALL_MODEL_PARAMETERS = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Peak learning rates of an optimizer, all parameters trained: outside of them training hardly works."""
+
+    lowest: float
+    highest: float
+    highest_from_scratch: float
+
+
+_RATES = {
+    "adamw": _Rates(1e-8, 5e-4, 1e-2),
+    "adafactor": _Rates(1e-8, 5e-4, 1e-2),  # used as it is: its updates are as large as AdamW's
+    "lion": _Rates(1e-9, 1e-4, 3e-3),
+    "sgd": _Rates(1e-6, 1.0, 10.0),
+}
+_FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
+_LONG_WARMUP_SHARE = 0.5
+
+
+def model_warnings(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
+    """Yield what about a config does not suit its model: rows longer than its positions, rates that are far out."""
+    yield from _positions(config, graph)
+    is_new = config.model.train_from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
+    table = config.optimizer
+    yield from _rate("optimizer.learning_rate", table.learning_rate, table.optim, is_new=is_new)
+    for number, group in enumerate(table.groups):
+        if group.learning_rate is not None:
+            key = f"optimizer.groups.{number}.learning_rate"
+            yield from _rate(key, group.learning_rate, table.optim, is_new=is_new)
+
+
+def _positions(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
+    positions, length = getattr(graph.config.get_text_config(), "max_position_embeddings", None), config.data.max_length
+    if not isinstance(positions, int) or not 1 < positions < length:
+        return
+    what = f"data.max_length = {length}, but the model's config.json says max_position_embeddings = {positions}"
+    if config.model.train_from_scratch:
+        yield f"{what}: programs that load it may cut there. Write at most {positions}, or raise it in config.json"
+    else:
+        yield (
+            f"{what}: it has not learned what lies beyond. Write at most {positions}, or set its rope scaling in "
+            "config.json"
+        )
+
+
+def _rate(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
+    bounds = _RATES[optim]
+    highest = bounds.highest_from_scratch if is_new else bounds.highest
+    what = f'{key} = {rate:g} is far out for optim = "{optim}"'
+    if rate > highest:
+        how = "" if is_new else " of a trained model with all its parameters"
+        yield f"{what}: training{how} mostly diverges above {highest:g}. Write less"
+    elif rate < bounds.lowest:
+        yield f"{what}: the weights hardly change below {bounds.lowest:g}. Write more"
+
+
+def schedule_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
+    """Yield what about the warm-up makes no sense in a run of ``num_steps`` steps."""
+    table = config.optimizer
+    warmup = num_warmup_steps(table.warmup_steps, num_steps)
+    if not warmup or table.lr_scheduler_type == "constant":
+        return
+    what = f"optimizer.warmup_steps = {table.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
+    if warmup >= num_steps:
+        yield f"{what}, so that the learning rate never reaches its peak. Write 0, or train for more steps"
+    elif warmup > _LONG_WARMUP_SHARE * num_steps:
+        yield f"{what}. Write less: a few hundredths of the steps are usual"
+    elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
+        yield f"{what}, which is next to none. Write 0.03 for three in a hundred, or 0 for none"

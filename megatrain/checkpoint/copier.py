@@ -1,0 +1,231 @@
+"""Whole copies of checkpoints in ``output_dir/copies``, made by a thread while training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
+from tiered.errors import TieredError
+from tiered.manifest import newest_first
+from tiered.reader import GenerationReader
+from tiered.units import format_size
+from tiered.whole_copies import CopyFigures, WholeCopies
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+
+__all__ = ["CheckpointCopier"]
+
+
+class _CancelledError(Exception):
+    """Nobody wants the copy any more."""
+
+
+@dataclass
+class _Job:
+    """One copy: its checkpoint, the thread that makes it, and what came of it."""
+
+    generation: int
+    step: int
+    thread: threading.Thread | None = None
+    figures: CopyFigures | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class CheckpointCopier:
+    """Copies what ``checkpoint.save_copy`` asks for. Used by the thread that trains; a context manager.
+
+    One copy is made at a time, by a thread that rests as long as it works, so that it takes at most half of what a
+    drive can do; it works without rests once somebody waits for it. A checkpoint that is due while another is still
+    copied comes after it; if a third comes meanwhile, it takes that one's place. Training waits only where the
+    checkpoint that is copied would be removed. What fails is told and costs a copy, never the run.
+
+    Args:
+        drive_bytes: of one checkpoint, what lies on drives and is copied. 0: checkpoints are whole without copies.
+        tell: told what a person should know.
+    """
+
+    def __init__(self, config: RunConfig, drive_bytes: int, tell: Callable[[str], None]) -> None:
+        table = config.checkpoint
+        self.is_on = table.is_on and table.save_copy is not False and drive_bytes > 0
+        self._every = table.copy_every
+        self._keep, self._min_free_disk = table.save_total_limit, table.min_free_disk
+        self._drive_bytes, self._tell = drive_bytes, tell
+        self._source = config.output_dir / CHECKPOINTS_NAME
+        self._path = config.output_dir / COPIES_NAME
+        self._drives = [table.path for table in config.tiers.nvme]
+        self._copies: WholeCopies | None = None
+        self._job: _Job | None = None  # under way
+        self._next: _Job | None = None  # due after it
+        self._said_slow = False
+        self._hurry = threading.Event()
+        self._cancelled = threading.Event()
+
+    def __enter__(self) -> CheckpointCopier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def offer(self, generation: int, step: int, *, is_last: bool = False) -> None:
+        """Copy a checkpoint that was committed, if one is due.
+
+        Args:
+            is_last: it is the last one of this start of the run: it is copied unless it is already.
+        """
+        if not self.is_on:
+            return
+        self.poll()
+        if not (self._newest() != generation if is_last else self._is_due(generation)):
+            return
+        job = _Job(generation, step)
+        if self._job is None:
+            self._start(job)
+        else:
+            self._pass_over_next()
+            self._next = job
+
+    def poll(self) -> None:
+        """Tell of a copy that has ended meanwhile, and start the next one."""
+        if self._job is None or self._job.thread is None or self._job.thread.is_alive():
+            return
+        job, self._job = self._job, None
+        self._report(job)
+        if self._next is not None:
+            job, self._next = self._next, None
+            self._start(job)
+
+    def wait_for_those_that_go(self, outgoing: Sequence[int]) -> None:
+        """Wait until no checkpoint is copied that the coming commit removes, so that none goes while it is read.
+
+        Args:
+            outgoing: numbers of the generations that go.
+        """
+        self.poll()
+        if self._job is None or self._job.generation not in outgoing:
+            return
+        self._pass_over_next()  # the one that is committed now takes its place, and has more time
+        self._wait()
+
+    def finish(self) -> None:
+        """Wait for all copies that are due, without rests from now on."""
+        while self._job is not None:
+            if self._job.thread is not None and self._job.thread.is_alive():
+                size = format_size(self._drive_bytes)
+                self._tell(f"copying the checkpoint of step {self._job.step} into '{self._path}', {size}")
+            self._wait()
+
+    def close(self) -> None:
+        """Give up a copy that is under way, and the folder. Idempotent."""
+        self._cancelled.set()
+        self._hurry.set()
+        self._next = None
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+        self._job = None
+        if self._copies is not None:
+            self._copies.close()
+
+    # -- one copy ----------------------------------------------------------------------------------------------
+
+    def _is_due(self, generation: int) -> bool:
+        """Whether so many checkpoints were saved since the newest copy; a copy has the number of its checkpoint."""
+        if self._every is None:
+            return False
+        newest = self._newest()
+        # A smaller number: the checkpoints were removed, and their numbers began anew.
+        return generation - newest >= self._every or generation < newest
+
+    def _newest(self) -> int:
+        """Return the number of the newest copy, also one that is not made yet; 0: there is none."""
+        pending = [job.generation for job in (self._job, self._next) if job is not None]
+        return max([*newest_first(self._path), *pending], default=0)
+
+    def _pass_over_next(self) -> None:
+        if self._next is None or self._job is None:
+            return
+        if not self._said_slow:
+            self._said_slow = True
+            self._tell(
+                f"the checkpoint of step {self._next.step} is not copied: the copy of step {self._job.step} still goes "
+                "on, and a newer one is due. Save less often, or copy fewer: checkpoint.save_copy = 2"
+            )
+        self._next = None
+
+    def _start(self, job: _Job) -> None:
+        self._hurry.clear()
+        job.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-copy")
+        self._job = job
+        job.thread.start()
+
+    def _run(self, job: _Job) -> None:
+        """Be the thread of one copy."""
+        start_s = time.perf_counter()
+        try:
+            job.figures = self._copy(job)
+        except _CancelledError:
+            pass
+        except (TieredError, OSError) as error:
+            job.error = error
+        job.seconds = time.perf_counter() - start_s
+
+    def _copy(self, job: _Job) -> CopyFigures:
+        if self._copies is None:
+            self._copies = WholeCopies(self._path)
+        copies = self._copies
+        # Before the new one is made, so that the drive never holds more than the plan says; the newest always stays.
+        copies.prune(self._keep - 1)
+        free, need = shutil.disk_usage(self._path).free, self._drive_bytes + self._min_free_disk
+        if free < need:
+            raise TieredError(
+                f"the drive of '{self._path}' has {format_size(free)} free, a copy takes "
+                f"{format_size(self._drive_bytes)} and checkpoint.min_free_disk is {format_size(self._min_free_disk)}. "
+                f"Free {format_size(need - free)}"
+            )
+        reader = GenerationReader(self._source, job.generation, self._drives)
+        figures = copies.copy(reader, _Pace(self._hurry, self._cancelled).rest)
+        copies.prune(self._keep)
+        return figures
+
+    def _wait(self) -> None:
+        """Wait for the copy under way, and start the next one; a signal may interrupt it."""
+        assert self._job is not None and self._job.thread is not None
+        self._hurry.set()
+        self._job.thread.join()
+        self.poll()
+        self._hurry.set()
+
+    def _report(self, job: _Job) -> None:
+        if job.error is not None:
+            self._tell(
+                f"the checkpoint of step {job.step} was not copied into '{self._path}': {job.error}. It is whole where "
+                "it lies; the next one is copied again"
+            )
+        elif job.figures is not None:
+            copied, linked = format_size(job.figures.copied_bytes), format_size(job.figures.linked_bytes)
+            parts = f"{copied} copied" + (f", {linked} linked" if job.figures.linked_bytes else "")
+            self._tell(
+                f"copied checkpoint at step {job.step} into '{self._path}': {parts}, compared, in {job.seconds:.1f} s"
+            )
+
+
+class _Pace:
+    """Lets a thread rest after each piece of work as long as that took, unless somebody is in a hurry."""
+
+    def __init__(self, hurry: threading.Event, cancelled: threading.Event) -> None:
+        self._hurry, self._cancelled = hurry, cancelled
+        self._since_s = time.perf_counter()
+
+    def rest(self) -> None:
+        """Rest. Raises ``_CancelledError`` once nobody wants the work any more."""
+        if not self._hurry.is_set():
+            self._hurry.wait(time.perf_counter() - self._since_s)
+        if self._cancelled.is_set():
+            raise _CancelledError
+        self._since_s = time.perf_counter()

@@ -1,0 +1,180 @@
+"""Calls of torch's fused attention: what one computes, and what its kernel allocates out of a fake tensor's sight.
+
+Both follow from shapes. torch has formulas for the first, but those of its releases up to 2.11 refuse fewer heads of
+keys than of queries. It has none for the second: a kernel asks the allocator itself, which fake tensors do not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tiered.units import round_up
+
+__all__ = ["AttentionCall"]
+
+Backend = Literal["flash", "efficient", "cudnn", "other"]
+
+#: Operator, less "_backward" -> its kernels, and where heads stand in the shapes of its queries, keys and values.
+_OPERATORS: Mapping[str, tuple[Backend, int]] = {
+    "_scaled_dot_product_flash_attention": ("flash", 1),  # [B, H, S, D]
+    "_scaled_dot_product_efficient_attention": ("efficient", 1),
+    "_scaled_dot_product_cudnn_attention": ("cudnn", 1),
+    "_scaled_dot_product_flash_attention_for_cpu": ("other", 1),
+    "_scaled_dot_product_fused_attention_overrideable": ("other", 1),
+    "_flash_attention": ("flash", -2),  # [B, S, H, D], or all rows of several lengths as one: [S, H, D]
+    "_efficient_attention": ("efficient", -2),
+    "_cudnn_attention": ("cudnn", 1),
+}
+
+#: Flash attention rounds rows and widths up to its blocks.
+_FLASH_ROWS, _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 128, 32, 192, 256
+#: The largest block of the memory-efficient kernels, in rows and in columns, and what heads of this width or less
+#: spare them: sums of the gradients of keys and values outside of registers.
+_EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
+#: They split keys among blocks as long as that makes fewer than so many blocks, unless they must be deterministic.
+_EFFICIENT_SPLITS = 200
+_FLOAT_NBYTES = 4
+#: Of an H100 or H200, for a plan that is made where there is none.
+_NUM_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of an operator of fused attention.
+
+    Attributes:
+        backend: whose kernels. is_backward: whether it makes gradients.
+        num_rows: sequences. num_heads, num_key_heads: of queries; of keys and values.
+        num_queries, num_keys: tokens of all sequences. longest_keys: of the longest sequence.
+        is_ragged: whether sequences of several lengths lie behind each other in one.
+        width, value_width: of a head. itemsize: bytes of a number of the queries.
+        num_copied_bytes: of inputs that the kernel wants in another order than they have.
+    """
+
+    backend: Backend
+    is_backward: bool
+    num_rows: int
+    num_heads: int
+    num_key_heads: int
+    num_queries: int
+    num_keys: int
+    longest_keys: int
+    width: int
+    value_width: int
+    itemsize: int
+    is_ragged: bool = False
+    num_copied_bytes: int = 0
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
+        """Return what a call of a torch operator is; None: no attention."""
+        name = getattr(getattr(func, "_overloadpacket", None), "__name__", "")
+        base = name.removesuffix("_backward").removesuffix("_forward")
+        if base not in _OPERATORS:
+            return None
+        backend, heads_axis = _OPERATORS[base]
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        named |= kwargs
+        query, key, value = named["query"], named["key"], named["value"]
+        starts = next((found for name in ("cum_seq_q", "cu_seqlens_q") if (found := named.get(name)) is not None), None)
+        longest = next((found for name in ("max_k", "max_seqlen_k") if (found := named.get(name)) is not None), None)
+        num_heads, num_key_heads = query.shape[heads_axis], key.shape[heads_axis]
+        is_ragged = starts is not None and heads_axis < 0
+        num_rows = starts.numel() - 1 if starts is not None and is_ragged else query.shape[0]
+        num_keys = key.numel() // (num_key_heads * key.shape[-1])
+        is_backward = name.endswith("_backward")
+        inputs = [named.get(name) for name in ("grad_out", "grad_out_", "out")] if is_backward else []
+        return cls(
+            backend=backend,
+            is_backward=is_backward,
+            num_rows=num_rows,
+            num_heads=num_heads,
+            num_key_heads=num_key_heads,
+            num_queries=query.numel() // (num_heads * query.shape[-1]),
+            num_keys=num_keys,
+            longest_keys=int(longest) if is_ragged and longest is not None else num_keys // num_rows,
+            width=query.shape[-1],
+            value_width=value.shape[-1],
+            itemsize=query.element_size(),
+            is_ragged=is_ragged,
+            num_copied_bytes=sum(_copied_bytes(tensor, heads_axis) for tensor in inputs if tensor is not None),
+        )
+
+    @property
+    def num_flops(self) -> int:
+        """Floating-point operations: of all pairs, as kernels are rated, whatever a causal mask leaves out.
+
+        Forward: scores, and their product with the values. Backward: the scores again, and one product each for the
+        gradients of scores, values, queries and keys. Where sequences have several lengths: as if all were the longest.
+        """
+        pairs = self.num_heads * self.num_queries * self.longest_keys
+        if self.is_backward:
+            return 2 * pairs * (3 * self.width + 2 * self.value_width)
+        return 2 * pairs * (self.width + self.value_width)
+
+    def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool) -> int:
+        """Return the bytes that the kernel allocates on a CUDA device besides what it returns, until it returns.
+
+        Of a forward that is next to nothing where rows are long enough to occupy the GPU.
+
+        Args:
+            is_deterministic: whether it must add in the same order at every run.
+        """
+        if not self.is_backward or device.type != "cuda":
+            return 0
+        if self.backend == "efficient":
+            return self.num_copied_bytes + self._efficient_nbytes(is_deterministic)
+        if self.backend == "flash":
+            return self.num_copied_bytes + self._flash_nbytes(_num_multiprocessors(device) if is_deterministic else 0)
+        # cuDNN does not tell before it runs; its backward is made of the same parts.
+        return self._flash_nbytes(0) if self.backend == "cudnn" else 0
+
+    def _flash_nbytes(self, num_multiprocessors: int) -> int:
+        """Gradients of queries in fp32, once per split; sums per row; gradients of keys and values of all heads.
+
+        Args:
+            num_multiprocessors: of the device, among which keys are split where sums must have an order; 0: need not.
+        """
+        splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
+        rows = self.num_rows * round_up(self.num_queries // self.num_rows, _FLASH_ROWS)
+        if self.is_ragged:
+            rows = self.num_queries + self.num_rows * _FLASH_ROWS
+        width = round_up(self.width, _FLASH_WIDTH) if self.width <= _FLASH_ROUNDED_WIDTH else _FLASH_WIDEST
+        sums = rows * self.num_heads * _FLOAT_NBYTES
+        expanded = 0
+        if self.num_key_heads != self.num_heads:
+            expanded = self.num_keys * self.num_heads * (self.width + self.value_width) * self.itemsize
+        return splits * rows * self.num_heads * width * _FLOAT_NBYTES + sums + expanded
+
+    def _efficient_nbytes(self, is_deterministic: bool) -> int:
+        """Gradients of queries in fp32, in whole blocks; sums per row; what does not stay in registers."""
+        block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
+        rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
+        numbers = rows * round_up(self.width, block) + rows
+        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient, and no sums apart from the results
+            numbers += rows * self.value_width
+        elif max(self.width, self.value_width) > block:
+            splits = 1
+            if not is_deterministic:
+                splits = min(-(-self.longest_keys // _LEAST_EFFICIENT_BLOCK), max(1, _EFFICIENT_SPLITS // pairs))
+            numbers += splits * block * (round_up(self.width, block) + round_up(self.value_width, block))
+        return pairs * numbers * _FLOAT_NBYTES
+
+
+def _copied_bytes(tensor: Tensor, heads_axis: int) -> int:
+    """Return the bytes of a copy with tokens before heads, if it takes one to have that."""
+    ordered = tensor.transpose(1, 2) if heads_axis == 1 else tensor
+    return 0 if ordered.is_contiguous() else tensor.numel() * tensor.element_size()
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if not torch.cuda.is_available():
+        return _NUM_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

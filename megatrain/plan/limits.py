@@ -1,0 +1,243 @@
+"""What a config asks of a machine that it does not have, or that is not what it seems: sizes, drives, mounts.
+
+A plan is made all the same, as it may be meant for another machine; a run on this one is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+
+from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.sizes import Size
+from megatrain.plan import machine
+from megatrain.plan.profile import FileSystem, disk_of, file_system_of, missing_mount
+from tiered.units import GiB, MiB, format_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.config.tier_tables import NvmeTierConfig
+
+__all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
+
+
+class BeyondMachineError(Exception):
+    """The config gives a run more than this machine has. Raised before anything is allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """One thing that speaks against running a config on this machine.
+
+    Attributes:
+        key: of the config. text: what is wrong, as a sentence without a full stop. advice: what to do.
+        kind: "size": more than this machine has, a run is refused; "place": a path that is no drive, or not the one
+            that is expected, a run is refused; "note": it works, and is worth knowing.
+    """
+
+    key: str
+    text: str
+    advice: str
+    kind: Literal["size", "place", "note"]
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a run is refused for it."""
+        return self.kind != "note"
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class DrivePath:
+    """Where one ``[[tiers.nvme]]`` lies.
+
+    Attributes:
+        key: ``tiers.nvme.0``. table: as configured. file_system: that holds the path, or will.
+        free_bytes, total_bytes: of the file system.
+    """
+
+    key: str
+    table: NvmeTierConfig
+    file_system: FileSystem
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size that the config gives it; 0 for "auto", which is never too much."""
+        return 0 if self.table.size.is_auto else self.table.size.resolve(self.total_bytes)
+
+    @property
+    def room(self) -> str:
+        """Return how much there is and how much of it is free, in words."""
+        return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.table.path}: {self.file_system}, {self.room}"
+
+
+def drive_paths(config: RunConfig) -> list[DrivePath]:
+    """Return where each path of the NVMe tier lies; makes and writes nothing."""
+    found = []
+    for number, table in enumerate(config.tiers.nvme):
+        disk = shutil.disk_usage(machine.existing_parent(table.path))
+        found.append(DrivePath(f"tiers.nvme.{number}", table, file_system_of(table.path), disk.free, disk.total))
+    return found
+
+
+def refuse(objections: Sequence[Objection]) -> None:
+    """Refuse a run.
+
+    Raises:
+        ConfigError: a path is no drive, or not the one that is expected.
+        BeyondMachineError: this machine has less than the config gives.
+    """
+    places = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
+    if places:
+        raise ConfigError("the config", places)
+    sizes = [str(each) for each in objections if each.kind == "size"]
+    if sizes:
+        raise BeyondMachineError("beyond this machine: " + "\n".join(sizes))
+
+
+def find_objections(
+    config: RunConfig, device: torch.device, needs: Mapping[str, int] | None = None
+) -> tuple[Objection, ...]:
+    """Compare a config with this machine; those that refuse a run come first.
+
+    Args:
+        device: that computes. needs: tier -> the least that the plan takes of it; None: there is no plan.
+    """
+    paths = drive_paths(config)
+    found = [
+        *_ram(config, needs or {}),
+        *_gpu(config, device, needs or {}),
+        *_drive_sizes(paths),
+        *(each for path in paths for each in _place(path, allows_tmpfs=config.tiers.allow_tmpfs)),
+        *_same_disk(paths),
+    ]
+    return tuple(sorted(found, key=lambda each: not each.refuses))
+
+
+def _ram(config: RunConfig, needs: Mapping[str, int]) -> Iterator[Objection]:
+    """Compare the RAM tier, and the GPU tier that is emulated in RAM, with the RAM of this process."""
+    sizes = {"tiers.ram.size": config.tiers.ram.size}
+    tiers = ["ram"]
+    if config.advanced.emulate_gpu:
+        sizes["tiers.gpu.size"] = config.tiers.gpu.size
+        tiers.append("gpu")
+    total, free = machine.total_ram_bytes(), machine.available_ram_bytes()
+    has = f"this machine has {_of(total, free)} of RAM"
+    if total < psutil.virtual_memory().total:
+        has = f"a cgroup (of a container or a job) allows this process {_of(total, free)} of RAM"
+    yield from _memory(sizes, sum(needs.get(tier, 0) for tier in tiers), total, free, has)
+
+
+def _gpu(config: RunConfig, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
+    if device.type != "cuda" or config.tiers.gpu.size.is_auto:
+        return
+    free, total = machine.gpu_memory_bytes(device)
+    has = f"this GPU, {machine.gpu_name(device)}, has {_of(total, free)} of memory"
+    yield from _memory({"tiers.gpu.size": config.tiers.gpu.size}, needs.get("gpu", 0), total, free, has)
+
+
+def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
+    """Compare sizes of tiers that lie in one memory with it.
+
+    Args:
+        sizes: key -> size. need: the least that the plan takes of them together. has: what there is, in words.
+    """
+    given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
+    if not given:
+        return
+    key = next(key for key, size in sizes.items() if not size.is_auto)
+    wanted = sum(size.resolve(total) for size in sizes.values() if not size.is_auto)
+    what = " and ".join(given)
+    is_are = "is" if len(given) == 1 else "together are"
+    at_most = f'Write at most "{_whole(free)}" in all' if len(given) > 1 else f'Write at most "{_whole(free)}"'
+    if wanted > total:
+        advice = f'{at_most}, or "auto"' if len(given) == 1 else at_most
+        yield Objection(key, f"{what} {is_are} more than there is: {has}", advice, "size")
+    elif need > free:
+        text = f"{what}: this run takes at least {format_size(need)} of it, but {has}"
+        yield Objection(key, text, "Free some, or write less, so that more of it goes to drives", "size")
+    elif wanted > free:
+        text = f"{what} {is_are} more than is free now: {has}; the run may come to use all it is given"
+        yield Objection(key, text, at_most, "note")
+
+
+def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
+    together: dict[int, list[DrivePath]] = {}
+    for path in paths:
+        if path.size_bytes and path.total_bytes:  # the kernel's own file systems have no bytes: no folder is made there
+            together.setdefault(machine.file_system_number(path.table.path), []).append(path)
+    for group in together.values():
+        first = group[0]
+        wanted = sum(path.size_bytes for path in group)
+        if wanted <= first.total_bytes:
+            continue
+        given = " and ".join(f'{path.key}.size = "{path.table.size.text}"' for path in group)
+        is_are = "is" if len(group) == 1 else "together are"
+        text = (
+            f"{given} {is_are} more than there is: the file system of {first.table.path} ({first.file_system}) has "
+            f"{first.room}"
+        )
+        advice = f'Write at most "{_whole(first.free_bytes)}"{" in all" if len(group) > 1 else ""}, or "auto"'
+        yield Objection(f"{first.key}.size", text, advice, "size")
+
+
+def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
+    """Say what kind of file system a path is on, and whether it is the one that somebody meant."""
+    key, shown, file_system = f"{path.key}.path", path.table.path, path.file_system
+    if file_system.nature == "memory" and not allows_tmpfs:
+        text = f"{key}: {shown} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
+        advice = "Name a folder on a drive, or write allow_tmpfs = true in [tiers]"
+        yield Objection(key, f"{text}after a restart", advice, "place")
+    elif file_system.caution:
+        advice = "Name a folder on a drive of this machine for speed, and for checkpoints that stay"
+        yield Objection(key, f"{key}: {shown}: {file_system.caution}", advice, "note")
+    expected = path.table.mount_point
+    if expected is not None:
+        real = os.path.realpath(expected)
+        if file_system.mount_point != real:
+            is_mounted = Path(real).exists() and file_system_of(Path(real)).mount_point == real
+            what = f"{shown} is not on it" if is_mounted else "nothing is mounted there"
+            text = f'{path.key}.mount_point = "{expected}", but {what}: blocks would go to {file_system}'
+            advice = "Mount the drive, or write the path of a folder on it"
+            yield Objection(f"{path.key}.mount_point", text, advice, "place")
+    elif missing := missing_mount(shown):
+        text = (
+            f"{key}: /etc/fstab has a drive for {missing}, but none is mounted there: blocks would go to {file_system}"
+        )
+        yield Objection(key, text, f'Mount it; mount_point = "{missing}" refuses a run without it', "note")
+
+
+def _same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
+    disks: dict[str, list[DrivePath]] = {}
+    for path in paths:
+        disks.setdefault(disk_of(path.file_system), []).append(path)
+    for disk, group in disks.items():
+        if len(group) > 1:
+            names = ", ".join(str(path.table.path) for path in group)
+            text = f"{names} lie on one drive ({disk}): striped, they share its speed and its room"
+            advice = "Name one of them in [[tiers.nvme]], and folders on other drives beside it"
+            yield Objection(f"{group[1].key}.path", text, advice, "note")
+
+
+def _of(total: int, free: int) -> str:
+    return f"{format_size(total)} ({format_size(free)} free now)"
+
+
+def _whole(nbytes: int) -> str:
+    """Return a size that a config can hold, rounded down."""
+    return f"{nbytes // GiB}GiB" if nbytes >= GiB else f"{max(1, nbytes // MiB)}MiB"

@@ -1,0 +1,340 @@
+"""Commands in a real terminal: what is there first, what is left, and a terminal that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain.run_folder import committed_step, living_owner, read_status
+from reference.saved_run import ROOT, SavedRun, command_words, end, make_run
+
+DEADLINE_S = 240.0
+MANY = 100_000
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "30"}
+
+
+class Terminal:
+    """A process whose controlling terminal is ours to read, to type into and to close.
+
+    Args:
+        ignored: signals that it starts with ignored, as ``nohup`` does.
+    """
+
+    def __init__(self, words: list[str], *, ignored: tuple[signal.Signals, ...] = ()) -> None:
+        self.text = ""
+        self._master, slave = pty.openpty()
+
+        def prepare() -> None:
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
+        self.process = subprocess.Popen(
+            words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=prepare, cwd=ROOT,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+        os.close(slave)
+
+    def wait_for(self, pattern: str) -> None:
+        """Read until the text is there."""
+        self._read(lambda: re.search(pattern, self.text) is not None)
+        assert re.search(pattern, self.text), self.text
+
+    def wait(self) -> int:
+        """Read to the end; return the exit code."""
+        self._read(lambda: False)
+        return self.process.wait(DEADLINE_S)
+
+    def _read(self, is_enough: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while not is_enough():
+            assert time.monotonic() < end_s, self.text
+            if select.select([self._master], [], [], 0.1)[0]:
+                try:
+                    part = os.read(self._master, 65536)
+                except OSError:  # the last process that had it is gone
+                    return
+                if not part:
+                    return
+                self.text += part.decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def close(self) -> None:
+        """Close it, as who closes the window."""
+        master, self._master = self._master, -1
+        if master >= 0:
+            os.close(master)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+def screen(text: str) -> list[str]:
+    """Return the lines that a terminal shows after this text, and that the cursor is visible, as the last of them."""
+    lines, row, column, cursor = [""], 0, 0, "visible"
+    for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)", text):
+        value, kind, back, feed, plain = match.groups()
+        if kind == "A":
+            row = max(0, row - int(value or 1))
+        elif kind == "K":
+            lines[row] = "" if value == "2" else lines[row][:column]
+        elif kind in ("l", "h") and value == "?25":
+            cursor = "hidden" if kind == "l" else "visible"
+        elif back:
+            column = 0
+        elif feed:
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif plain:
+            lines[row] = lines[row][:column].ljust(column) + plain + lines[row][column + len(plain) :]
+            column += len(plain)
+    return [*(line.rstrip() for line in lines), cursor]
+
+
+def python_words(package: str, words: list[str], before: str) -> list[str]:
+    """Return a process that gives a command after some code of ours."""
+    code = f"{before}\nimport runpy, sys\nsys.argv = {['megatrain-tier', *words]!r}\n"
+    return [sys.executable, "-c", f"{code}runpy.run_module({package!r}, run_name='__main__')"]
+
+
+AT_TORCH = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            sys.stderr.write("[HEAVY]"); sys.stderr.flush()
+            DO
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "check"])
+def test_a_line_is_there_before_anything_heavy_is_imported(command: str, cli_package: str) -> None:
+    words = python_words(cli_package, [command, "examples/tiny.toml"], AT_TORCH.replace("DO", "import os; os._exit(7)"))
+    with Terminal(words) as terminal:
+        assert terminal.wait() == 7
+    before = terminal.text.partition("[HEAVY]")[0]
+    assert "importing torch" in before and re.search("[\u2800-\u28ff] ", before), terminal.text
+
+
+def test_a_wrong_config_is_answered_without_torch(cli_package: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('task = "sft"\nlearning_rte = 1\n')
+    words = python_words(cli_package, ["run", str(tmp_path / "run.toml")], AT_TORCH.replace("DO", "pass"))
+    with Terminal(words) as terminal:
+        assert terminal.wait() == 2
+    assert "learning_rte" in terminal.text and "[HEAVY]" not in terminal.text
+    assert screen(terminal.text)[0].startswith("error:"), "the spinner is gone"
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(cli_package: str) -> None:
+    code = AT_TORCH.replace("DO", "import time; time.sleep(60)")
+    with Terminal(python_words(cli_package, ["plan", "examples/tiny.toml"], code)) as terminal:
+        terminal.wait_for(r"\[HEAVY\]")
+        terminal.wait_for("importing torch  2 s")  # the line moves by itself
+        terminal.type("\x03")
+        assert terminal.wait() == 1
+    assert [line for line in screen(terminal.text) if line] == ["interrupted; nothing saved", "visible"]
+
+
+OUTPUT = """
+import os, sys, time
+import click
+from pathlib import Path
+from {package}.output import RunOutput
+with RunOutput() as output:
+    click.echo("before")
+    sys.stdin.readline()
+    for _ in range(600):
+        print("lost \\x1b[1mwords\\x1b[0m", flush=True)
+        if output.is_lost:
+            break
+        time.sleep(0.1)
+    print("early", flush=True)
+    output.goes_to(Path({log!r}))
+    print("late", flush=True)
+    os.system("echo of a child >&2")
+sys.stderr.write("the end\\n")
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_output_goes_on_in_the_log(kind: str, cli_package: str, tmp_path: Path) -> None:
+    """EIO of a terminal and EPIPE of a pipe; what came between the loss and the log is there as well."""
+    log = tmp_path / "run.log"
+    code = OUTPUT.format(package=cli_package, log=str(log))
+    words = [sys.executable, "-c", code]
+    if kind == "terminal":
+        with Terminal(words, ignored=(signal.SIGHUP,)) as terminal:
+            terminal.wait_for("before")
+            terminal.close()
+            assert terminal.process.wait(DEADLINE_S) == 75
+    else:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT)
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"before\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 75
+    lines = log.read_text().splitlines()
+    assert lines[0].startswith("-- output of process ")
+    assert lines[1:] == ["lost words", "early", "late", "of a child", "the end"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return make_run(tmp_path_factory.mktemp("run") / "w")
+
+
+@pytest.fixture
+def run(folder: SavedRun, tmp_path: Path) -> SavedRun:
+    return folder.copy(tmp_path / "w")
+
+
+def words_of(run: SavedRun, *options: str, **config: object) -> list[str]:
+    return [*command_words(), "run", str(run.write_config(**config)), *options]  # type: ignore[arg-type]
+
+
+def test_ctrl_c_in_a_step_saves_and_leaves_a_whole_terminal(run: SavedRun) -> None:
+    with Terminal(words_of(run, steps=MANY, checkpoint='save_strategy = "no"')) as terminal:
+        terminal.wait_for(r"step .{0,40}2/100000")
+        terminal.type("\x03")
+        assert terminal.wait() == 75
+    assert "s/step (mean)" in terminal.text and "forward" in terminal.text
+    *lines, cursor = screen(terminal.text)
+    lines = [line for line in lines if line]
+    step = committed_step(run.out)
+    assert lines[-1] == f"interrupted at step {step}, saved: run the same command again to continue"
+    assert cursor == "visible" and not any("^C" in line for line in lines), lines
+    (ended,) = [number for number, line in enumerate(lines) if line.startswith("stopped ")]
+    view = lines[ended - 5 : ended]  # the last picture, whole: figures, run, ram, speed
+    assert any(re.match(rf"step {step}/100000  loss ", line) for line in view), lines
+    assert not any(line.startswith("now ") for line in lines), "nothing is done any more"
+    status = read_status(run.out)
+    assert status is not None and (status.state, status.exit_code) == ("stopped", 75)
+
+
+def test_a_closed_terminal_saves_and_the_output_goes_on_in_the_log(run: SavedRun) -> None:
+    with Terminal(words_of(run, steps=MANY, checkpoint='save_strategy = "no"')) as terminal:
+        terminal.wait_for(r"step .{0,40}2/100000")
+        terminal.close()
+        assert terminal.process.wait(DEADLINE_S) == 75
+    step = committed_step(run.out)
+    assert step is not None and step >= 2
+    text = (run.out / "run.log").read_text()
+    assert "the terminal was closed (SIGHUP): stopping after this step, and saving" in text
+    assert f"saved  checkpoint at step {step}: " in text and "\x1b" not in text
+    assert text.endswith(f"interrupted at step {step}, saved: run the same command again to continue\n")
+
+
+def test_with_nohup_a_run_outlives_its_terminal(run: SavedRun) -> None:
+    """SIGHUP is ignored, and every write gives EIO: the run goes on to its end."""
+    with Terminal(words_of(run, steps=40), ignored=(signal.SIGHUP,)) as terminal:
+        terminal.wait_for("fits")
+        terminal.wait_for("start")
+        terminal.close()
+        assert terminal.process.wait(DEADLINE_S) == 0
+    text = (run.out / "run.log").read_text()
+    assert "\nstep 40/40 100.0% | loss " in text and "\ndone   40 steps" in text
+    assert (run.out / "final").is_dir()
+
+
+@pytest.fixture
+def stopped_at_the_end(run: SavedRun) -> Iterator[None]:
+    yield
+    owner = living_owner(run.out)
+    if owner is not None and owner.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner.pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("stopped_at_the_end")
+def test_detach_and_follow(run: SavedRun) -> None:
+    config = run.write_config(steps=MANY, checkpoint='save_strategy = "no"')
+    words = [*command_words(), "run", str(config), "--detach"]
+    result = subprocess.run(
+        words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    owner = living_owner(run.out)
+    assert result.returncode == 0 and owner is not None, result
+    assert owner.pid is not None and os.getsid(owner.pid) == owner.pid != os.getsid(0), "a session of its own"
+    log = run.out / "run.log"
+    lines = result.stdout.splitlines()
+    assert lines[:2] == [f"training in the background, process {owner.pid}", f"log     {log}"]
+    assert lines[2].startswith("follow  megatrain-tier status --follow ")
+    assert "fits." in result.stderr, "what the start says is shown"
+    assert "fits." in log.read_text(), "and is in the log"
+
+    follow = [*command_words(), "status", "--follow", str(run.out)]
+    with Terminal(follow) as terminal:  # Ctrl-C leaves the view, not the run
+        terminal.wait_for("s/step")
+        terminal.type("\x03")
+        assert terminal.wait() == 0
+    assert [line for line in screen(terminal.text) if line][-2:] == [
+        f"the run goes on, process {owner.pid}", "visible"
+    ]  # fmt: skip
+    assert living_owner(run.out) == owner
+
+    with Terminal(follow) as terminal:
+        terminal.wait_for("s/step")
+        os.kill(owner.pid, signal.SIGTERM)
+        assert terminal.wait() == 75, "that of the run"
+    assert f"stopped at step {committed_step(run.out)}" in terminal.text
+    assert "interrupted at step" in log.read_text().splitlines()[-1]
+    late = run.call("status", "--follow", run.out)
+    assert late.exit_code == 1 and "stopped at step" in late.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [("learning_rate=-1", 2, "must be above 0"), ("data.max_length=100000", 3, "does not fit")],
+)
+def test_a_detached_start_that_fails_gives_its_code(run: SavedRun, change: str, code: int, message: str) -> None:
+    words = [*command_words(), "run", str(run.write_config()), "--detach", "--set", change]
+    result = subprocess.run(
+        words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert (result.returncode, result.stdout) == (code, "")
+    assert message in result.stderr and not run.out.exists()
+
+
+def test_following_a_run_that_dies(run: SavedRun) -> None:
+    process = run.start(steps=MANY)
+    try:
+        while (status := read_status(run.out)) is None or not status.step:
+            assert process.poll() is None
+            time.sleep(0.05)
+        follow = subprocess.Popen(
+            [*command_words(), "status", "--follow", "--json", str(run.out)], cwd=ROOT, env=ENVIRONMENT,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert follow.stdout is not None
+        assert json.loads(follow.stdout.readline())["state"] == "training"
+        process.kill()
+        assert follow.wait(DEADLINE_S) == 1
+        follow.stdout.close()
+    finally:
+        end(process)

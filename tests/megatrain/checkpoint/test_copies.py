@@ -1,0 +1,317 @@
+"""Whole copies of checkpoints, and drives that are lost: what is made, what is said, what a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint import copier
+from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints, usable_checkpoint
+from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
+from tiered.manifest import list_generations
+from tiered.reader import GenerationReader
+
+ON_DRIVE = {"placement": ON_NVME, "more": NVME}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A model and data; and what six steps give that nothing happens to."""
+    run = make_run(tmp_path_factory.mktemp("model") / "w")
+    result = run.run(out="undisturbed")
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.fixture
+def run(model: SavedRun, tmp_path: Path) -> SavedRun:
+    return model.copy(tmp_path / "w")
+
+
+def weights(run: SavedRun, out: str = "out") -> bytes:
+    return (run.folder / out / "final/model.safetensors").read_bytes()
+
+
+def copied_steps(run: SavedRun) -> list[object]:
+    path = run.out / "copies"
+    readers = [GenerationReader(path, number) for number in list_generations(path)]
+    assert [list(reader.problems()) for reader in readers] == [[] for _ in readers]
+    return [reader.manifest.meta["step"] for reader in readers]
+
+
+@pytest.fixture
+def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let training wait for every copy: which are made is then no matter of time."""
+    offer = CheckpointCopier.offer
+
+    def offer_and_wait(self: CheckpointCopier, generation: int, step: int, *, is_last: bool = False) -> None:
+        offer(self, generation, step, is_last=is_last)
+        self.finish()
+
+    monkeypatch.setattr(CheckpointCopier, "offer", offer_and_wait)
+
+
+# -- which are made ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"), [("false", []), ("true", [2, 4, 6]), ("2", [4, 6]), ('"last"', [6])], ids=str
+)
+def test_what_is_copied(run: SavedRun, copied_at_once: None, rule: str, steps: list[int]) -> None:
+    result = run.run(checkpoint=f"save_copy = {rule}", **ON_DRIVE)
+    assert result.exit_code == 0, result.output
+    assert copied_steps(run) == steps
+    assert result.stdout.count("copied checkpoint at step") == len(steps)
+    assert weights(run) == weights(run, "undisturbed"), "copies change nothing"
+
+
+def test_as_many_are_kept_as_checkpoints(run: SavedRun, copied_at_once: None) -> None:
+    config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
+    path = run.write_config(**config)
+    path.write_text(path.read_text().replace("save_total_limit = 3", "save_total_limit = 1"))
+    result = run.call("run", path)
+    assert result.exit_code == 0, result.output
+    assert copied_steps(run) == [6] and len(list_generations(run.out / "checkpoints")) == 1
+
+
+def test_without_drives_there_is_nothing_to_copy(run: SavedRun) -> None:
+    result = run.run(checkpoint="save_copy = true")
+    assert result.exit_code == 0, result.output
+    assert not (run.out / "copies").exists()
+
+
+def test_a_slow_copy_never_reads_what_a_save_removes(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves come faster than copies: training waits only where a checkpoint would go under the copy, and says so."""
+    rest = copier._Pace.rest
+
+    def rest_longer(self: copier._Pace) -> None:
+        if not self._hurry.is_set():
+            time.sleep(0.02)
+        rest(self)
+
+    monkeypatch.setattr(copier._Pace, "rest", rest_longer)
+    path = run.write_config(checkpoint="save_copy = true", **ON_DRIVE)
+    path.write_text(
+        path.read_text().replace("save_steps = 2\nsave_total_limit = 3", "save_steps = 1\nsave_total_limit = 1")
+    )
+    result = run.call("run", path)
+    assert result.exit_code == 0, result.output
+    assert "was not copied" not in result.output
+    assert copied_steps(run) == [6]
+    assert weights(run) == weights(run, "undisturbed")
+
+
+def test_a_copy_that_cannot_be_made_costs_no_step(run: SavedRun) -> None:
+    (run.out / "copies").mkdir(parents=True)
+    (run.out / "copies/thesis.tex").write_text("mine")
+    result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
+    assert result.exit_code == 0, result.output
+    assert "the checkpoint of step 6 was not copied" in result.stdout and "was not made by tiered" in result.stdout
+    assert weights(run) == weights(run, "undisturbed")
+    assert sorted(path.name for path in (run.out / "copies").iterdir()) == ["thesis.tex"]
+
+
+def test_a_copy_without_room_costs_no_step(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.disk_usage
+    full = SimpleNamespace(disk_usage=lambda path: real(path)._replace(free=100))
+    monkeypatch.setattr(copier, "shutil", full)
+    result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
+    assert "was not copied" in result.stdout and "has 100 B free" in result.stdout, result.output
+    assert result.exit_code == 0 and copied_steps(run) == []
+
+
+def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
+    run: SavedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.loop import Loop
+
+    run_step, rest = Loop._run_step, copier._Pace.rest
+    copying = threading.Event()
+
+    def run_and_stop(self: Loop, engine: Any, number: int) -> Any:
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_step(self, engine, number)
+
+    def stop_again(self: copier._Pace) -> None:
+        if not copying.is_set() and self._hurry.is_set():  # somebody waits for it: all is saved
+            copying.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert self._cancelled.wait(30)
+        rest(self)
+
+    monkeypatch.setattr(Loop, "_run_step", run_and_stop)
+    monkeypatch.setattr(copier._Pace, "rest", stop_again)
+    config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
+    result = run.run(**config)
+    assert result.exit_code == 75, result.output
+    assert "the copy was given up" in result.stdout and copied_steps(run) == []
+    assert "interrupted at step 2, saved: run the same command again" in result.stderr
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        Loop,
+        "_run_step",
+        lambda self, engine, number: os.kill(os.getpid(), signal.SIGTERM) or run_step(self, engine, number),
+    )
+    result = run.run(**config)
+    assert result.exit_code == 75 and "copied checkpoint at step 2" in result.stdout, result.output
+    assert copied_steps(run) == [2, 3]
+
+
+def test_a_run_that_is_done_can_be_copied_afterwards(run: SavedRun) -> None:
+    assert run.run(**ON_DRIVE).exit_code == 0
+    for _ in range(2):
+        result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
+        assert result.exit_code == 0 and "nothing to do" in result.stdout, result.output
+        assert copied_steps(run) == [6]
+    assert "copied checkpoint" not in result.stdout, "it is there already"
+
+
+# -- what a run goes on from -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lost(run: SavedRun) -> SavedRun:
+    """A run that was saved at steps 2 and 4, with a copy of the last, and has lost its drive."""
+    result = run.run(steps=4, checkpoint='save_copy = "last"', **ON_DRIVE)
+    assert result.exit_code == 0, result.output
+    shutil.rmtree(run.out / "final")
+    shutil.rmtree(run.folder / "drive")
+    return run
+
+
+def test_a_run_that_lost_its_drive_goes_on_from_the_copy(lost: SavedRun) -> None:
+    found = usable_checkpoint(lost.out)
+    assert found is not None and (found.step, found.is_copy) == (4, True)
+    status = lost.call("status", lost.out).stdout
+    assert "copies   step 4, whole in output_dir" in status and "steps 2, 4 are gone" in status
+    result = lost.run(checkpoint='save_copy = "last"', **ON_DRIVE)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("are gone") == 1 and "steps 2, 4 are gone" in result.stdout
+    assert "the copy of the checkpoint of step 4" in result.stdout
+    assert "continuing after step 4 of 6" in result.stdout and "cannot be used" not in result.output
+    assert weights(lost) == weights(lost, "undisturbed")
+    assert copied_steps(lost) == [4, 6]
+    lost.call("ckpt", "rm", lost.out, "--step", 2, "--yes")
+    assert not any(each.missing for each in saved_checkpoints(lost.out) if each.step == 6)
+
+
+def test_a_copy_that_is_newer_than_what_is_left_comes_first(lost: SavedRun) -> None:
+    """An old checkpoint that needs no drive is worth less than a copy of a newer one."""
+    shutil.rmtree(lost.out / "checkpoints")
+    result = lost.run(**ON_DRIVE)
+    assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
+    assert weights(lost) == weights(lost, "undisturbed")
+
+
+def test_copies_are_listed_verified_exported_and_removed(lost: SavedRun) -> None:
+    rows = [line.split() for line in lost.call("ckpt", "ls", lost.out).stdout.splitlines()[1:]]
+    assert [(row[0], row[-1]) for row in rows if row[0].isdigit()][-1] == ("4", "here")
+    infos = json.loads(lost.call("ckpt", "ls", lost.out, "--json").stdout)["checkpoints"]
+    assert [(i["step"], i["is_copy"], i["is_newest"], i["problem"] is None) for i in infos] == [
+        (2, False, False, False), (4, False, False, False), (4, True, True, True),
+    ]  # fmt: skip
+    verified = lost.call("ckpt", "verify", lost.out)
+    assert verified.exit_code == 1 and "copy of step 4 (generation 2): sound" in verified.stdout, verified.output
+    assert verified.stdout.count("parts of it are gone: they lay in") == 2
+    exported = lost.call("export", lost.out, lost.folder / "model4", "--dtype", "float32")
+    assert exported.exit_code == 0, exported.output
+    only = lost.call("ckpt", "rm", lost.out, "--step", 4, "--yes")
+    assert only.exit_code == 1 and "--all" in only.stderr and copied_steps(lost) == [4]
+    assert lost.call("ckpt", "rm", lost.out, "--all", "--yes").exit_code == 0
+    assert list_generations(lost.out / "copies") == list_generations(lost.out / "checkpoints") == []
+    result = lost.run(**ON_DRIVE)
+    assert result.exit_code == 0 and "step 1/6" in result.stdout, result.output
+
+
+def test_export_of_a_copy_is_that_of_the_checkpoint(run: SavedRun) -> None:
+    assert run.run(checkpoint='save_copy = "last"', **ON_DRIVE).exit_code == 0
+    for source, out in ((run.out, "own"), (run.out / "copies", "copied")):
+        result = run.call("export", source, run.folder / out, "--dtype", "float32")
+        assert result.exit_code == 0, result.output
+    assert (run.folder / "own/model.safetensors").read_bytes() == (run.folder / "copied/model.safetensors").read_bytes()
+
+
+# -- nothing is left ---------------------------------------------------------------------------------------------
+
+
+def test_a_lost_drive_without_copies_is_said_in_one_message(run: SavedRun) -> None:
+    assert run.run(steps=4, **ON_DRIVE).exit_code == 0
+    drive = run.folder / "drive"
+    shutil.move(drive, run.folder / "away")
+    before = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
+    result = run.run(**ON_DRIVE)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.count("error: ") == 1 and len(result.stderr.strip().splitlines()) == 1
+    for part in ("steps 2, 4 are gone", f"'{drive}', which is not there", "final", f"ckpt rm {run.out} --all"):
+        assert part in result.stderr, result.stderr
+    after = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
+    assert {path for path in before if before[path] != after.get(path)} <= {run.out / "LOCK", run.out / "status.json"}
+    assert not drive.exists(), "nothing is made where a drive may be mounted again"
+
+    status = run.call("status", run.out)
+    assert "continue from" not in status.stdout and "steps 2, 4 are gone" in status.stdout, status.stdout
+    (seen,) = json.loads(run.call("status", run.out, "--json").stdout)["runs"]
+    assert (seen["saved_step"], seen["lost_steps"], seen["copied_steps"]) == (None, [2, 4], [])
+    check = run.call("check", run.write_config(**ON_DRIVE))
+    assert check.exit_code == 1 and "steps 2, 4 are gone" in check.stdout, check.output
+
+    shutil.move(run.folder / "away", drive)  # it was a drive that was not mounted
+    result = run.run(**ON_DRIVE)
+    assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
+    assert weights(run) == weights(run, "undisturbed")
+
+
+def test_a_run_that_is_done_needs_its_drive_no_more(run: SavedRun) -> None:
+    assert run.run(**ON_DRIVE).exit_code == 0
+    shutil.rmtree(run.folder / "drive")
+    result = run.run(**ON_DRIVE)
+    assert result.exit_code == 0 and "nothing to do: this run is done" in result.stdout, result.output
+    check = run.call("check", run.write_config(**ON_DRIVE))
+    assert check.exit_code == 0 and "the run is done" in check.stdout, check.output
+
+
+def test_one_of_two_drives_is_lost(run: SavedRun) -> None:
+    two = '[[tiers.nvme]]\npath = "one"\nsize = "20MiB"\n[[tiers.nvme]]\npath = "two"\nsize = "20MiB"\n'
+    config = {"placement": ON_NVME, "more": f'{two}[advanced]\nfile_size = "32KiB"\n'}
+    assert run.run(steps=4, **config).exit_code == 0
+    shutil.rmtree(run.folder / "two")
+    result = run.run(**config)
+    assert result.exit_code == 1 and f"'{run.folder / 'two'}', which is not there" in result.stderr, result.output
+    assert str(run.folder / "one") not in result.stderr
+
+
+# -- what is said before anything is lost ------------------------------------------------------------------------
+
+
+def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:
+    result = run.run(steps=4, **ON_DRIVE)
+    drive = run.folder / "drive"
+    nbytes = bytes_on_drives(run.out)[drive]
+    files = {path.lstat().st_ino: path.lstat().st_size for path in drive.glob("snap/*/**/c/*")}
+    assert nbytes == sum(files.values()) > 0, "each file once, however many checkpoints link it"
+    text = (drive / "README.txt").read_text()
+    for part in (str(run.out), "CHECKPOINTS LIE HERE", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
+        assert part in text, text
+    assert f"stay in '{drive}', 0 B lie there now: deleting that folder destroys them" in result.stdout
+    size = f"{nbytes / (1 << 20):.1f} MiB"
+    assert f"{size} of its checkpoints lie in {drive}" in run.call("status", run.out).stdout
+    check = run.call("check", run.write_config(**ON_DRIVE))
+    assert check.exit_code == 0 and " ".join(check.stdout.split()).count(f"stay in '{drive}'") == 1, check.output
+
+    other = run.run(out="other", steps=2, **ON_DRIVE)
+    assert other.exit_code == 0, other.output
+    text = (drive / "README.txt").read_text()
+    assert f"  {run.folder / 'other'}\n  {run.out}\n" in text, text
+    assert run.call("clean", drive, "--yes").exit_code == 0
+    assert (drive / "README.txt").exists() and run.call("ckpt", "verify", run.out).exit_code == 0

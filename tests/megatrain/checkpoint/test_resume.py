@@ -1,0 +1,109 @@
+"""What a run starts from, and where its data goes on, when something is another than before."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
+from megatrain.checkpoint.resume import ConfigChangedError, check_changes
+from megatrain.config import load_config
+from reference.saved_run import SavedRun, make_run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A run of 6 steps of 2 rows, saved at 2, 4 and 6."""
+    run = make_run(tmp_path_factory.mktemp("trained") / "w")
+    assert train(run, steps=6) == 0
+    return run
+
+
+@pytest.fixture
+def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
+    return trained.copy(tmp_path / "w")
+
+
+def train(run: SavedRun, *options: str, **config: Any) -> int:
+    """Train on; return the step after which the run was continued, 0 for none."""
+    result: Result = run.run(*options, **config)
+    assert result.exit_code == 0, result.output
+    found = re.search(r"continuing after step (\d+)", result.output)
+    return int(found[1]) if found else 0
+
+
+def saved_steps(folder: Path) -> list[int | None]:
+    return [info.step for info in list_checkpoints(folder)]
+
+
+def epochs(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["epoch"] for line in lines if "epoch" in line}
+
+
+def test_a_run_that_starts_from_another_goes_on_from_its_own_checkpoints(run: SavedRun) -> None:
+    config = {"out": "second", "checkpoint": f'resume_from_checkpoint = "{run.out}"'}
+    second = run.folder / "second"
+    assert train(run, steps=6, **config) == 6
+    assert saved_steps(second) == [6], "nothing was left to do, and it has a checkpoint of its own"
+    assert train(run, steps=8, **config) == 6
+    assert train(run, steps=9, **config) == 8
+    assert saved_steps(second) == [6, 8, 9]
+
+
+def test_a_model_of_another_dtype_is_written_anew(run: SavedRun) -> None:
+    train(run, steps=6, more='[export]\ndtype = "bfloat16"\n')
+    assert json.loads((run.out / "final/export.json").read_text())["dtype"] == "bfloat16"
+    assert saved_steps(run.out) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("key", ["config_xxh3_64", "dtype", "device", "attention", "name", "class", "num_parameters"])
+def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
+    """Also what no key of the config says: ``auto`` may mean another kernel on another machine."""
+    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+    now = {**found.state.model, key: "another"}
+    notices: list[str] = []
+
+    def check(allow: bool) -> None:
+        check_changes(config, found, now, found.state.data_fingerprint, allow=allow, on_notice=notices.append)
+
+    if key in ("name", "class", "num_parameters"):
+        check(allow=False)
+        assert not notices
+        return
+    with pytest.raises(ConfigChangedError, match="-> another"):
+        check(allow=False)
+    check(allow=True)
+    assert len(notices) == 1 and "-> another" in notices[0]
+
+
+def test_other_data_alters_results(trained: SavedRun) -> None:
+    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+    other = replace(found, state=replace(found.state, data_fingerprint="another"))
+    with pytest.raises(ConfigChangedError, match="data: the rows"):
+        check_changes(
+            config, other, found.state.model, found.state.data_fingerprint, allow=False, on_notice=lambda text: None
+        )
+
+
+def test_with_another_batch_the_data_goes_on_at_the_same_row(run: SavedRun) -> None:
+    """Twelve rows are behind it."""
+    words = ("--set", "per_device_train_batch_size=1", "--allow-config-change")
+    assert train(run, *words, steps=8) == 6
+    found = epochs(run.out)
+    per_row = found[8] - found[7]
+    assert found[7] == pytest.approx(13 * per_row)
+
+
+def test_saved_at_the_end_of_every_epoch_and_of_the_run(trained: SavedRun) -> None:
+    words = ("--set", "per_device_train_batch_size=8")
+    train(trained, *words, out="epochs", steps=9, checkpoint='save_strategy = "epoch"')
+    whole = [step for step, epoch in epochs(trained.folder / "epochs").items() if epoch == int(epoch)]
+    assert len(whole) == 2 and 9 not in whole
+    assert saved_steps(trained.folder / "epochs") == [*whole, 9]

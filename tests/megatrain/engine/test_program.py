@@ -1,0 +1,82 @@
+"""What a run makes of a step's program: what stays between ticks, where updates run, what the prefetcher is told."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from megatrain.engine.program import BlockPlan, StepProgram, Tick
+from megatrain.engine.residency import zero_gaps
+from megatrain.engine.tape import Release, compile_step
+from megatrain.models.layout import build_layout, views
+from tiered.schedule import Access
+
+UPDATE, FORWARD, HEAD, BACKWARD = range(4)
+BLOCKS = {
+    "w": BlockPlan("w", "weights", 8, torch.float32),
+    "m": BlockPlan("m", "optimizer", 8, torch.float32),
+    "g": BlockPlan("g", "gradients", 8, torch.float32),
+}
+TICKS = (
+    Tick("update", 0, (("w", "rw"), ("m", "rw"), ("g", "r")), spent=frozenset({"g"})),
+    Tick("forward", 0, (("w", "r"),)),
+    Tick("head", 1, ()),
+    Tick("backward", 0, (("w", "r"), ("g", "w"))),
+)
+PROGRAM = StepProgram(BLOCKS, TICKS, "gpu", defers_updates=True, updates_in_compute_tier=True)
+
+
+def test_a_copy_stays_where_its_next_use_comes() -> None:
+    stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (BACKWARD, "w"): UPDATE}
+
+    program = replace(PROGRAM, compute_tier="ram", updates_in_compute_tier=False)
+    homes = dict.fromkeys(BLOCKS, "nvme")
+
+    def kept(**parts: bool) -> dict[int, set[str]]:
+        tape = compile_step(program, homes, stays, **parts)
+        return {op.tick: {use.key for use in op.uses if use.release is Release.KEEP} for op in tape.ops}
+
+    assert kept() == {UPDATE: {"w"}, FORWARD: {"w"}, HEAD: set(), BACKWARD: {"w"}}
+    assert kept(updates=False) == {FORWARD: {"w"}, HEAD: set(), BACKWARD: {"w"}}, "the updates come after it"
+    assert kept(passes=False) == {UPDATE: set()}, "no forward comes after the last step's updates"
+
+
+def test_an_update_runs_where_all_that_outlives_it_is() -> None:
+    """The gradient is dead afterwards: its home decides nothing."""
+    homes = {"w": "gpu", "m": "gpu", "g": "ram"}
+    update, forward = TICKS[UPDATE], TICKS[FORWARD]
+    assert PROGRAM.tier_of(update, homes) == "gpu"
+    for key in ("w", "m"):
+        assert PROGRAM.tier_of(update, {**homes, key: "ram"}) == "ram"
+    assert PROGRAM.tier_of(forward, {**homes, "w": "ram"}) == "gpu"
+    host_updates = StepProgram(BLOCKS, TICKS, "gpu", defers_updates=True)
+    assert host_updates.tier_of(update, homes) == "ram"
+
+
+def test_the_schedule_has_what_moves_and_what_changes() -> None:
+    """A read at home needs no foresight; a write there must be known, so that no copy is fetched before it."""
+    homes = {"w": "ram", "m": "gpu", "g": "gpu"}
+    schedule = PROGRAM.schedule(homes, 2, first_step=3)
+    period = len(TICKS)
+    reached = [access for tick in range(8 * period) for access in schedule.at(tick)]
+    found = [(access.tick, access.key, access.tier, access.mode) for access in reached]
+    passes = [(FORWARD, "w", "gpu", "r"), (BACKWARD, "w", "gpu", "r"), (BACKWARD, "g", "gpu", "w")]
+    updates = [(UPDATE, "w", "ram", "rw"), (UPDATE, "m", "ram", "rw"), (UPDATE, "g", "ram", "r")]
+    steps = {3: passes, 4: [*updates, *passes], 5: updates}
+    assert found == [(step * period + tick, *rest) for step, uses in steps.items() for tick, *rest in uses]
+    assert Access(3 * period + UPDATE, "m", "ram", "rw") not in schedule
+
+
+def test_what_no_gradient_was_copied_into_is_zero() -> None:
+    """Padding, and parameters without a gradient: the norm is taken over the whole block."""
+    layout = build_layout("unit", [("a", (3,)), ("b", (5, 2)), ("c", (2, 2))], trainable=True)
+    names = [entry.name for entry in layout.entries]
+    for count in range(len(names) + 1):
+        for filled in itertools.combinations(names, count):
+            flat = torch.full((layout.num_elements,), torch.nan)
+            for name in filled:
+                views(flat, layout)[name].fill_(1.0)
+            zero_gaps(flat, layout, set(filled))
+            assert flat.sum() == sum(views(flat, layout)[name].numel() for name in filled), filled

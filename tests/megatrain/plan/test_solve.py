@@ -1,0 +1,139 @@
+"""Homes, working sets and traffic of steps small enough to be counted by hand. A slot takes the bytes of its block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick, state_key, weight_key
+from megatrain.engine.trace import trace_visits
+from megatrain.models.graph import build_graph
+from megatrain.plan.budgets import filling_bytes, workspace_bytes
+from megatrain.plan.solve import DoesNotFitError, Placement, PlacementSolver, TierBudget
+from megatrain.plan.traffic import Traffic
+from reference.families import tiny_config
+from tiered.schedule import Mode
+from tiered.units import PAGE_BYTES
+
+SIZES = {"a": 100, "b": 10, "c": 100, "x": 30, "y": 50}
+DRIVE: Mapping[Kind, Sequence[str]] = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), ("nvme",))
+EITHER: Mapping[Kind, Sequence[str]] = dict.fromkeys(DRIVE, ("ram", "nvme"))
+
+
+def program(*ticks: Tick, kind: Kind = "weights") -> StepProgram:
+    used = sorted({key for tick in ticks for key, _ in (*tick.held, *tick.passing)})
+    return StepProgram({key: BlockPlan(key, kind, SIZES[key], torch.int8) for key in used}, ticks, "ram")
+
+
+def tick(held: Sequence[tuple[str, Mode]], passing: Sequence[tuple[str, Mode]] = (), spent: str = "") -> Tick:
+    return Tick("forward", 0, tuple(held), tuple(passing), frozenset(spent))
+
+
+def solve(
+    steps: StepProgram,
+    ram: int,
+    allowed: Mapping[Kind, Sequence[str]] = DRIVE,
+    *,
+    open_bytes: int = 0,
+    stay_share: float = 0.0,
+) -> Placement:
+    tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int)]
+    return PlacementSolver(steps, tiers, allowed, {"ram": open_bytes}, stay_share).solve()
+
+
+READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
+
+
+@pytest.mark.parametrize(("ram", "fits"), [(199, False), (200, True)])
+def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, fits: bool) -> None:
+    """The largest two neighbours are those at the turn of the step."""
+    assert solve(READS, ram).lookahead == fits
+
+
+def test_what_passes_is_there_one_after_the_other() -> None:
+    placement = solve(program(tick([("b", "r")], [("x", "r"), ("y", "r")])), 60)
+    assert placement.working_bytes["ram"] == 10 + 50
+    with pytest.raises(DoesNotFitError, match="needs at least 60 "):
+        solve(program(tick([("b", "r")], [("x", "r"), ("y", "r")])), 59)
+
+
+@pytest.mark.parametrize(("open_bytes", "home"), [(0, "ram"), (1, "nvme")])
+def test_room_that_is_kept_open_is_no_home(open_bytes: int, home: str) -> None:
+    assert solve(program(tick([("b", "r")])), 10, EITHER, open_bytes=open_bytes).homes == {"b": home}
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("weights", 200), ("optimizer", 200), ("gradients", 0), ("activations", 0)])
+def test_generations_take_room_for_what_outlives_a_step(kind: Kind, kept: int) -> None:
+    steps, drive = program(tick([("a", "r")]), kind=kind), TierBudget("nvme", 10_000, int, generations=2)
+    placement = PlacementSolver(steps, [TierBudget("ram", 100, int), drive], DRIVE).solve()
+    assert placement.generation_bytes["nvme"] == kept and placement.peak_bytes("nvme") == 100 + kept
+
+
+def test_what_does_not_fit_leaves_the_others_their_place() -> None:
+    """RAM holds ``b`` beside the largest tick, neither of the others."""
+    placement = solve(READS, 110, EITHER)
+    assert placement.homes == {"a": "nvme", "b": "ram", "c": "nvme"}
+    assert placement.traffic_bytes == {"nvme->ram": 200, "ram->nvme": 0}
+    assert placement.peak_bytes("ram") == 110
+
+
+MODES: dict[str, tuple[tuple[Mode, Mode], str, tuple[int, int], tuple[int, int]]] = {
+    # modes of two uses, what is spent by the second -> (read, written) without a stay, and with one in between
+    "read twice": (("r", "r"), "", (20, 0), (10, 0)),
+    "written, then read": (("w", "r"), "", (10, 10), (0, 10)),
+    "written, then dead": (("w", "r"), "b", (10, 10), (0, 0)),
+    "changed, then read": (("rw", "r"), "", (20, 10), (10, 10)),
+    "changed twice": (("rw", "rw"), "", (20, 20), (10, 10)),
+    "read, then written": (("r", "w"), "", (10, 10), (10, 10)),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_what_is_newer_than_its_home_is_written_there_once(name: str) -> None:
+    (first, second), spent, plain, staying = MODES[name]
+    steps = program(tick([("b", first)]), tick([("b", second)], spent=spent))
+    for stays, (read, written) in (({}, plain), ({(0, "b"): 1}, staying)):
+        moved = Traffic(steps, ["ram", "nvme"], {"b": "nvme"}, stays).of_step()
+        assert (moved["nvme->ram"], moved["ram->nvme"]) == (read, written), stays
+
+
+@pytest.mark.parametrize(("ram", "stays"), [(159, False), (160, True)])
+def test_a_copy_stays_where_every_tick_in_between_has_room_beside_its_neighbour(ram: int, stays: bool) -> None:
+    """The first tick in between has room enough in either; of the second and third 150 bytes are needed together."""
+    steps = program(*(tick([(key, "r")]) for key in "bxyab"))
+    assert ((0, "b") in solve(steps, ram, stay_share=1.0).stays) == stays
+
+
+def test_what_is_written_next_does_not_stay() -> None:
+    steps = program(tick([("b", "r")]), tick([("x", "r")]), tick([("b", "w")]), tick([("x", "r")]))
+    assert set(solve(steps, 1000, stay_share=1.0).stays) == {(1, "x"), (2, "b"), (3, "x")}
+
+
+def test_a_run_moves_its_first_step_the_others_and_what_is_left() -> None:
+    placement = solve(READS, 110, EITHER)
+    assert placement.run_traffic_bytes(1)["nvme->ram"] == 200
+    assert placement.run_traffic_bytes(3)["nvme->ram"] == 600
+
+
+def test_the_workspace_has_all_streams_twice_and_one_computation() -> None:
+    """Between two units each micro-batch has the input of one and the output of the other."""
+    trace = trace_visits(build_graph(tiny_config("llama")), 2, 16, torch.float32)
+    streams = max(visit.held_nbytes for visit in trace.visits)
+    inside = max(trace.head_nbytes, *(max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits))
+    for count in (1, 1000):
+        assert 0 <= workspace_bytes(trace, count) - (2 * count * streams + inside) < PAGE_BYTES
+    wide = replace(trace, head_nbytes=10 * inside)  # of a large vocabulary
+    assert 0 <= workspace_bytes(wide, 1) - (2 * streams + 10 * inside) < PAGE_BYTES
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2 + 4 + 2)])
+def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dtype: torch.dtype, nbytes: int) -> None:
+    size = PAGE_BYTES
+    blocks = [
+        BlockPlan(weight_key("layer"), "weights", size, dtype),
+        BlockPlan(state_key("layer", "low"), "optimizer", size, torch.int16),
+    ]
+    assert filling_bytes(StepProgram({block.key: block for block in blocks}, (), "gpu")) == nbytes * size

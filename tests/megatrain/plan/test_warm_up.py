@@ -1,0 +1,73 @@
+"""Which kernels are compiled before the first step: those of the run's updates, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.sides import Ours
+from megatrain.config import load_config
+from megatrain.optim.base import FORMATS, Format
+from megatrain.plan.planner import Plan, plan_run
+from reference.tiered_run import config_text
+from reference.tiny_model import write_tiny_model
+
+ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
+
+
+@dataclass
+class WatchedOptimizer:
+    """An optimizer that notes what it was asked to compile, and how many updates it had made by then."""
+
+    inner: Any
+    formats: list[tuple[Format, int]] = field(default_factory=list)
+    num_updates: int = 0
+
+    def state_kinds(self, split_master: bool) -> Any:
+        return self.inner.state_kinds(split_master)
+
+    def update(self, *args: Any) -> None:
+        self.num_updates += 1
+        self.inner.update(*args)
+
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        self.formats += [(one, self.num_updates) for one in formats]
+
+
+def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimizer, WatchedOptimizer]:
+    """Return config and plan of a tiny bf16 model with a GPU tier, and the watched optimizers of host and device."""
+    precision = 'compute_dtype = "bfloat16"\n' + tables.pop("precision", "")
+    model = write_tiny_model(folder / "model")
+    text = config_text(folder, model, nvme=0, gpu="64MiB", precision=precision, **tables)
+    (folder / "run.toml").write_text(text)
+    config = load_config(folder / "run.toml").config
+    plan = plan_run(config)
+    host, device = WatchedOptimizer(plan.optimizer), WatchedOptimizer(plan.device_optimizer)
+    return config, replace(plan, optimizer=host, device_optimizer=device), host, device
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_formats_of_the_run(dtype: str, tmp_path: Path) -> None:
+    _, plan, host, device = watched_plan(tmp_path, precision=f'grad_dtype = "{dtype}"')
+    plan.warm_up()
+    assert plan.device_updates
+    assert host.formats == device.formats == [((True, getattr(torch, dtype)), 0)]
+
+
+def test_nothing_for_a_device_that_updates_nothing(tmp_path: Path) -> None:
+    _, plan, host, device = watched_plan(tmp_path, placement=ALL_RAM)
+    plan.warm_up()
+    assert host.formats and not plan.device_updates and not device.formats
+
+
+def test_benches_compile_the_kernels_of_the_device_before_the_first_step(tmp_path: Path) -> None:
+    """The first update is made in the second step, which is measured."""
+    config, plan, _, device = watched_plan(tmp_path)
+    with Ours(config, 1, plan=plan) as ours:
+        assert device.formats == [((True, torch.float32), 0)] and device.num_updates == 0
+        assert ours.start_s.keys() == {"warm_up", "populate", "pin", "fill"}

@@ -1,0 +1,90 @@
+"""Settings that are allowed and seldom meant: positions, learning rates, warm-ups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.advice import model_warnings, schedule_warnings
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
+from megatrain.models.graph import ModelGraph, build_graph
+
+MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
+
+
+@pytest.fixture(scope="module")
+def graph() -> ModelGraph:
+    return build_graph(MODEL)
+
+
+@pytest.fixture
+def large(graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> ModelGraph:
+    """The same with as many parameters as people train."""
+    monkeypatch.setattr(type(graph), "num_parameters", 8_000_000_000)
+    return graph
+
+
+def config(folder: Path, *overrides: str) -> RunConfig:
+    path = folder / "run.toml"
+    path.write_text(
+        f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{MODEL}"\n'
+        '[[data.train]]\npath = "x.txt"\n[data]\nmax_length = 128\n'
+    )
+    return load_config(path, overrides=overrides).config
+
+
+@pytest.mark.parametrize(
+    ("optim", "rate", "key"),
+    [
+        ("adamw", "1e-5", ""), ("adamw", "2e-4", ""), ("adamw", "1e-3", "diverges"),
+        ("adamw", "1e-10", "hardly change"), ("lion", "3e-5", ""), ("lion", "3e-4", "diverges"),
+        ("sgd", "0.1", ""), ("sgd", "3", "diverges"),
+        ("sgd", "1e-8", "hardly change"), ("adafactor", "1e-4", ""), ("adafactor", "1e-2", "diverges"),
+    ],
+)  # fmt: skip
+def test_rates_of_all_parameters(optim: str, rate: str, key: str, large: ModelGraph, tmp_path: Path) -> None:
+    found = list(model_warnings(config(tmp_path, f"optim={optim}", f"optimizer.learning_rate={rate}"), large))
+    assert len(found) == bool(key)
+    assert all(text.startswith("optimizer.learning_rate = ") and key in text and ". Write " in text for text in found)
+
+
+def test_rates_from_scratch_and_of_small_models(graph: ModelGraph, tmp_path: Path) -> None:
+    assert list(model_warnings(config(tmp_path, "optimizer.learning_rate=3e-3"), graph)) == []
+    (far_out,) = model_warnings(config(tmp_path, "optimizer.learning_rate=0.5"), graph)
+    assert "above 0.01" in far_out
+
+
+def test_the_rate_from_scratch_does_not_depend_on_the_size(large: ModelGraph, tmp_path: Path) -> None:
+    new = config(tmp_path, "train_from_scratch=true", "optimizer.learning_rate=3e-3")
+    assert list(model_warnings(new, large)) == []
+
+
+def test_rates_of_groups(large: ModelGraph, tmp_path: Path) -> None:
+    group = 'optimizer.groups=[{ params = ["*norm*"], learning_rate = 0.5 }, { params = ["*"], weight_decay = 0.0 }]'
+    (found,) = model_warnings(config(tmp_path, group), large)
+    assert found.startswith("optimizer.groups.0.learning_rate = 0.5")
+
+
+def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path) -> None:
+    most = graph.config.max_position_embeddings
+    assert list(model_warnings(config(tmp_path, f"data.max_length={most}"), graph)) == []
+    (longer,) = model_warnings(config(tmp_path, f"data.max_length={most + 1}"), graph)
+    assert f"max_position_embeddings = {most}" in longer and "has not learned" in longer
+    (new,) = model_warnings(config(tmp_path, f"data.max_length={most + 1}", "train_from_scratch=true"), graph)
+    assert "raise it in config.json" in new
+
+
+@pytest.mark.parametrize(
+    ("warmup", "num_steps", "text"),
+    [
+        ("0.03", 9, ""), ("0.03", 1000, ""), ("0", 1000, ""), ("2", 30, ""), ("100", 1000, ""), ("5", 1000, ""),
+        ("0.03", 1, "never reaches"), ("0.99", 10, "never reaches"), ("0.6", 100, "60 of the 100"),
+        ("60", 100, "60 of the 100"), ("1", 1000, "next to none"), ("0.001", 1000, "next to none"),
+    ],
+)  # fmt: skip
+def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> None:
+    found = list(schedule_warnings(config(tmp_path, f"warmup_steps={warmup}"), num_steps))
+    assert len(found) == bool(text) and all(text in each for each in found)
+    assert list(schedule_warnings(config(tmp_path, f"warmup_steps={warmup}", "lr_scheduler_type=constant"), 1)) == []

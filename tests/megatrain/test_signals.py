@@ -1,0 +1,76 @@
+"""Signals of a run: what asks for a stop, what ends it at once, and what a closed terminal does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from megatrain import signals
+from megatrain.activity import Activity
+from megatrain.signals import RunSignals
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> None:
+    """It comes from the kernel, from the shell, and after a Ctrl-C whose save is under way."""
+    with RunSignals(stops_after_step=True) as heard:
+        for _ in range(3):
+            send(signal.SIGHUP)
+        assert heard.stop_requested and heard.is_hung_up
+    with RunSignals(stops_after_step=True) as heard:
+        send(signal.SIGTERM)
+        assert heard.stop_requested and not heard.is_hung_up
+        heard._requested_s = -1e9  # long ago
+        send(signal.SIGHUP)
+    with RunSignals(stops_after_step=True) as heard:
+        heard.is_stuck = lambda: True  # waits for room on a drive: it still saves once there is some
+        send(signal.SIGHUP)
+        assert heard.stop_requested
+
+
+def test_a_stop_after_a_closed_terminal_is_the_second_only_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunSignals(stops_after_step=True) as heard:
+        send(signal.SIGHUP)
+        send(signal.SIGTERM)  # a session that ends sends both
+        monkeypatch.setattr(signals, "SAME_STOP_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
+        assert heard.stop_requested
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with RunSignals(stops_after_step=True) as heard:
+        send(signal.SIGHUP)
+        assert not heard.stop_requested
+
+
+def test_without_saves_a_closed_terminal_ends_the_run() -> None:
+    with RunSignals(stops_after_step=False), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_the_notice_goes_to_the_view_where_there_is_one(is_watched: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    activity = Activity()
+    activity.is_watched = is_watched
+    with RunSignals(stops_after_step=True, activity=activity):
+        send(signal.SIGTERM)
+        assert "stopping after this step, and saving" in activity.notice
+    assert ("stopping after this step" in capfd.readouterr().err) != is_watched
+    assert not activity.notice

@@ -1,0 +1,91 @@
+"""Text trains the language model of an image-text model as Hugging Face does, or is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.runner import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.graph import build_graph
+from megatrain.models.kept import kept_modules, reads_more_than_text
+from reference.families import padded_batches
+from reference.huggingface import train_step
+from reference.image_text import IMAGE_TEXT_TYPES, image_text_class, tiny_image_text_config
+from reference.memory_access import MemoryAccess
+
+SEED = 3
+#: Those that Hugging Face runs on text alone, and the engine does not.
+REFUSED = {
+    "gemma4": "outside of the weight's own module",
+    "t5gemma2": r"uses model\.encoder.* for a text without images",
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_single_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(before)
+
+
+def random_model(model_type: str, config: Any) -> Any:
+    torch.manual_seed(1234)
+    model = image_text_class(model_type)._from_config(copy.deepcopy(config), dtype=torch.float32).train()
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("model_type", IMAGE_TEXT_TYPES)
+def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
+    batches = padded_batches()
+    try:
+        config = tiny_image_text_config(model_type)
+        model = random_model(model_type, config)
+    except Exception as error:
+        pytest.skip(f"no tiny model of this type: {type(error).__name__}: {str(error)[:80]}")
+    try:
+        expected = train_step(model, batches, SEED)
+    except Exception as error:  # it wants an image: then it is refused in words, before anything runs
+        if reads_more_than_text(model):
+            with pytest.raises(UnsupportedModelError):
+                trace_visits(build_graph(config), 1, 8, torch.float32)
+        pytest.skip(f"does not run on text alone: {type(error).__name__}: {str(error)[:80]}")
+    if model_type in REFUSED:
+        with pytest.raises(UnsupportedModelError, match=REFUSED[model_type]):
+            trace_visits(build_graph(config), 1, 8, torch.float32)
+        return
+    graph = build_graph(config)
+    assert type(graph.model) is type(model)
+    buffers = dict(model.named_buffers())
+    for name, buffer in graph.model.named_buffers():
+        if name in graph.persistent_buffers():
+            buffer.copy_(buffers[name])
+        assert torch.equal(buffer, buffers[name]), name
+    loaded = {name: p for name, p in model.named_parameters() if name in graph.trainable_parameters}
+    kept = kept_modules(graph.model)
+    if kept is not None:
+        unaccounted = set(dict(model.named_parameters())) - set(loaded) - kept.names - set(graph.owner_of)
+        assert not unaccounted
+        assert not kept.names & set(expected.gradients), "what is kept has no gradient"
+    access = MemoryAccess(graph, loaded, torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    loss = runner.forward_backward(batches, seed=SEED)
+    gradients = access.finish()
+    assert loss.loss == pytest.approx(expected.loss, rel=2e-6)
+    assert set(gradients) == set(expected.gradients)
+    noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        error = (gradients[name] - gradient).abs().max()
+        assert error <= max(noise, 1e-5 * gradient.abs().max()), (name, float(error))

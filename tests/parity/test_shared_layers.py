@@ -1,0 +1,56 @@
+"""A layer that is used several times, some of whose weights only one of its uses reaches."""
+
+from __future__ import annotations
+
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.config import load_config
+from megatrain.plan.planner import plan_run
+from reference.families import tiny_config
+from reference.plain_loop import train_plainly
+from reference.tiered_run import config_text, make_loader, run_config
+from reference.tiny_model import QUICKSTART
+
+
+@pytest.fixture(scope="module")
+def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One block of attention in three places, with an adapter for each place."""
+    folder = tmp_path_factory.mktemp("zamba2")
+    torch.manual_seed(7)
+    config = tiny_config("zamba2", vocab_size=1024)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+def test_weights_that_a_later_use_alone_reaches_are_trained(order: str, zamba: Path, tmp_path: Path) -> None:
+    text = config_text(tmp_path, zamba, nvme=0, advanced=f'micro_batch_order = "{order}"')
+    ours = run_config(text.replace("max_length = 64", "max_length = 16"), tmp_path, num_steps=1)
+    config = load_config(tmp_path / "run.toml").config
+    loader, table = make_loader(config, plan_run(config)), config.optimizer
+    before = AutoModelForCausalLM.from_pretrained(zamba, dtype=torch.float32).state_dict()
+    plain = train_plainly(
+        zamba,
+        [next(loader).micro_batches],
+        lr=lambda step: table.learning_rate,
+        betas=(table.adam_beta1, table.adam_beta2),
+        eps=table.adam_epsilon,
+        weight_decay=table.weight_decay,
+        decays=lambda name, p: p.dim() >= 2 and not any(fnmatchcase(name, g) for g in table.weight_decay_exclude),
+        max_grad_norm=table.max_grad_norm,
+    )
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert ours.weights.keys() == plain.weights.keys()
+    trained = [name for name, weight in plain.weights.items() if not torch.equal(weight, before[name])]
+    assert len([name for name in trained if "adapter_list" in name]) >= 6, "those of all three places"
+    for name, weight in plain.weights.items():
+        moved = (weight - before[name]).abs().max()
+        assert (ours.weights[name] - weight).abs().max() <= 0.05 * moved, name

@@ -1,0 +1,113 @@
+"""Fake tensors of a CUDA device where there is none: the trace of a plan for a GPU, on any machine.
+
+A plan for a GPU runs the engine on fake tensors that say ``cuda``. Shapes, strides and what fake kernels do about the
+device are torch's own then. In its place here: the choice of a kernel for attention, which a build without CUDA does
+not have; and autograd's streams, which C++ asks a driver for wherever a tensor says ``cuda``. To C++ they say ``lazy``,
+a type of device without streams, and what it asks for on ``lazy`` is made on ``cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch.nn import functional
+
+from megatrain.engine import units
+from megatrain.engine.absent import AbsentWeight, absent_weight
+from reference.virtual_tensor import map_leaves
+from reference.virtual_torch import give_tensors_a_guard
+
+aten = torch.ops.aten
+
+_CUDA, _LAZY = torch.device("cuda", 0), torch.device("lazy", 0)
+_torch_attention = functional.scaled_dot_product_attention
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Let fake tensors be on "cuda"; with a GPU there, nothing is changed."""
+    with nullcontext() if torch.cuda.is_available() else _in_place():
+        yield
+
+
+@contextmanager
+def _in_place() -> Iterator[None]:
+    give_tensors_a_guard()
+    tensor_dispatch = fake_tensor.FakeTensor.__torch_dispatch__.__func__
+    mode_dispatch = fake_tensor.FakeTensorMode.__torch_dispatch__
+    handlers = fake_tensor._DISPATCH_META_HANDLERS
+    answer = handlers[torch.ops.prim.device.default]
+
+    def dispatch_tensor(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _for_cpp(tensor_dispatch(cls, func, types, _from_cpp(args), _from_cpp(kwargs or {})))
+
+    def dispatch_mode(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return mode_dispatch(mode, func, types, _from_cpp(args), _from_cpp(kwargs or {}))
+
+    stands_for = {
+        (units, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # made of real memory
+        (fake_tensor.FakeTensor, "__torch_dispatch__"): classmethod(dispatch_tensor),
+        (fake_tensor.FakeTensorMode, "__torch_dispatch__"): dispatch_mode,
+        (fake_tensor.FakeTensorMode, "avoid_device_init"): property(lambda mode: True),
+        (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
+        (functional, "scaled_dot_product_attention"): _attention,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(AbsentWeight, "device", property(lambda weight: _CUDA), create=True))
+        stack.enter_context(
+            mock.patch.dict(handlers, {torch.ops.prim.device.default: lambda args: _for_cpp(answer(args))})
+        )
+        for (owner, name), stand_in in stands_for.items():
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def _for_cpp(value: Any) -> Any:
+    return _LAZY if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _from_cpp(values: Any) -> Any:
+    return map_leaves(
+        lambda value: _CUDA if isinstance(value, torch.device) and value.type == "lazy" else value, values
+    )
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stand for sdpa on an H100 in deterministic mode: flash for 16 bits, one width and no mask."""
+    if query.device.type != "cuda":
+        return _torch_attention(
+            query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    options: dict[str, Any] = {"scale": scale}
+    if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]:
+        result: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, return_debug_mask=False, **options
+        )[0]
+        return result
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    found = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, **options
+    )
+    efficient: Tensor = found[0]
+    return efficient

@@ -1,0 +1,35 @@
+"""A broken store makes a thread wait for something that never comes. Here that is an error within seconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+#: Nothing that these tests wait for takes a tenth of it, on a busy machine too.
+LONGEST_WAIT_S = 20
+LONGEST_TEST_S = 90
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # of all folders
+        if "tests/tiered/" in item.path.as_posix() and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONGEST_TEST_S))
+
+
+@pytest.fixture(autouse=True)
+def no_wait_is_for_ever() -> Iterator[None]:
+    """Let waits without a time-out fail, those of a store that closes too. Daemons may idle: they wait for work."""
+    real = threading.Condition.wait
+
+    def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout is not None or threading.current_thread().daemon:
+            return real(condition, timeout)
+        is_woken = real(condition, LONGEST_WAIT_S)
+        assert is_woken, f"a thread waited {LONGEST_WAIT_S} s, and nobody woke it"
+        return is_woken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", wait)
+        yield

@@ -1,0 +1,465 @@
+"""A store whose transfers end by hand, in the order that a test wants: who is told what, and what moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tiered.block import CopyState
+from tiered.errors import TransferError
+from tiered.events import StoreStats
+from tiered.policies import LRU, EvictionPolicy
+from tiered.schedule import Access, Schedule
+from tiered.store import TieredStore
+from tiered.testing.manual import ManualLink, MemoryTier
+
+TIMEOUT_S = 30
+
+
+class Hand:
+    """A store of one-byte blocks; nothing moves between its tiers before ``move``.
+
+    Args:
+        sizes: bytes of the tiers, fast to slow; the last one is the home of all blocks.
+    """
+
+    def __init__(self, *sizes: int, policy: EvictionPolicy | None = None, **options: Any) -> None:
+        names = ["gpu", "ram", "disk"][-len(sizes) :]
+        pairs = [pair for a, b in pairwise(names) for pair in ((a, b), (b, a))]
+        self.links = {pair: ManualLink(*pair) for pair in pairs}
+        tiers = [MemoryTier(name, size, addressable=name != "disk") for name, size in zip(names, sizes, strict=True)]
+        self.fast, self.home = names[0], names[-1]
+        self.store = TieredStore(tiers, policy or LRU(), list(self.links.values()), **options)
+
+    def add(self, *keys: str, value: int = 0) -> None:
+        """Register blocks at home with contents: their place in the arguments, from ``value`` on."""
+        for number, key in enumerate(keys, start=value):
+            self.store.register(key, (1,), torch.uint8, home=self.home)
+            with self.store.acquire(key, "ram", "w", timeout_s=0) as lease:
+                lease.tensor.fill_(number)
+            self.store.evict(key, "ram")
+            self.move()
+
+    def under_way(self) -> list[tuple[str, str]]:
+        return [pair for pair, link in self.links.items() for _ in link.pending]
+
+    def move(self) -> None:
+        """End all that is under way, and what begins thereby."""
+        for _ in range(100):
+            for link in self.links.values():
+                for _ in list(link.pending):
+                    link.complete()
+            if not self.under_way():
+                return
+        raise AssertionError(f"what ends begins again for ever: {self.under_way()}")
+
+    def read(self, key: str, tier: str) -> int:
+        """Return a block's value, with the moves that it takes."""
+        for _ in range(10):
+            try:
+                with self.store.acquire(key, tier, timeout_s=0) as lease:
+                    return int(lease.tensor)
+            except TimeoutError:
+                self.move()
+        raise AssertionError(f"{key} does not come to {tier}")
+
+    def num_moved(self, before: StoreStats) -> dict[str, int]:
+        window = self.store.stats() - before
+        return {link: stats.num_bytes for link, stats in window.links.items() if stats.num_bytes}
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Hand]]:
+    made: list[Hand] = []
+
+    def make_one(*sizes: int, **options: Any) -> Hand:
+        made.append(Hand(*sizes, **options))
+        return made[-1]
+
+    yield make_one
+    for hand in made:
+        hand.move()
+        hand.store.close()
+
+
+class Caller:
+    """A thread that asks the store for one thing, and what came of it."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._ask = ask
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._ask()
+        except BaseException as error:
+            self.result = error
+
+    def is_waiting(self) -> bool:
+        self._thread.join(0.05)
+        return self._thread.is_alive()
+
+    def join(self) -> Any:
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), "a caller waits for ever"
+        return self.result
+
+
+# -- leases and evictions ------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_write_back_that_fails_is_told(make: Callable[..., Hand]) -> None:
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(7)
+    store.evict("a", "ram")
+    caller = Caller(lambda: store.acquire("a", "ram", "w", timeout_s=TIMEOUT_S))
+    assert caller.is_waiting()
+    hand.links["ram", "disk"].fail()
+    assert isinstance(caller.join(), TransferError)
+    assert hand.read("a", "ram") == 7, "the newest bytes are where they were"
+
+
+def test_a_copy_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
+    """Else what moves would depend on whether the write or the next user is faster."""
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(7)
+    before = store.stats()
+    store.evict("a", "ram")
+    with pytest.raises(TimeoutError, match="waiting for: drain"):
+        store.acquire("a", "ram", timeout_s=0)
+    assert store.prefetch("a", "ram").skipped
+    hand.move()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "ram") == 7
+    assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
+
+
+def test_what_is_pinned_and_asked_for_is_no_room_that_is_missing(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("pinned", "other", "wanted")
+    store.pin("pinned", "ram")
+    hand.read("pinned", "ram")
+    hand.read("other", "ram")
+    lease = store.acquire("other", "ram", timeout_s=0)
+    caller = Caller(lambda: store.acquire_many([("pinned", "ram", "r"), ("wanted", "ram", "w")], timeout_s=TIMEOUT_S))
+    assert caller.is_waiting(), caller.result
+    lease.release()
+    assert [given.key for given in caller.join()] == ["pinned", "wanted"]
+    caller.result.release()
+
+
+def test_an_eviction_that_waits_for_a_lease_comes_after_it_unless_the_copy_is_leased_again(
+    make: Callable[..., Hand],
+) -> None:
+    hand = make(4, 8)
+    store = hand.store
+    hand.add("a")
+    assert hand.read("a", "ram") == 0
+    first = store.acquire("a", "ram", timeout_s=0)
+    store.evict("a", "ram")
+    first.release()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "ram") == 0
+    first = store.acquire("a", "ram", timeout_s=0)
+    store.evict("a", "ram")
+    with store.acquire("a", "ram", timeout_s=0):
+        first.release()
+    assert store.where("a")["ram"] is CopyState.CLEAN, "its last use was later than the wish to drop it"
+
+
+def test_room_on_its_way_is_not_made_twice(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b", "c")
+    for key in ("a", "b"):
+        with store.acquire(key, "ram", "w", timeout_s=0) as lease:
+            lease.tensor.fill_(9)
+    for _ in range(3):  # whoever waits asks again whenever anything ends
+        with pytest.raises(TimeoutError):
+            store.acquire("c", "ram", timeout_s=0)
+    assert hand.under_way() == [("ram", "disk")]
+    assert hand.read("c", "ram") == 2
+    assert store.where("b")["ram"] is CopyState.DIRTY
+
+
+def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[..., Hand]) -> None:
+    hand = make(2, 2, 8)
+    store = hand.store
+    hand.add("a")
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(5)
+    before = store.stats()
+    store.evict("a", "gpu")
+    assert hand.under_way() == [("gpu", "ram")]
+    hand.move()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert store.stats().tiers["ram"].used_bytes == store.stats().tiers["gpu"].used_bytes == 0
+    assert hand.num_moved(before) == {"gpu->ram": 1, "ram->disk": 1}
+    assert hand.read("a", "ram") == 5
+
+
+def test_a_copy_that_is_pinned_before_its_lease_ends_stays_although_it_was_to_go(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a")
+    hand.read("a", "ram")
+    with store.acquire("a", "ram", timeout_s=0):
+        store.evict("a", "ram")
+        store.pin("a", "ram")
+    assert store.where("a")["ram"] is CopyState.CLEAN
+    store.unpin("a", "ram")
+    store.evict("a", "ram")
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+
+
+def test_an_eviction_counts_once_however_often_it_is_asked_for(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b")
+    hand.read("b", "ram")
+    with store.acquire("a", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(9)
+    before = store.stats()
+    lease = store.acquire("b", "ram", timeout_s=0)
+    for _ in range(3):
+        store.evict("a", "ram")
+        store.evict("b", "ram")
+    lease.release()
+    hand.move()
+    window = store.stats() - before
+    assert (window.evictions_dirty, window.evictions_clean) == (1, 1)
+
+
+def test_a_copy_that_somebody_waits_for_does_not_make_way(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("a", "b", "c")
+    before = store.stats()
+    writing = store.acquire("b", "ram", "w", timeout_s=0)
+    caller = Caller(lambda: store.acquire_many([("a", "ram", "r"), ("b", "ram", "r")], timeout_s=TIMEOUT_S))
+    assert caller.is_waiting()
+    hand.move()
+    with pytest.raises(TimeoutError, match="waiting for: space"):
+        store.acquire("c", "ram", timeout_s=0)
+    assert store.where("a")["ram"] is CopyState.CLEAN
+    writing.release()
+    caller.join().release()
+    assert hand.num_moved(before) == {"disk->ram": 1}
+
+
+def test_what_was_fetched_last_is_as_recent_as_what_was_used_last(make: Callable[..., Hand]) -> None:
+    hand = make(3, 8)
+    store = hand.store
+    hand.add("a", "b", "c", "d")
+    for key in ("a", "b"):
+        hand.read(key, "ram")
+    store.prefetch("c", "ram")
+    hand.move()
+    hand.read("d", "ram")
+    assert [key for key in "abcd" if "ram" in store.where(key)] == ["b", "c", "d"]
+
+
+def test_a_pinned_copy_is_written_again_after_a_write_that_failed(make: Callable[..., Hand]) -> None:
+    hand = make(2, 2, 8)
+    store = hand.store
+    store.register("a", (1,), torch.uint8, home="ram")
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(3)
+    store.pin("a", "gpu")
+    with pytest.raises(TimeoutError):
+        store.acquire("a", "ram", timeout_s=0)
+    link = hand.links["gpu", "ram"]
+    link.fail()
+    caller = Caller(store.wait_idle)
+    assert caller.is_waiting() and len(link.pending) == 1
+    link.complete()
+    assert caller.join() is None
+    assert store.where("a") == {"gpu": CopyState.CLEAN, "ram": CopyState.CLEAN}
+    store.wait_idle()
+    assert hand.read("a", "ram") == 3
+
+
+def test_a_write_back_ends_where_it_fails(make: Callable[..., Hand]) -> None:
+    """What a failed hop left in the middle never goes home."""
+    hand = make(2, 2, 8)
+    store = hand.store
+    hand.add("a", value=1)
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(2)
+    for hop in (("gpu", "ram"), ("ram", "disk")):
+        write = store.evict("a", "gpu")
+        if hop == ("ram", "disk"):
+            hand.links["gpu", "ram"].complete()
+        hand.links[hop].fail()
+        assert hand.under_way() == []
+        with pytest.raises(TransferError):
+            write.wait(TIMEOUT_S)
+        assert store.where("a")["gpu"] is CopyState.DIRTY
+    store.evict("a", "gpu")
+    hand.move()
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "gpu") == 2
+
+
+def test_a_block_that_is_being_written_is_not_fetched(make: Callable[..., Hand]) -> None:
+    """What would arrive is older than what the writer gives back."""
+    hand = make(4, 4, 8)
+    store = hand.store
+    hand.add("a", value=1)
+    hand.read("a", "ram")
+    with store.acquire("a", "ram", "rw", timeout_s=0) as lease:
+        assert store.prefetch("a", "gpu").skipped
+        store.set_schedule(Schedule([Access(1, "a", "gpu")]))
+        store.advance(0)
+        assert hand.under_way() == []
+        lease.tensor.fill_(2)
+    assert hand.under_way() == [("ram", "gpu")], "the fetch that the schedule asks for, now that it can be"
+    hand.move()
+    assert hand.read("a", "gpu") == 2
+
+
+def test_a_lease_that_ends_makes_room_for_what_the_schedule_wants(make: Callable[..., Hand]) -> None:
+    hand = make(1, 8)
+    store = hand.store
+    hand.add("a", "b")
+    hand.read("a", "ram")
+    with store.acquire("a", "ram", timeout_s=0):
+        store.set_schedule(Schedule([Access(1, "b", "ram")]))
+        store.advance(0)
+        assert hand.under_way() == []
+    assert hand.under_way() == [("disk", "ram")], "nobody had to ask again"
+
+
+# -- what the prefetcher counts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken_by", ["a home", "a reservation", "a pin", "a pin of what is not there"])
+def test_what_is_written_before_its_use_finds_the_room_that_homes_pins_and_reservations_leave(
+    taken_by: str, make: Callable[..., Hand]
+) -> None:
+    """A copy that were fetched into that room would have to go, and to be fetched once more."""
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("written", "used", "pinned")
+    if taken_by == "a home":
+        store.register("home", (1,), torch.uint8, home="ram")
+    elif taken_by == "a reservation":
+        store.reserve("ram", 1)
+    else:
+        store.pin("pinned", "ram")
+        if taken_by == "a pin":
+            hand.read("pinned", "ram")
+    before = store.stats()
+    store.set_schedule(Schedule([Access(1, "written", "ram", "w"), Access(2, "used", "ram")]))
+    store.advance(0)
+    assert hand.under_way() == []
+    store.advance(1)
+    with store.acquire("written", "ram", "w", timeout_s=0):
+        pass
+    store.evict("written", "ram")
+    hand.move()
+    store.advance(2)
+    assert hand.read("used", "ram") == 1
+    assert hand.num_moved(before) == {"ram->disk": 1, "disk->ram": 1}
+    # And when that room is free again, it is used.
+    store.evict("used", "ram")
+    if taken_by == "a home":
+        store.unregister("home")
+    elif taken_by == "a reservation":
+        store.reserve("ram", -1)
+    else:
+        store.unregister("pinned")
+    store.set_schedule(Schedule([Access(4, "written", "ram", "w"), Access(5, "used", "ram")]))
+    store.advance(3)
+    assert hand.under_way() == [("disk", "ram")]
+
+
+def test_so_many_bytes_are_fetched_ahead_at_once_and_then_the_next(make: Callable[..., Hand]) -> None:
+    hand = make(4, 8, max_inflight_bytes=2)
+    store = hand.store
+    hand.add("a", "b", "c", "d")
+    link = hand.links["disk", "ram"]
+    store.set_schedule(Schedule([Access(tick, key, "ram") for tick, key in enumerate("abcd", start=1)]))
+    store.advance(0)
+    for num_left in (3, 2, 1):
+        assert len(link.pending) == min(2, num_left + 1)
+        link.complete()
+    hand.move()
+    assert all("ram" in store.where(key) for key in "abcd")
+
+
+def test_a_pinned_copy_takes_its_room_once(make: Callable[..., Hand]) -> None:
+    hand = make(2, 8)
+    store = hand.store
+    hand.add("pinned", "other")
+    store.pin("pinned", "ram")
+    hand.read("pinned", "ram")
+    store.set_schedule(Schedule([Access(1, "pinned", "ram"), Access(2, "other", "ram")]))
+    store.advance(0)
+    hand.move()
+    assert "ram" in store.where("other")
+
+
+def test_no_fetch_overtakes_one_that_has_no_room_yet(make: Callable[..., Hand]) -> None:
+    """What is needed later would lie in the room that it waits for."""
+    hand = make(4, 16)
+    store = hand.store
+    hand.add("one", "two", "small")
+    store.register("large", (3,), torch.uint8, home="disk")
+    with store.acquire("large", "ram", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(8)
+    store.evict("large", "ram")
+    hand.move()
+    for key in ("one", "two"):
+        hand.read(key, "ram")
+    one, two = (store.acquire(key, "ram", timeout_s=0) for key in ("one", "two"))
+    store.set_schedule(Schedule([Access(1, "large", "ram"), Access(2, "small", "ram")]))
+    store.advance(0)
+    assert hand.under_way() == []
+    one.release()
+    assert [copy.nbytes for copy in hand.links["disk", "ram"].pending] == [3]
+    two.release()
+    assert [copy.nbytes for copy in hand.links["disk", "ram"].pending] == [3, 1]
+
+
+def test_what_passed_through_a_tier_takes_no_room_there_afterwards_and_gives_none(make: Callable[..., Hand]) -> None:
+    hand = make(2, 1, 8)
+    store = hand.store
+    hand.add("written", "used", "other")
+    for _ in range(2):
+        with store.acquire("other", "gpu", "w", timeout_s=0):
+            pass
+        store.evict("other", "gpu")
+        hand.move()
+    store.set_schedule(Schedule([Access(1, "written", "ram", "w"), Access(2, "used", "ram")]))
+    store.advance(0)
+    assert hand.under_way() == []
+    store.set_schedule(Schedule([Access(1, "used", "ram")]))
+    assert hand.under_way() == [("disk", "ram")]
+
+
+def test_a_copy_that_has_arrived_takes_no_more_room_on_its_way(make: Callable[..., Hand]) -> None:
+    hand = make(4, 1, 8)
+    store = hand.store
+    hand.add("there", "next")
+    assert hand.read("there", "gpu") == 0
+    store.evict("there", "ram")
+    store.set_schedule(Schedule([Access(1, "there", "gpu"), Access(2, "next", "gpu")]))
+    store.advance(0)
+    assert hand.under_way() == [("disk", "ram")]
+    hand.move()
+    assert "gpu" in store.where("next")

@@ -1,0 +1,191 @@
+"""Whole copies of generations: they hold every byte, need no drive, and are there wholly or not at all."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from reference.power_cut import SURVIVALS, cut_power
+from reference.record_files import record
+from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import CorruptBlockError, GenerationError
+from tiered.manifest import MANIFEST_NAME, list_generations, newest_first
+from tiered.reader import GenerationReader
+from tiered.whole_copies import WholeCopies
+
+BLOCKS = {
+    "embedding": ((12_345,), torch.uint8, "nvme"),
+    "layer.0/weight": ((30, 50), torch.float32, "ram"),
+    "layer.0/m": ((40_000,), torch.bfloat16, "nvme"),  # several files, on both drives
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    drives = [tmp_path / "disk/drive", tmp_path / "disk/second"]
+    tier = NvmeTier(drives, 4 * MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
+    path = str(tmp_path / "disk/out/checkpoints")
+    with TieredStore([RamTier(4 * MiB, pin_memory=False), tier], path=path, keep_generations=3) as store:
+        for key, (shape, dtype, home) in BLOCKS.items():
+            store.register(key, shape, dtype, home=home)
+        yield store
+
+
+def write(store: TieredStore, value: int) -> None:
+    for key in BLOCKS:
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.fill_(value)
+
+
+def commit(store: TieredStore, value: int) -> GenerationReader:
+    write(store, value)
+    commit = store.commit({"value": value})
+    commit.wait(60)
+    assert store.path is not None
+    return GenerationReader(store.path, commit.generation)
+
+
+def check_copy(path: Path, generation: int | None = None) -> None:
+    """A copy is sound, and its bytes are those of the generation that its ``meta`` names."""
+    reader = GenerationReader(path, generation)
+    # A cut in the middle of the very first flip leaves a whole copy that no file names yet.
+    is_named = (path / MANIFEST_NAME).exists()
+    assert [text for text in reader.problems() if is_named or "names the current" not in text] == []
+    for key, (shape, dtype, _) in BLOCKS.items():
+        out = torch.empty(shape, dtype=dtype)
+        reader.read(key, out)
+        assert torch.equal(out, torch.full(shape, float(reader.manifest.meta["value"]), dtype=dtype)), key  # type: ignore[arg-type]
+
+
+def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
+    reader, copies = commit(store, 1), WholeCopies(tmp_path / "disk/out/copies")
+    write(store, 2)  # the run goes on
+    figures = copies.copy(reader)
+    assert figures.generation == reader.generation == copies.newest
+    assert figures.linked_bytes == 8 * KiB, "what lay in the directory of generations is linked"
+    assert figures.copied_bytes == 16 * KiB + 80 * KiB
+    copies.close()
+    for folder in ("drive", "second", "out/checkpoints"):
+        shutil.rmtree(tmp_path / "disk" / folder)
+    check_copy(tmp_path / "disk/out/copies")
+
+
+def test_numbers_grow_and_old_copies_go(store: TieredStore, tmp_path: Path) -> None:
+    copies, path = WholeCopies(tmp_path / "copies"), tmp_path / "copies"
+    first = commit(store, 1)
+    assert [copies.copy(first).generation for _ in range(2)] == [1, 2], "a number is never used twice"
+    assert copies.copy(commit(store, 3)).generation == 3
+    copies.prune(2)
+    assert list_generations(path) == [2, 3]
+    for number in (2, 3):
+        check_copy(path, number)
+    copies.close()
+
+
+def test_a_copy_that_is_cut_off_is_none(store: TieredStore, tmp_path: Path) -> None:
+    path, reader = tmp_path / "copies", commit(store, 1)
+
+    class Cut(Exception):
+        pass
+
+    def cut_after(num_pieces: int) -> None:
+        left = iter(range(num_pieces))
+
+        def on_piece() -> None:
+            if next(left, None) is None:
+                raise Cut
+
+        copies = WholeCopies(path)
+        with pytest.raises(Cut):
+            copies.copy(reader, on_piece)
+        copies.close()
+
+    for num_pieces in range(5):
+        cut_after(num_pieces)
+        assert list_generations(path) == [] and not any(f.is_dir() for f in (path / "snap").iterdir())
+    copies = WholeCopies(path)
+    copies.copy(reader)
+    copies.close()
+    check_copy(path)
+
+
+@pytest.mark.parametrize("which", ["source", "copy"])
+def test_damage_is_found_before_a_copy_counts(
+    store: TieredStore, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, copies = commit(store, 1), WholeCopies(tmp_path / "copies")
+
+    def flip(path: Path) -> None:
+        path.write_bytes(b"\7" + path.read_bytes()[1:])
+
+    if which == "source":
+        flip(tmp_path / "disk/drive/snap/00000001/embedding/c/0")
+        expected = "disk/drive/snap/00000001/embedding/c/0"
+    else:  # the drive of the copy returns another byte than it was given
+        from tiered import whole_copies
+
+        real = whole_copies.read_piece
+
+        def lie(files, spec, into, piece):
+            if spec.key == "embedding":
+                flip(files[0][0])
+            return real(files, spec, into, piece)
+
+        monkeypatch.setattr(whole_copies, "read_piece", lie)
+        expected = "copies/snap/00000001/embedding/c/0"
+    with pytest.raises(CorruptBlockError, match=expected):
+        copies.copy(reader)
+    assert list_generations(tmp_path / "copies") == []
+    copies.close()
+
+
+def test_a_part_that_is_gone_is_named(store: TieredStore, tmp_path: Path) -> None:
+    reader, copies = commit(store, 1), WholeCopies(tmp_path / "copies")
+    shutil.rmtree(tmp_path / "disk/second/snap")
+    with pytest.raises(GenerationError, match="disk/second/snap/00000001/"):
+        copies.copy(reader)
+    assert list_generations(tmp_path / "copies") == []
+    copies.close()
+
+
+@pytest.mark.fault
+def test_a_power_cut_leaves_whole_copies(store: TieredStore, tmp_path: Path) -> None:
+    """Cut at every kind of instant, with every kind of survival: copies that are listed are whole."""
+    path, root = tmp_path / "disk/out/copies", tmp_path / "disk"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first, second = commit(store, 1), commit(store, 2)
+    ends = []
+    with record(root) as recording:
+        copies = WholeCopies(path)
+        for reader in (first, second):
+            copies.prune(1)
+            copies.copy(reader)
+            ends.append(len(recording.operations))
+        copies.close()
+    chance, seen = random.Random(1), set()
+    cuts = [chance.randrange(len(recording.operations) + 1) for _ in range(60)]
+    cuts += [end - back for end in ends for back in range(12)]  # while it is sealed
+    for number, cut in enumerate(cuts):
+        survival = SURVIVALS[number % len(SURVIVALS)]
+        other = tmp_path / "cut"
+        other.mkdir()
+        cut_power(recording, cut, survival, chance).make(other)
+        there = other / "out/copies"
+        newest = next(iter(newest_first(there)), 0)
+        assert newest >= sum(cut >= end for end in ends), (cut, survival, "a finished copy is lost")
+        if (there / MANIFEST_NAME).exists():
+            check_copy(there)
+        copies = WholeCopies(there)  # somebody goes on there
+        for generation in list_generations(there):
+            check_copy(there, generation)
+        assert copies.copy(second).generation > newest or newest == 0
+        copies.close()
+        check_copy(there)
+        seen.add(newest)
+        shutil.rmtree(other)
+    assert seen == {0, 1, 2}
