@@ -28,8 +28,12 @@ class EvaluationEngine:
     """Runs forwards on blocks of a store, between steps that left no update. Used by the thread that trains.
 
     Args:
-        store: holds the weights. program: of a training step. homes: of the placement. timeline: told of every tick.
-        cross_entropy: in the place of torch's; None: torch's. activity: told of every tick and micro-batch.
+        store: holds the weights.
+        program: of a training step.
+        homes: of the placement.
+        timeline: told of every tick.
+        cross_entropy: in the place of torch's; None: torch's.
+        activity: told of every tick and micro-batch.
 
     Attributes:
         program: of one pass.

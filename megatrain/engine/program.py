@@ -73,7 +73,8 @@ class StepProgram:
     gradient.
 
     Attributes:
-        compute_tier: where layers run. updates_in_compute_tier: whether the optimizer can update blocks there.
+        compute_tier: where layers run.
+        updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs wait for their backward; their inputs are no blocks.
     """
 
@@ -88,7 +89,8 @@ class StepProgram:
         """Return the ticks of a step in order, by position.
 
         Args:
-            updates: with the ticks that finish the step before. passes: with its own, forward and backward.
+            updates: with the ticks that finish the step before.
+            passes: with its own, forward and backward.
         """
         return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
@@ -165,12 +167,16 @@ class ProgramBuilder:
     """Builds the program of a step from a model's units and the order of their visits.
 
     Args:
-        graph: units and layouts. trace: visits of one forward, with what each keeps for its backward.
+        graph: units and layouts.
+        trace: visits of one forward, with what each keeps for its backward.
         num_micro_batches: micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        compute_tier: name of the tier that layers run in. compute_dtype: of the weight blocks.
+        compute_tier: name of the tier that layers run in.
+        compute_dtype: of the weight blocks.
         state_kinds: what the optimizer keeps, the weight block too.
-        grad_dtype: of gradients at rest. defer_updates, updates_in_compute_tier: see ``StepProgram``.
+        grad_dtype: of gradients at rest.
+        defer_updates: see ``StepProgram``.
+        updates_in_compute_tier: see ``StepProgram``.
     """
 
     def __init__(

@@ -59,7 +59,8 @@ class PendingUpdate:
     """The update of a step, made by the next one or, if it is not deferred, during its backward.
 
     Attributes:
-        step: number of the step that left it. update: step, learning rate, scale of the gradient.
+        step: number of the step that left it.
+        update: step, learning rate, scale of the gradient.
         with_gradient: layout -> parameters that got a gradient.
     """
 
@@ -72,10 +73,12 @@ class Updater:
     """Updates the block group of a layout where it lives, when the tape comes to it.
 
     Args:
-        optimizers: by tier. segments: what of a layout is updated with which decay.
+        optimizers: by tier.
+        segments: what of a layout is updated with which decay.
 
     Attributes:
-        trained: index of a layout -> it and its segments. pending: what to update with; None: nothing to do.
+        trained: index of a layout -> it and its segments.
+        pending: what to update with; None: nothing to do.
     """
 
     def __init__(
@@ -117,9 +120,11 @@ class StoreAccess:
     """``BlockAccess`` over a ``TieredStore``. Used by one thread, the one that runs the step.
 
     Args:
-        homes: block key -> tier, as planned and registered. stays: copies that wait for their next use, as planned.
+        homes: block key -> tier, as planned and registered.
+        stays: copies that wait for their next use, as planned.
         updater: makes the updates of the program; None: it has none.
-        timeline, activity: told of every tick.
+        timeline: told of every tick.
+        activity: told of every tick.
     """
 
     def __init__(

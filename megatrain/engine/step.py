@@ -37,8 +37,10 @@ class StepResult:
     """What one step gave.
 
     Attributes:
-        loss: token-weighted mean over the step, before the update. grad_norm: global norm before clipping.
-        num_trained_tokens: tokens that had a label. skipped: the gradient was not finite and is not used.
+        loss: token-weighted mean over the step, before the update.
+        grad_norm: global norm before clipping.
+        num_trained_tokens: tokens that had a label.
+        skipped: the gradient was not finite and is not used.
     """
 
     loss: float
@@ -52,14 +54,20 @@ class StepEngine:
 
     Args:
         store: holds every block of ``program``, with contents for weights and state.
-        homes, stays: of the placement. segments: what of a layout is updated with which decay.
-        optimizer: makes updates in RAM. device_optimizer: those in the compute tier, if the program has any.
+        homes: of the placement.
+        stays: of the placement.
+        segments: what of a layout is updated with which decay.
+        optimizer: makes updates in RAM.
+        device_optimizer: those in the compute tier, if the program has any.
         max_grad_norm: largest global norm that is let through; 0: no clipping.
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
-        seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
-        compiler: of layers; None: they run as they are. cross_entropy: in the place of torch's; None: torch's.
-        timeline: told of every tick. activity: told of every tick and micro-batch.
+        seed: of dropout and noise.
+        objective: what is minimised beside cross entropy; None: nothing.
+        compiler: of layers; None: they run as they are.
+        cross_entropy: in the place of torch's; None: torch's.
+        timeline: told of every tick.
+        activity: told of every tick and micro-batch.
 
     Attributes:
         num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.

@@ -31,8 +31,11 @@ class Access:
     """One use of a block, as the program has it.
 
     Attributes:
-        tick: position in the step. mode: of the lease. tier: where it is used.
-        is_last: its contents are dead afterwards. is_kept: its copy waits in ``tier`` for the next use.
+        tick: position in the step.
+        mode: of the lease.
+        tier: where it is used.
+        is_last: its contents are dead afterwards.
+        is_kept: its copy waits in ``tier`` for the next use.
     """
 
     tick: int
@@ -55,7 +58,9 @@ class Use:
     """One lease of a block, with all that it moves.
 
     Attributes:
-        was_kept: the copy waited here for this use. fetches: the contents come from home. release: what follows.
+        was_kept: the copy waited here for this use.
+        fetches: the contents come from home.
+        release: what follows.
         writes_back: the contents go home when the lease ends.
     """
 
@@ -71,7 +76,9 @@ def follow(key: str, accesses: Sequence[Access], home: str, kept: Kept | None = 
     """Follow the copy of one block through its uses in a step. This is the one rule of what moves.
 
     Args:
-        accesses: in order. home: tier of the block. kept: the copy that an earlier step left for the first use.
+        accesses: in order.
+        home: tier of the block.
+        kept: the copy that an earlier step left for the first use.
 
     Returns:
         A use for every access, and the copy that waits when the step is over.
@@ -100,8 +107,11 @@ class Op:
 
     Attributes:
         tick: its position in the step, by which the schedule knows it.
-        phase, visit: what runs; see ``Tick``. tier: where its blocks are used.
-        held: leased together for the whole tick. passing: leased one after the other within it.
+        phase: what runs; see ``Tick``.
+        visit: what runs; see ``Tick``.
+        tier: where its blocks are used.
+        held: leased together for the whole tick.
+        passing: leased one after the other within it.
     """
 
     tick: int
@@ -146,8 +156,10 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        homes, stays: of the placement.
-        updates: with the ticks that finish the step before. passes: with its own, forward and backward.
+        homes: of the placement.
+        stays: of the placement.
+        updates: with the ticks that finish the step before.
+        passes: with its own, forward and backward.
         kept: copies that the tape before left.
     """
     chosen = program.chosen_ticks(updates=updates, passes=passes)

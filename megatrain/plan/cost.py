@@ -40,14 +40,16 @@ class Estimate:
         seconds: resource (``compute``, ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu``,
             ``gpu->ram``) -> seconds that it is busy in a step.
         unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
-        step_s, bound_by: seconds per step, and the resource that decides it.
-        crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always,
-            None: never, or not known.
-        written_bytes: NVMe path -> bytes written in a step. run_written_bytes: in the run; None where its length is
-            not known.
+        step_s: seconds per step, and the resource that decides it.
+        bound_by: seconds per step, and the resource that decides it.
+        crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always, None:
+            never, or not known.
+        written_bytes: NVMe path -> bytes written in a step.
+        run_written_bytes: in the run; None where its length is not known.
         computing_s_per_nvme_byte: what computing loses while a byte goes to or from a drive; 0 where it is not known.
         seconds_per_nvme_copy: of the thread that runs the step, for each block that moves; 0 where it is not known.
-        is_timed: steps of the model were timed. notes: on the age of the figures, or why there are none.
+        is_timed: steps of the model were timed.
+        notes: on the age of the figures, or why there are none.
     """
 
     tokens_per_step: int

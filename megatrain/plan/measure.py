@@ -55,8 +55,10 @@ class MeasuredTicks:
     """Seconds of a step where all blocks are at home where they are used.
 
     Attributes:
-        seconds: of each tick of the program, by its number. between_s: of a step, outside of its ticks.
-        num_steps: that were timed; seconds are medians of them. num_micro_batches: how many they had.
+        seconds: of each tick of the program, by its number.
+        between_s: of a step, outside of its ticks.
+        num_steps: that were timed; seconds are medians of them.
+        num_micro_batches: how many they had.
         is_extrapolated: they had fewer micro-batches than the plan's steps.
         memory_bytes: that measuring took, at most, workspace included.
     """

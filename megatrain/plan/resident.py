@@ -29,8 +29,9 @@ class Residency:
 
     Attributes:
         kinds: of blocks whose home the planner may put there.
-        bus_s_per_byte: what a byte between it and RAM costs. host_update_s_per_element: what it costs that a weight
-            is updated in RAM. On a machine that was not measured 1 and 0: then bytes decide.
+        bus_s_per_byte: what a byte between it and RAM costs.
+        host_update_s_per_element: what it costs that a weight is updated in RAM. On a machine that was not measured 1
+            and 0: then bytes decide.
     """
 
     kinds: frozenset[Kind]
@@ -103,8 +104,9 @@ class ResidentChooser:
         """Move blocks, those first that save most per byte.
 
         Args:
-            homes: of all blocks; seen as they change. try_move: makes the tier their home, or says that they do not
-                fit. is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
+            homes: of all blocks; seen as they change.
+            try_move: makes the tier their home, or says that they do not fit.
+            is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
         """
         queue: list[tuple[float, tuple[float, ...], int]] = []
         self._push(queue, range(len(self._candidates)), homes)

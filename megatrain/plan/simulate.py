@@ -33,11 +33,13 @@ class SimulatedRates:
     """What the replay takes as given, in bytes, FLOPs and parameters per second.
 
     Attributes:
-        nvme_bytes_per_s: reads and writes together. bus_bytes_per_s: each direction between RAM and GPU.
-        flops_per_s: achieved in forward and backward. update_params_per_s: of the optimizer kernel on the host.
+        nvme_bytes_per_s: reads and writes together.
+        bus_bytes_per_s: each direction between RAM and GPU.
+        flops_per_s: achieved in forward and backward.
+        update_params_per_s: of the optimizer kernel on the host.
         gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
-        computing_s_per_nvme_byte: what computing loses while a byte of a drive moves. seconds_per_nvme_copy: what each
-            of its copies costs the step's thread. Both are used where ticks were timed.
+        computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
+        seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
     """
 
     nvme_bytes_per_s: float
@@ -75,8 +77,12 @@ class SimulatedStep:
     """Means of one step after the first ones.
 
     Attributes:
-        step_s: of it compute_s computing (updates included), the rest stalls. stall_s: by cause.
-        prefetch_on_time, prefetch_late, prefetch_wasted: copies per step. moved_bytes: by link, per step.
+        step_s: of it compute_s computing (updates included), the rest stalls.
+        stall_s: by cause.
+        prefetch_on_time: copies per step.
+        prefetch_late: copies per step.
+        prefetch_wasted: copies per step.
+        moved_bytes: by link, per step.
     """
 
     step_s: float

@@ -16,7 +16,9 @@ class Traffic:
     """Counts contents by ``"src->dst"``.
 
     Args:
-        order: names of the tiers, fast to slow. homes, stays: of the placement.
+        order: names of the tiers, fast to slow.
+        homes: of the placement.
+        stays: of the placement.
         direct: pairs of tiers that are no neighbours and have a link between them.
     """
 
