@@ -53,7 +53,8 @@ class Entry:
     """What the page says of a command beside its own help.
 
     Attributes:
-        example: what follows the name of the command. codes: exit codes beside the usual ones.
+        example: what follows the name of the command.
+        codes: exit codes beside the usual ones.
     """
 
     example: str

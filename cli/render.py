@@ -56,7 +56,8 @@ class PlanView(Protocol):
         headline: model, parameters, tokens and steps, in one line.
         tiers: names of the columns, fastest first.
         rows: (kind, tier -> bytes, note).
-        totals, budgets: tier -> bytes.
+        totals: tier -> bytes.
+        budgets: tier -> bytes.
         traffic: ``"ram->nvme"`` -> bytes per step.
         fits: whether it can run.
         guesses: what of the workspace was guessed, and why; empty: it is exact.
@@ -144,7 +145,8 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
     """Print text; on a terminal it is cut between words.
 
     Args:
-        indent: columns that further lines begin with: those of the name that stands at the start. style: of rich.
+        indent: columns that further lines begin with: those of the name that stands at the start.
+        style: of rich.
     """
     if console.is_terminal:
         width, below = max(console.width, 2 * indent), " " * indent
@@ -346,7 +348,8 @@ class LiveObserver(PlainObserver):
     """A view of a few lines that moves while a step is computed; messages scroll above it.
 
     Args:
-        activity: what the run is doing at this moment. is_lost: whether the terminal is gone; then lines are printed.
+        activity: what the run is doing at this moment.
+        is_lost: whether the terminal is gone; then lines are printed.
     """
 
     def __init__(
@@ -449,7 +452,9 @@ def live_view(
     """Return the view of a run: figures of its last step, and bars for the run, for what it does now, for each tier.
 
     Args:
-        metrics: of the last step; None before the first. moment: what is done now. evaluations: set -> its last one.
+        metrics: of the last step; None before the first.
+        moment: what is done now.
+        evaluations: set -> its last one.
         width: columns there are, at least 60.
     """
     bars = Table.grid(padding=(0, 2, 0, 0))

@@ -29,7 +29,8 @@ class Spinner:
     nothing has to be put right when the process is killed.
 
     Args:
-        text: what is being done. is_shown: else nothing is written; never on what is no terminal.
+        text: what is being done.
+        is_shown: else nothing is written; never on what is no terminal.
     """
 
     def __init__(self, text: str, *, is_shown: bool = True) -> None:

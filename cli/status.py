@@ -25,9 +25,11 @@ class _Seen:
     """A run as it was found.
 
     Attributes:
-        owner: the living process, or None. status: what it wrote, else what the last one wrote.
+        owner: the living process, or None.
+        status: what it wrote, else what the last one wrote.
         saved_step: of the checkpoint that it would continue from.
-        drive_bytes: path of a drive -> bytes of its checkpoints there. copied_steps: of whole copies in output_dir.
+        drive_bytes: path of a drive -> bytes of its checkpoints there.
+        copied_steps: of whole copies in output_dir.
         lost_steps: of checkpoints whose parts on a drive are gone.
     """
 

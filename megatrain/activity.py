@@ -15,10 +15,15 @@ class Moment:
     """What a run was doing when somebody looked.
 
     Attributes:
-        doing: ``"step"``, or what else is done, e.g. ``"loading weights"``. phase, unit: of a step or an evaluation,
-            e.g. ``"backward"`` and ``"model.layers.11"``.
-        part, num_parts: how much of it is done; 0 of 0: not known. micro_batch, num_micro_batches: likewise, from 1.
-        seconds: since it began. notice: what a person should read until it is over, e.g. that the run is stopping.
+        doing: ``"step"``, or what else is done, e.g. ``"loading weights"``.
+        phase: of a step or an evaluation, e.g. ``"backward"`` and ``"model.layers.11"``.
+        unit: of a step or an evaluation, e.g. ``"backward"`` and ``"model.layers.11"``.
+        part: how much of it is done; 0 of 0: not known.
+        num_parts: how much of it is done; 0 of 0: not known.
+        micro_batch: likewise, from 1.
+        num_micro_batches: likewise, from 1.
+        seconds: since it began.
+        notice: what a person should read until it is over, e.g. that the run is stopping.
     """
 
     doing: str = ""
@@ -46,7 +51,8 @@ class Activity:
     may still be computing what was queued before. A reader may see one counter newer than another.
 
     Attributes:
-        is_watched: whether somebody shows ``notice`` to a person soon after it is set. notice: see ``Moment``.
+        is_watched: whether somebody shows ``notice`` to a person soon after it is set.
+        notice: see ``Moment``.
         micro_batch: see ``Moment``; set by the engine.
     """
 

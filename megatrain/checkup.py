@@ -82,9 +82,11 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        subject: what. severity: "ok", "note" (worth knowing), "warning" (the run would start, and may not do what is
-            meant) or "problem" (the run would be refused, or end).
-        text: what was seen, and what to do about a problem. kind: of a problem.
+        subject: what.
+        severity: "ok", "note" (worth knowing), "warning" (the run would start, and may not do what is meant) or
+            "problem" (the run would be refused, or end).
+        text: what was seen, and what to do about a problem.
+        kind: of a problem.
     """
 
     subject: str
@@ -109,7 +111,9 @@ def check_run(
     """Yield what is found, part by part.
 
     Args:
-        path, extra_files, overrides: as for :func:`megatrain.config.load_config`.
+        path: as for :func:`megatrain.config.load_config`.
+        extra_files: as for :func:`megatrain.config.load_config`.
+        overrides: as for :func:`megatrain.config.load_config`.
         on_progress: told what is looked at next.
     """
     try:

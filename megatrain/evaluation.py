@@ -38,8 +38,10 @@ class EvaluationSet:
     """Rows that are only evaluated on.
 
     Attributes:
-        name: as in metrics. loader: one epoch of it is an evaluation.
-        num_micro_batches: in a step of the loader. num_together: how many of them share a pass.
+        name: as in metrics.
+        loader: one epoch of it is an evaluation.
+        num_micro_batches: in a step of the loader.
+        num_together: how many of them share a pass.
     """
 
     name: str
@@ -142,7 +144,9 @@ class Evaluator:
     """Evaluates when the config asks for it. Used by the thread that trains.
 
     Args:
-        sets: what to evaluate on. steps_per_epoch, max_steps: of the training data and of the run.
+        sets: what to evaluate on.
+        steps_per_epoch: of the training data and of the run.
+        max_steps: of the training data and of the run.
         should_stop: asked between passes; an evaluation that is cut off reports nothing.
         before: set -> its last evaluation before the run was continued. None is made again for the same step.
 

@@ -49,8 +49,10 @@ def step_flops(
     of the traced length, and so less than is counted where rows are shorter.
 
     Args:
-        trace: of the model. num_places: tokens of all micro-batches, padding included.
-        num_real_tokens, num_trained_tokens: of them without padding; with a label.
+        trace: of the model.
+        num_places: tokens of all micro-batches, padding included.
+        num_real_tokens: of them without padding; with a label.
+        num_trained_tokens: of them without padding; with a label.
         kept: visits whose graphs are kept: they are not run again.
     """
     if not trace.exact or trace.uncounted or not trace.num_tokens:

@@ -73,7 +73,8 @@ def make_loggers(
         on_notice: told when one of them fails; the run goes on without it.
 
     Raises:
-        ConfigError: something that is asked for is not installed. OSError: ``metrics.jsonl`` cannot be written.
+        ConfigError: something that is asked for is not installed.
+        OSError: ``metrics.jsonl`` cannot be written.
     """
     check_loggers(config)
     loggers: list[Logger] = []
@@ -140,8 +141,9 @@ class TensorBoardLog(_Closing):
     """Curves for TensorBoard, in ``output_dir/tensorboard``.
 
     Args:
-        config: of the run. continued_from: steps done before; None: a run that starts anew. Files of earlier starts
-            stay, and TensorBoard hides what this start replaces.
+        config: of the run.
+        continued_from: steps done before; None: a run that starts anew. Files of earlier starts stay, and TensorBoard
+            hides what this start replaces.
     """
 
     def __init__(self, config: RunConfig, continued_from: int | None) -> None:
@@ -250,7 +252,8 @@ class _Dispensable(_Closing):
     """A logger that a run goes on without: the first error is told, then it is given up.
 
     Args:
-        name: as the config has it. make: opens it.
+        name: as the config has it.
+        make: opens it.
     """
 
     def __init__(self, name: str, on_notice: Callable[[str], None], make: Callable[[], Logger]) -> None:

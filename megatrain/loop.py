@@ -155,9 +155,12 @@ class Loop:
     """Runs what is left of a run.
 
     Args:
-        session: prepared. copier: of this run; whoever made it closes it.
-        loader: at the position of ``progress``. learning_rate: number of a step, from 0 -> its rate.
-        evaluation_sets: held-out rows. evaluations: the last one of each set before the run is continued.
+        session: prepared.
+        copier: of this run; whoever made it closes it.
+        loader: at the position of ``progress``.
+        learning_rate: number of a step, from 0 -> its rate.
+        evaluation_sets: held-out rows.
+        evaluations: the last one of each set before the run is continued.
     """
 
     def __init__(

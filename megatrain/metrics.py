@@ -18,7 +18,10 @@ class RunInfo:
     """What is known when training starts.
 
     Attributes:
-        run_name, task, device, output_dir: as in the config, "auto" replaced.
+        run_name: as in the config, "auto" replaced.
+        task: as in the config, "auto" replaced.
+        device: as in the config, "auto" replaced.
+        output_dir: as in the config, "auto" replaced.
         max_steps: optimizer steps of the run.
         tokens_per_step: places for tokens in a step, padding included.
     """
@@ -36,18 +39,26 @@ class StepMetrics:
     """Figures of one optimizer step.
 
     Attributes:
-        step: steps done, this one included. max_steps: steps of the run. epoch: passes over the data, a fraction.
+        step: steps done, this one included.
+        max_steps: steps of the run.
+        epoch: passes over the data, a fraction.
         loss: mean over the step's trained tokens, before the update.
-        grad_norm: global norm before clipping. lr: learning rate of this update.
-        num_real_tokens, num_trained_tokens: without padding; those that the loss asks for.
-        step_s: seconds this step took. mean_step_s: mean of the last 20 steps of this start, fewer at its beginning.
-        eta_s: seconds the rest will take. warmup_steps: steps over which the learning rate rises.
-        tier_used_bytes, tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
+        grad_norm: global norm before clipping.
+        lr: learning rate of this update.
+        num_real_tokens: without padding; those that the loss asks for.
+        num_trained_tokens: without padding; those that the loss asks for.
+        step_s: seconds this step took.
+        mean_step_s: mean of the last 20 steps of this start, fewer at its beginning.
+        eta_s: seconds the rest will take.
+        warmup_steps: steps over which the learning rate rises.
+        tier_used_bytes: tier -> bytes of slots in use now, and all there are.
+        tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
         stall_s: cause -> seconds this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
         rss_bytes: resident memory of the process.
-        model_flops, hardware_flops: floating-point operations of this step, see ``megatrain.flops``; 0: not known.
+        model_flops: floating-point operations of this step, see ``megatrain.flops``; 0: not known.
+        hardware_flops: floating-point operations of this step, see ``megatrain.flops``; 0: not known.
     """
 
     step: int
@@ -103,7 +114,8 @@ class StepMetrics:
         """Return the figures that ``to_json`` gave; unknown keys are ignored.
 
         Raises:
-            TypeError, ValueError: they are not all there.
+            TypeError: they are not all there.
+            ValueError: they are not all there.
         """
         known: Mapping[str, Any] = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         finite: dict[str, Any] = {
@@ -117,9 +129,12 @@ class EvaluationMetrics:
     """Figures of one set of held-out rows at one step.
 
     Attributes:
-        step: steps done; the weights are those after them. max_steps: steps of the run. name: of the set.
+        step: steps done; the weights are those after them.
+        max_steps: steps of the run.
+        name: of the set.
         loss: cross entropy, mean over all tokens that have a label, without dropout, smoothing and auxiliary terms.
-        num_tokens: tokens that have a label. seconds: that training stood still for it.
+        num_tokens: tokens that have a label.
+        seconds: that training stood still for it.
     """
 
     step: int
@@ -146,7 +161,9 @@ class EvaluationMetrics:
         """Return the figures that ``to_json`` gave.
 
         Raises:
-            KeyError, TypeError, ValueError: they are not all there.
+            KeyError: they are not all there.
+            TypeError: they are not all there.
+            ValueError: they are not all there.
         """
         return cls(
             int(values["step"]),
@@ -171,9 +188,13 @@ class CheckpointMetrics:
     """Figures of one checkpoint, once it is on disk.
 
     Attributes:
-        step: steps done when it was taken. path: directory of the checkpoints.
-        nbytes: contents of all blocks. written_bytes: of those copied out of memory; linked_bytes: of those on drives.
-        seconds: from its start until it survives a power cut. stall_s: of these, how long training stood still.
+        step: steps done when it was taken.
+        path: directory of the checkpoints.
+        nbytes: contents of all blocks.
+        written_bytes: of those copied out of memory;
+        linked_bytes: of those on drives.
+        seconds: from its start until it survives a power cut.
+        stall_s: of these, how long training stood still.
     """
 
     step: int
@@ -194,18 +215,23 @@ class RunSummary:
     """What a run did.
 
     Attributes:
-        num_steps: steps done, those before it was continued too. first_loss, last_loss: of the first and the last step.
+        num_steps: steps done, those before it was continued too.
+        first_loss: of the first and the last step.
+        last_loss: of the first and the last step.
         mean_losses: means over the first and the last ``num_averaged`` steps; None: not known.
         seconds: of training, without the export, over all starts.
-        num_real_tokens, num_trained_tokens: over all steps.
-        tier_peak_bytes, tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
+        num_real_tokens: over all steps.
+        num_trained_tokens: over all steps.
+        tier_peak_bytes: tier -> most bytes in use at once, and all there are.
+        tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
         link_bytes: ``"ram->nvme"`` -> bytes moved in the whole run.
         link_paths: the same links -> the way their bytes took, as the link itself says: ``cuda``, ``posix-direct``,
             ``kvikio-gds`` ...
         written_bytes: path on a drive -> bytes written to it in all steps.
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
-        interrupted: whether the user stopped it early. saved_step: step of the newest checkpoint, None without one.
+        interrupted: whether the user stopped it early.
+        saved_step: step of the newest checkpoint, None without one.
         evaluations: set -> its last evaluation.
     """
 

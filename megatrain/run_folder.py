@@ -67,7 +67,9 @@ class Owner:
     """A living process that has a run's folder.
 
     Attributes:
-        pid, host: None where the lock does not say. text: as it stands in the lock, for messages.
+        pid: None where the lock does not say.
+        host: None where the lock does not say.
+        text: as it stands in the lock, for messages.
     """
 
     pid: int | None
@@ -81,16 +83,27 @@ class RunStatus:
 
     Attributes:
         state: ``starting`` until the first step; ``paused`` while a drive is full; the last three are final.
-        pid, host: of the process that wrote this. run_name: as in the config.
-        step, max_steps: steps done, and of the whole run.
-        loss, lr, grad_norm, tokens_per_s: of the last step; None before the first. eta_s: seconds the rest will take.
-        tier_used_bytes, tier_capacity_bytes: tier -> bytes in use after that step, and all there are.
+        pid: of the process that wrote this.
+        host: of the process that wrote this.
+        run_name: as in the config.
+        step: steps done, and of the whole run.
+        max_steps: steps done, and of the whole run.
+        loss: of the last step; None before the first.
+        lr: of the last step; None before the first.
+        grad_norm: of the last step; None before the first.
+        tokens_per_s: of the last step; None before the first.
+        eta_s: seconds the rest will take.
+        tier_used_bytes: tier -> bytes in use after that step, and all there are.
+        tier_capacity_bytes: tier -> bytes in use after that step, and all there are.
         rss_bytes: resident memory of the process.
-        checkpoint_step, checkpoint_at: the newest checkpoint, and when it was done; None if there is none.
+        checkpoint_step: the newest checkpoint, and when it was done; None if there is none.
+        checkpoint_at: the newest checkpoint, and when it was done; None if there is none.
         evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``.
-        metrics: ``StepMetrics.to_json`` of the last step. activity: what is done at this moment, see ``Moment``.
+        metrics: ``StepMetrics.to_json`` of the last step.
+        activity: what is done at this moment, see ``Moment``.
         exit_code: that the process ends with; None while it runs.
-        updated_at: when this was written. message: what a person was told last; of a failed run, why it failed.
+        updated_at: when this was written.
+        message: what a person was told last; of a failed run, why it failed.
 
     Times are ISO 8601, UTC.
     """
@@ -130,7 +143,9 @@ class RunStatus:
         """Return the status that ``to_json`` gave; keys of newer versions are ignored.
 
         Raises:
-            ValueError, TypeError, KeyError: it is no status.
+            ValueError: it is no status.
+            TypeError: it is no status.
+            KeyError: it is no status.
         """
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for name in ("loss", "lr", "grad_norm", "tokens_per_s", "eta_s"):
@@ -147,7 +162,9 @@ class RunFolder:
         exit_code_of: what the process will end with after an error, for who follows the run.
 
     Attributes:
-        path: absolute. checkpoints, final: where checkpoints and the trained model go.
+        path: absolute.
+        checkpoints: where checkpoints and the trained model go.
+        final: where checkpoints and the trained model go.
         dead_owner: after entering, the process that had it last, if that died without giving it up.
         status: written last, or None.
 

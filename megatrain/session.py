@@ -61,11 +61,14 @@ class Session:
         on_notice: told what a person should know about the drives, from any thread.
 
     Attributes:
-        store: holds all blocks. timeline: of the steps during which it is on. activity: what is being done now.
+        store: holds all blocks.
+        timeline: of the steps during which it is on.
+        activity: what is being done now.
         kept: what ``RunState.model`` is to tell of tensors that stay in the model's folder; known after ``prepare``.
 
     Raises:
-        ModelFolderError: the weights do not fit the model. DoesNotFitError: a drive has too little free space.
+        ModelFolderError: the weights do not fit the model.
+        DoesNotFitError: a drive has too little free space.
         LockedError: another run uses an NVMe path. Nothing is allocated before these are known.
     """
 
@@ -141,8 +144,10 @@ class Session:
             The checkpoint that the run goes on from; None: it starts from the model's weights.
 
         Raises:
-            ModelFolderError, InitializationError: the weights cannot be had. CheckpointError: no candidate is whole, or
-                the model's folder no longer keeps the tensors that the run began with.
+            ModelFolderError: the weights cannot be had.
+            InitializationError: the weights cannot be had.
+            CheckpointError: no candidate is whole, or the model's folder no longer keeps the tensors that the run began
+                with.
         """
         for tier, nbytes in self.plan.placement.generation_bytes.items():
             if nbytes:
@@ -282,7 +287,8 @@ class Session:
         """Return the engine, with the prefetcher told the schedule of ``num_steps`` steps.
 
         Args:
-            first_step: steps done before. num_updates: those of them whose gradient was used.
+            first_step: steps done before.
+            num_updates: those of them whose gradient was used.
         """
         plan, table = self.plan, self.config.optimizer
         self.schedule(first_step, num_steps)

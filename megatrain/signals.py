@@ -34,7 +34,8 @@ class RunSignals:
         activity: given the notice for the person who asked; None: it is written to stderr.
 
     Attributes:
-        stop_requested, save_requested: what was asked for; whoever serves a save resets it.
+        stop_requested: what was asked for; whoever serves a save resets it.
+        save_requested: what was asked for; whoever serves a save resets it.
         is_hung_up: the terminal was closed.
         is_stuck: set by the trainer: whether the step may wait for a person, e.g. on a full drive.
     """

@@ -28,7 +28,9 @@ class StatusWriter:
 
     Args:
         folder: entered. If it holds a checkpoint, what the last run wrote stands until there is news.
-        run_name: as in the config. activity: what is done at this moment. exit_code_of: what the process will end with.
+        run_name: as in the config.
+        activity: what is done at this moment.
+        exit_code_of: what the process will end with.
 
     Attributes:
         is_paused: set by the run: whether it waits for a person, e.g. on a full drive. Asked at every message.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Tick
+    from megatrain.engine.tape import Op
     from tiered.events import Event
 
 #: Rows in the order in which they are shown; links follow as they appear.
@@ -44,7 +44,7 @@ class Timeline:
         self.is_on = False
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._turn: tuple[str, float] | None = None
+        self._op: tuple[str, float] | None = None
 
     @property
     def spans(self) -> list[Span]:
@@ -62,12 +62,12 @@ class Timeline:
             row = f"{'to' if event.kind == 'fetch' else 'back to'} {event.tier} ({event.detail})"
             self._add(Span(row, event.key, event.start_s, event.end_s, event.nbytes))
 
-    def on_turn(self, tick: Tick | None, name: str = "") -> None:
-        """Note that the engine comes to a tick, or to the end of a step (None)."""
+    def on_op(self, op: Op | None) -> None:
+        """Note that the engine comes to an op of the tape, or to the end of a step (None)."""
         now_s = time.perf_counter()
-        if self._turn is not None and self.is_on:
-            self._add(Span(COMPUTE, self._turn[0], self._turn[1], now_s))
-        self._turn = None if tick is None else (f"{tick.phase} {name or tick.visit}", now_s)
+        if self._op is not None and self.is_on:
+            self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
+        self._op = None if op is None else (f"{op.phase} {op.visit}", now_s)
 
     def _add(self, span: Span) -> None:
         with self._lock:

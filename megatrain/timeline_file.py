@@ -35,7 +35,8 @@ class TimelineSummary:
     """What a timeline holds.
 
     Attributes:
-        seconds: from the first start to the last end. rows: in the order of the file, lanes of one row together.
+        seconds: from the first start to the last end.
+        rows: in the order of the file, lanes of one row together.
     """
 
     num_spans: int
@@ -65,7 +66,8 @@ def summarize(path: Path) -> TimelineSummary:
     """Read a timeline and check it: an object with ``traceEvents``, each span with a start, a length and a row.
 
     Raises:
-        TimelineError: it is not one, or is cut off. OSError: it cannot be read.
+        TimelineError: it is not one, or is cut off.
+        OSError: it cannot be read.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -53,11 +53,14 @@ class Trainer:
         exit_code_of: what the process will end with after an error, or after this summary; for who follows the run.
 
     Attributes:
-        plan: there after construction. activity: what is done at this moment.
+        plan: there after construction.
+        activity: what is done at this moment.
 
     Raises:
-        DoesNotFitError: the run cannot fit its tiers. ConfigError: data.max_length is more than the model's positions.
-        ModelFolderError, UnsupportedModelError: the model is unusable.
+        DoesNotFitError: the run cannot fit its tiers.
+        ConfigError: data.max_length is more than the model's positions.
+        ModelFolderError: the model is unusable.
+        UnsupportedModelError: the model is unusable.
     """
 
     def __init__(
@@ -87,12 +90,17 @@ class Trainer:
         Everything that can be known to fail is found before the first step; until then ``output_dir`` is untouched.
 
         Raises:
-            ScheduleError: the warm-up is longer than the run. DataError: the data cannot be used.
+            ScheduleError: the warm-up is longer than the run.
+            DataError: the data cannot be used.
             BeyondMachineError: this machine has less than the tiers' sizes.
             ConfigError: ``output_dir`` cannot be written, or a drive's path is no drive.
             ExportError: somebody else's files are where the model goes.
-            CheckpointError: a checkpoint cannot be used or written. ConfigChangedError: the config is another one.
-            LockedError: another run uses ``output_dir``. TieredError, OSError: storage failed. NonFiniteGradientError.
+            CheckpointError: a checkpoint cannot be used or written.
+            ConfigChangedError: the config is another one.
+            LockedError: another run uses ``output_dir``.
+            TieredError: storage failed.
+            OSError: storage failed.
+            NonFiniteGradientError: a gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``.
         """
         refuse(self.plan.objections)
         check_loggers(self.config)

@@ -337,3 +337,48 @@ print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
     lines = run_python(code).splitlines()
     assert lines[-1] == "[]", lines[-1]
     assert "run" in "\n".join(lines) and "plan" in "\n".join(lines)
+
+
+def names_in_docstring(node: ast.AST) -> set[str]:
+    """Return what the sections of a function's or class's docstring may describe."""
+    names: set[str] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = inner.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            names |= {inner.name} | {argument.arg for argument in every if argument is not None}
+        elif isinstance(inner, ast.Name):
+            names.add(inner.id)
+        elif isinstance(inner, ast.Attribute):
+            names.add(inner.attr)
+    return names
+
+
+def badly_formed(docstring: str, names: set[str]) -> Iterator[str]:
+    """Yield lines of Args, Attributes and Raises that are no entry of one name, or hold a second entry."""
+    section, indent = None, 0
+    for line in docstring.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if found := re.fullmatch(r"(Args|Attributes|Raises):", line.strip()):
+            section, indent = found[1], 0
+        elif section and line.strip():
+            indent = indent or depth
+            if depth < indent:
+                section = None
+            elif depth == indent:
+                entry = re.match(r"\*{0,2}(\w+): \S", line.strip())
+                is_known = entry is not None and (section == "Raises" or entry[1] in names)
+                second = re.search(r"[.;] (\w+): ", line)
+                if not is_known or (second is not None and (second[1] in names or second[1].endswith("Error"))):
+                    yield line.strip()
+
+
+def test_sections_of_docstrings_have_one_entry_per_line() -> None:
+    """So that tools (mkdocstrings, IDEs) can show them, and a reader can find a name."""
+    found = []
+    for source in SOURCES:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                lines = badly_formed(ast.get_docstring(node) or "", names_in_docstring(node))
+                found += [f"{source.name}:{node.lineno} {node.name}: {line}" for line in lines]
+    assert not found, "\n".join(found)

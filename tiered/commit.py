@@ -47,8 +47,11 @@ class CommitFigures:
     """What a commit took.
 
     Attributes:
-        nbytes: contents of all its blocks. written_bytes: size of the files it wrote. linked_bytes: size of the files
-            that it only linked. freeze_s: seconds in ``TieredStore.commit``. seconds: from its call to the end.
+        nbytes: contents of all its blocks.
+        written_bytes: size of the files it wrote.
+        linked_bytes: size of the files that it only linked.
+        freeze_s: seconds in ``TieredStore.commit``.
+        seconds: from its call to the end.
     """
 
     nbytes: int
@@ -120,8 +123,8 @@ class Commit:
         """Wait until the generation is the current one and survives a power cut.
 
         Raises:
-            TimeoutError: not within ``timeout_s`` seconds. TransferError: the drive refused; the generation before
-                is still the current one.
+            TimeoutError: not within ``timeout_s`` seconds.
+            TransferError: the drive refused; the generation before is still the current one.
         """
         self._wait_for(self._ended, timeout_s)
         if self.error is not None:

@@ -44,7 +44,8 @@ def write_contents(root: Path, spec: BlockSpec, tensor: torch.Tensor) -> tuple[s
     """Write a block as the array ``<root>/<key>`` and flush its files; return its checksums.
 
     Args:
-        root: folder of a generation. tensor: the block's contents, contiguous, on any device.
+        root: folder of a generation.
+        tensor: the block's contents, contiguous, on any device.
 
     Raises:
         TransferError: the drive refused.
@@ -107,13 +108,15 @@ def read_files(files: Sequence[ChunkPlace], spec: BlockSpec, into: torch.Tensor 
     """Read the chunk files of a block and return the checksums of its pieces, by a few threads.
 
     Args:
-        files: all of the block, in order. into: takes the contents: contiguous, 1-D uint8, on any device.
+        files: all of the block, in order.
+        into: takes the contents: contiguous, 1-D uint8, on any device.
 
     Returns:
         One checksum per piece; what is missing at the end of a file that was cut off is left out of it.
 
     Raises:
-        GenerationError: a file is missing. TransferError: the drive refused.
+        GenerationError: a file is missing.
+        TransferError: the drive refused.
     """
     return tuple(_in_parallel(partial(read_piece, files, spec, into), list(pieces(spec.nbytes))))
 
@@ -152,7 +155,8 @@ def flush_contents(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
     """Return once the contents of blocks, in arrays in these folders, survive a power cut.
 
     Raises:
-        GenerationError: a part is missing. TransferError: the drive refused.
+        GenerationError: a part is missing.
+        TransferError: the drive refused.
     """
     files = [(path, spec) for folder, spec in arrays for path, _, _ in chunk_files(folder, spec)]
     with ThreadPoolExecutor(_NUM_FLUSH_THREADS, thread_name_prefix="tiered-flush") as threads:

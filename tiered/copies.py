@@ -16,11 +16,14 @@ class Copy:
     """One copy of one block in one tier. All fields are guarded by the store's lock.
 
     Attributes:
-        readers: read leases plus transfers that read from this copy. pins: counted long residencies.
+        readers: read leases plus transfers that read from this copy.
+        pins: counted long residencies.
         wanted: acquires that wait for this copy; it is no candidate for eviction meanwhile.
-        last_use: order of its last use or arrival. leased_at: tick in which it was leased last.
+        last_use: order of its last use or arrival.
+        leased_at: tick in which it was leased last.
         transfer: the movement that fills or drains it, while under way; the last fill afterwards.
-        prefetched: brought by the prefetcher and not used yet. drop_when_clean: evict once drained.
+        prefetched: brought by the prefetcher and not used yet.
+        drop_when_clean: evict once drained.
     """
 
     __slots__ = (

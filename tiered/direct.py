@@ -42,7 +42,8 @@ def write_range(fd: int, offset: int, data: torch.Tensor, digest: PieceDigest) -
     """Write bytes into a file, filling up its last 4096 with zeros, and add them to a digest.
 
     Args:
-        offset: in the file, a multiple of 4096. data: 1-D uint8 on any device.
+        offset: in the file, a multiple of 4096.
+        data: 1-D uint8 on any device.
     """
     whole = _num_bytes_in_place(data)
     if whole:
@@ -62,7 +63,8 @@ def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, dig
     """Read bytes of a file and add them to a digest; return how many there were.
 
     Args:
-        offset: in the file, a multiple of 4096. into: 1-D uint8 of ``nbytes`` on any device, or None.
+        offset: in the file, a multiple of 4096.
+        into: 1-D uint8 of ``nbytes`` on any device, or None.
     """
     done = 0
     whole = 0 if into is None else _num_bytes_in_place(into)

@@ -113,7 +113,10 @@ class CorruptBlockError(TieredError):
     """The bytes on disk are not the bytes that were written.
 
     Attributes:
-        key: the block. expected, found: the two checksums. place: files and offset ranges.
+        key: the block.
+        expected: the two checksums.
+        found: the two checksums.
+        place: files and offset ranges.
         generation: of which it is a part, or None for contents of a running process.
     """
 

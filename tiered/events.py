@@ -63,10 +63,16 @@ class StoreStats:
     """Counters of a store. ``later - earlier`` gives a window (levels such as ``used_bytes`` stay the later's).
 
     Attributes:
-        tiers: by name. links: by ``"src->dst"``. stall_s: seconds that callers waited, by cause.
-        prefetch_on_time/late/wasted: prefetched copies that were ready, still coming, or dropped unused.
-        evictions_clean/dirty: copies dropped to make room or on request.
-        written_bytes: per durable path. schedule_misses: accesses that a set schedule did not foresee.
+        tiers: by name.
+        links: by ``"src->dst"``.
+        stall_s: seconds that callers waited, by cause.
+        prefetch_on_time: prefetched copies that were there when they were asked for.
+        prefetch_late: prefetched copies that were still coming then.
+        prefetch_wasted: prefetched copies that were dropped unused.
+        evictions_clean: copies dropped to make room or on request.
+        evictions_dirty: those that were written back first.
+        written_bytes: per durable path.
+        schedule_misses: accesses that a set schedule did not foresee.
     """
 
     tiers: Mapping[str, TierStats]

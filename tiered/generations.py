@@ -52,7 +52,8 @@ class Generations:
     Args:
         path: directory of the generations; None: the first path of a file tier, or nothing to commit to.
         keep: how many of the last generations a commit leaves, at least 1.
-        full: waits for room on the drive of ``path`` where no tier owns it. notice: tells a person.
+        full: waits for room on the drive of ``path`` where no tier owns it.
+        notice: tells a person.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Generations:
         First waits for the commit before this one. Blocks that hold nothing are left out.
 
         Raises:
-            GenerationError: the store has no directory, or ``meta`` is not JSON. LeaseError: the caller holds a
-                write lease. TransferError: a write-back failed, or the commit before failed and nobody was told.
+            GenerationError: the store has no directory, or ``meta`` is not JSON.
+            LeaseError: the caller holds a write lease.
+            TransferError: a write-back failed, or the commit before failed and nobody was told.
         """
         check_meta(meta)
         with self._committing:
@@ -270,7 +272,8 @@ class Generations:
         """Register the blocks of a committed generation in an empty store, with verified contents.
 
         Raises:
-            GenerationError: there is no such generation, or a part is missing. CorruptBlockError: damaged bytes.
+            GenerationError: there is no such generation, or a part is missing.
+            CorruptBlockError: damaged bytes.
             CapacityError: the tiers are too small.
         """
         with self._committing:

@@ -304,7 +304,9 @@ class Grants:
         """Wait once for what stands between the newest bytes of ``block`` and its home.
 
         Raises:
-            CapacityError, LeaseError: waiting could never help. TransferError: a write-back failed.
+            CapacityError: waiting could never help.
+            LeaseError: waiting could never help.
+            TransferError: a write-back failed.
         """
         self._check_can_ever([(block, block.home, "r")], waiting)
         self._wait(waiting, block, None, asks_again=True)

@@ -31,9 +31,12 @@ class Lease:
     exclusive over all copies of the block. Leaving the ``with`` block of a ``w`` lease by an exception abandons it.
 
     Attributes:
-        tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device.
-            Not usable after release: the slot may then hold another block.
-        key, tier, mode: what was asked for. version: released writes the block had seen when the lease was given.
+        tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device. Not
+            usable after release: the slot may then hold another block.
+        key: what was asked for.
+        tier: what was asked for.
+        mode: what was asked for.
+        version: released writes the block had seen when the lease was given.
     """
 
     __slots__ = ("_block", "_copy", "_grants", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
@@ -54,8 +57,8 @@ class Lease:
         """Give the copy back; after a ``w`` or ``rw`` lease its bytes are the block's newest contents.
 
         Args:
-            stream: on a device tier, the stream whose queued work still uses the tensor (default: the current
-                one). The slot is not reused before that work is done; the host does not wait.
+            stream: on a device tier, the stream whose queued work still uses the tensor (default: the current one). The
+                slot is not reused before that work is done; the host does not wait.
 
         Raises:
             LeaseError: released before.

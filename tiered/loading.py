@@ -22,7 +22,8 @@ class Loader:
     """Fills blocks of one store from one generation of its directory.
 
     Args:
-        reader: of the generation. identity: of the store; files are adopted only from its own snapshots.
+        reader: of the generation.
+        identity: of the store; files are adopted only from its own snapshots.
     """
 
     def __init__(self, movement: Movement, grants: Grants, reader: GenerationReader, identity: StoreIdentity) -> None:
@@ -55,7 +56,9 @@ class Loader:
         """Give a registered block the verified contents that it has in the generation; what it held is dropped.
 
         Raises:
-            GenerationError: a part is missing. CorruptBlockError: damaged bytes. TransferError: a drive refused.
+            GenerationError: a part is missing.
+            CorruptBlockError: damaged bytes.
+            TransferError: a drive refused.
             LeaseError: the block is leased.
         """
         self._reader.spec(key)  # whether the record makes sense

@@ -31,9 +31,13 @@ class BlockRecord:
     """One block of a generation.
 
     Attributes:
-        key, shape, home, nbytes: as in ``BlockSpec``. dtype: its name, e.g. ``"bfloat16"``.
-        xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each. location: folder of its zarr array,
-            relative to the directory of the manifest.
+        key: as in ``BlockSpec``.
+        shape: as in ``BlockSpec``.
+        home: as in ``BlockSpec``.
+        nbytes: as in ``BlockSpec``.
+        dtype: its name, e.g. ``"bfloat16"``.
+        xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each.
+        location: folder of its zarr array, relative to the directory of the manifest.
     """
 
     key: str
@@ -50,8 +54,11 @@ class Manifest:
     """A generation.
 
     Attributes:
-        generation: its number, >= 1, growing. blocks: in order of registration. meta: the caller's own.
-        paths: absolute paths of each file tier at the time of the commit. store: id of the store that wrote it.
+        generation: its number, >= 1, growing.
+        blocks: in order of registration.
+        meta: the caller's own.
+        paths: absolute paths of each file tier at the time of the commit.
+        store: id of the store that wrote it.
     """
 
     generation: int

@@ -31,8 +31,11 @@ class Movement:
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
         time_s: the clock that stalls are measured with.
-        now: the trainer's tick. schedule: the known future, or None.
-        home_bytes, reserved_bytes: by tier, what is not open to copies. pinned_bytes: what pins take, now or to come.
+        now: the trainer's tick.
+        schedule: the known future, or None.
+        home_bytes: by tier, what is not open to copies.
+        reserved_bytes: by tier, what is not open to copies.
+        pinned_bytes: what pins take, now or to come.
         failed_write_backs: errors of write-backs; whoever waits for room while one is added gets it raised.
         unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
     """

@@ -52,11 +52,13 @@ class GenerationReader:
     """One committed generation, read only. It takes no lock: a living run may remove the generation meanwhile.
 
     Args:
-        path: directory of the generations. generation: its number, default the current one.
+        path: directory of the generations.
+        generation: its number, default the current one.
         search: paths of file tiers, for parts that are not where they were written.
 
     Attributes:
-        manifest: of the generation. blocks: its records by key, in order of registration.
+        manifest: of the generation.
+        blocks: its records by key, in order of registration.
 
     Raises:
         GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
@@ -84,7 +86,8 @@ class GenerationReader:
         """Return a block as it was registered.
 
         Raises:
-            BlockNotFoundError: the generation has none of that name. GenerationError: its record makes no sense here.
+            BlockNotFoundError: the generation has none of that name.
+            GenerationError: its record makes no sense here.
         """
         if key not in self.blocks:
             raise BlockNotFoundError(key, f"generation {self.generation} has {len(self.blocks)} blocks")
@@ -104,7 +107,9 @@ class GenerationReader:
             out: contiguous, of the block's dtype and number of elements, on any device. Undefined after an error.
 
         Raises:
-            ValueError: ``out`` does not fit. CorruptBlockError: damaged. GenerationError: a part is missing.
+            ValueError: ``out`` does not fit.
+            CorruptBlockError: damaged.
+            GenerationError: a part is missing.
             TransferError: the drive refused.
         """
         spec = self.spec(key)
@@ -216,7 +221,8 @@ class GenerationReader:
         """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one.
 
         Args:
-            files: that were read. found: their checksums.
+            files: that were read.
+            found: their checksums.
         """
         record = self.blocks[key]
         if tuple(found) == record.xxh3_64:
@@ -245,7 +251,8 @@ def remove_generation_everywhere(
         search: paths of file tiers beside those that the manifests name.
 
     Raises:
-        GenerationError: there is no such generation. LockedError: a living process uses the directory.
+        GenerationError: there is no such generation.
+        LockedError: a living process uses the directory.
         OSError: a file cannot be removed; calling it again goes on.
     """
     directory = Path(os.path.abspath(path))

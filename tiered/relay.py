@@ -15,8 +15,8 @@ def route(order: Sequence[str], src: str, dst: str, direct: Container[tuple[str,
     """Return the links that a copy takes: the direct one, else neighbour by neighbour. Plans use the same rule.
 
     Args:
-        order: names of the tiers, fast to slow. direct: pairs of tiers with a link between them; neighbours need
-            not be named.
+        order: names of the tiers, fast to slow.
+        direct: pairs of tiers with a link between them; neighbours need not be named.
     """
     if (src, dst) in direct:
         return [(src, dst)]
@@ -43,7 +43,8 @@ def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: C
     """Start writing ``copy`` to the block's home by way of ``middle``; call it with the store's lock held.
 
     Args:
-        links: by (source, destination). middle: has a slot, and the newest bytes already if its state is valid.
+        links: by (source, destination).
+        middle: has a slot, and the newest bytes already if its state is valid.
 
     Returns:
         One transfer that ends with the second hop.

@@ -19,7 +19,9 @@ class Access:
 
     Attributes:
         tick: when, in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
-        key, tier: which copy. mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
+        key: which copy.
+        tier: which copy.
+        mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """
 
     tick: int
@@ -33,8 +35,8 @@ class Schedule:
 
     Args:
         accesses: in any order; sorted by tick here (stable).
-        period: ticks after which the sequence repeats (one training step), or None for once.
-            All ticks must then lie in ``[0, period)``.
+        period: ticks after which the sequence repeats (one training step), or None for once. All ticks must then lie in
+            ``[0, period)``.
         end: first tick at which nothing is accessed any more (the end of training), or None.
         start: first tick of the sequence, a multiple of the period.
         deferred: ticks of a period that finish what the period before began: the first period lacks them, and in the

@@ -63,7 +63,8 @@ class SimulatedTier:
     """A tier that only counts.
 
     Args:
-        slot_bytes: size of a slot for contents of so many bytes. addressable: False: reached only through links.
+        slot_bytes: size of a slot for contents of so many bytes.
+        addressable: False: reached only through links.
     """
 
     alignment_bytes = 1
@@ -116,7 +117,8 @@ class SimulatedChannel:
         rate_bytes_per_s: of all links together.
 
     Attributes:
-        busy_s: seconds of transfers that have begun. num_submitted: transfers so far.
+        busy_s: seconds of transfers that have begun.
+        num_submitted: transfers so far.
     """
 
     def __init__(self, clock: SimulatedClock, rate_bytes_per_s: float) -> None:
@@ -161,7 +163,8 @@ class SimulatedLink:
     """One direction between two tiers.
 
     Args:
-        channel: shared with other links, e.g. with the other direction of a drive. priority: smaller goes first.
+        channel: shared with other links, e.g. with the other direction of a drive.
+        priority: smaller goes first.
     """
 
     path = "simulated"

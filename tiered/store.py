@@ -92,7 +92,8 @@ class TieredStore:
         Blocks get the home that they had if ``tiers`` has a tier of that name, else the slowest tier.
 
         Raises:
-            GenerationError: nothing committed there, or written by a newer format. CorruptBlockError: damaged.
+            GenerationError: nothing committed there, or written by a newer format.
+            CorruptBlockError: damaged.
         """
         store = cls(tiers, path=path, **options)
         try:
@@ -141,7 +142,8 @@ class TieredStore:
         """Declare a block and reserve its home slot now.
 
         Raises:
-            CapacityError: the home tier has no room for it. TransferError: the machine refused the space (disk full).
+            CapacityError: the home tier has no room for it.
+            TransferError: the machine refused the space (disk full).
             ValueError: a key in use or malformed, or an unknown tier.
         """
         spec = BlockSpec(key, tuple(shape), dtype, home, durable)
@@ -202,7 +204,10 @@ class TieredStore:
 
         Raises:
             CapacityError: it can never fit beside the homes, pins and the caller's own leases.
-            UninitializedBlockError, BlockNotFoundError, TransferError. LeaseError: waits for the caller's own lease.
+            UninitializedBlockError: it was never written, and ``mode`` reads.
+            BlockNotFoundError: there is no such block.
+            TransferError: its bytes could not be moved.
+            LeaseError: waits for the caller's own lease.
             TimeoutError: not granted within ``timeout_s`` seconds.
         """
         lease: Lease = self._grants.acquire([(key, tier, mode)], stream, timeout_s)[0]
@@ -264,7 +269,8 @@ class TieredStore:
         Waits for movements that are under way: what is on its way out still takes room.
 
         Raises:
-            CapacityError: no such room beside what the tier holds then. TransferError: because a write-back failed.
+            CapacityError: no such room beside what the tier holds then.
+            TransferError: because a write-back failed.
         """
         places.reserve(self._movement, self._grants, tier, nbytes)
 
@@ -321,7 +327,8 @@ class TieredStore:
         written; the rest is written by a thread.
 
         Raises:
-            GenerationError: the store has no directory to commit to. TransferError: bytes could not be written.
+            GenerationError: the store has no directory to commit to.
+            TransferError: bytes could not be written.
         """
         self._grants.check_open()
         return self._generations.commit(dict(meta or {}))
@@ -335,7 +342,9 @@ class TieredStore:
 
         Raises:
             GenerationError: there is none, a part is missing, or its blocks are not those that are registered.
-            CorruptBlockError: damaged. TransferError: a drive refused. LeaseError: a block is leased.
+            CorruptBlockError: damaged.
+            TransferError: a drive refused.
+            LeaseError: a block is leased.
         """
         self._grants.check_open()
         return self._generations.load(generation)

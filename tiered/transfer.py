@@ -17,7 +17,10 @@ class Transfer:
     they are ordered before ``wait_stream``'s stream (the host need not have waited for the device).
 
     Attributes:
-        src, dst: names of the tiers. nbytes: bytes moved. path: which way they went, e.g. ``posix-direct``.
+        src: names of the tiers.
+        dst: names of the tiers.
+        nbytes: bytes moved.
+        path: which way they went, e.g. ``posix-direct``.
         skipped: a prefetch that had no room, or nothing to do; it is done and moved nothing.
         event: a recorded device event that ends after the copy, or None.
     """
@@ -115,8 +118,10 @@ class Waiting:
     """Why a copy is not there yet.
 
     Attributes:
-        cause: one of ``STALL_CAUSES``. transfer: the movement whose failure concerns the waiter.
-        tier, need_bytes: for ``space``: where how much room is missing.
+        cause: one of ``STALL_CAUSES``.
+        transfer: the movement whose failure concerns the waiter.
+        tier: for ``space``: where how much room is missing.
+        need_bytes: for ``space``: where how much room is missing.
     """
 
     cause: str

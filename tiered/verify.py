@@ -26,8 +26,10 @@ def verify_at_rest(movement: Movement, grants: Grants, keys: Sequence[str] | Non
         keys: which blocks; default all.
 
     Raises:
-        CorruptBlockError: the first difference, with its file and range. BlockNotFoundError.
-        TransferError, GenerationError: a file cannot be read, or is gone.
+        CorruptBlockError: the first difference, with its file and range.
+        BlockNotFoundError: a key names no block.
+        TransferError: a file cannot be read, or is gone.
+        GenerationError: a file cannot be read, or is gone.
     """
     with movement.changed:
         grants.check_open()

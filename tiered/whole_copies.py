@@ -59,8 +59,9 @@ class CopyFigures:
     """What a copy took.
 
     Attributes:
-        generation: its number. copied_bytes: size of the files that were written. linked_bytes: size of those that
-            lay in the source's own directory, on this drive, and were linked.
+        generation: its number.
+        copied_bytes: size of the files that were written.
+        linked_bytes: size of those that lay in the source's own directory, on this drive, and were linked.
     """
 
     generation: int
@@ -75,7 +76,9 @@ class WholeCopies:
         path: made if missing. What a crash left of an unfinished copy is removed.
 
     Raises:
-        LockedError: another process uses it. TieredError: it holds somebody else's files. OSError: the drive refused.
+        LockedError: another process uses it.
+        TieredError: it holds somebody else's files.
+        OSError: the drive refused.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -111,15 +114,17 @@ class WholeCopies:
         caller sees to it that nobody removes the generation meanwhile. After an error nothing of the copy is left.
 
         Args:
-            source: a reader of the generation. on_piece: called after each piece of at most 16 MiB was read, written
-                or compared; what it raises ends the copy.
+            source: a reader of the generation.
+            on_piece: called after each piece of at most 16 MiB was read, written or compared; what it raises ends the
+                copy.
 
         Returns:
             Its figures. Its number is that of the generation, or a larger one where a copy has that.
 
         Raises:
             CorruptBlockError: a byte of the generation, or of the copy, is another than was written.
-            GenerationError: a part is missing. TransferError: a drive refused.
+            GenerationError: a part is missing.
+            TransferError: a drive refused.
         """
         self._remove_unfinished()
         number = max([source.generation, *(known + 1 for known, _ in snapshot_folders([self.path]))])

@@ -70,7 +70,8 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
     """Return the document of a block's array.
 
     Args:
-        key: the block's key. shape: the block's shape, kept in the attributes; the array is 1-D.
+        key: the block's key.
+        shape: the block's shape, kept in the attributes; the array is 1-D.
         chunk_bytes: size of every chunk file; a multiple of 4096.
     """
     assert chunk_bytes > 0 and chunk_bytes % dtype.itemsize == 0, (key, chunk_bytes, dtype)

@@ -72,8 +72,8 @@ class ZarrStore(Store):
         store: holds the blocks. Other blocks of it are left alone.
         prefix: the blocks' keys begin with it; two ZarrStores of different prefixes share no value.
         home: tier that owns the values; default: the slowest.
-        tier: addressable tier through which values are read and written; default: the slowest with host memory.
-            A GPU tier serves ``zarr.config.enable_gpu()`` without a copy through the host.
+        tier: addressable tier through which values are read and written; default: the slowest with host memory. A GPU
+            tier serves ``zarr.config.enable_gpu()`` without a copy through the host.
         durable: values are part of commits.
         read_only: refuse writes.
         timeout_s: how long one access waits for room or for a drive before it raises ``TimeoutError``.

@@ -35,11 +35,15 @@ class CheckpointInfo:
     """One checkpoint, as its manifest describes it.
 
     Attributes:
-        step: steps done; None where the manifest cannot be read. generation: its number in the folder.
-        saved_at: date and time, ISO 8601. nbytes: of all blocks. loss: of the last step.
+        step: steps done; None where the manifest cannot be read.
+        generation: its number in the folder.
+        saved_at: date and time, ISO 8601.
+        nbytes: of all blocks.
+        loss: of the last step.
         is_newest: whether a run in this folder would continue from it.
         problem: why it cannot be used, as far as its manifest and the names of its files tell; None: nothing is known
-            against it. is_copy: whether it is a whole copy in ``output_dir/copies``.
+            against it.
+        is_copy: whether it is a whole copy in ``output_dir/copies``.
         note: what an export of it needs and lacks; None: nothing.
     """
 
@@ -223,7 +227,8 @@ def verify_checkpoints(
     Works beside a living run. A checkpoint that the run prunes meanwhile is left out.
 
     Args:
-        run: ``output_dir``, or its folder of checkpoints. step: only that one.
+        run: ``output_dir``, or its folder of checkpoints.
+        step: only that one.
         on_block: told the generation and the block after each block.
 
     Raises:
@@ -256,12 +261,15 @@ def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False
     """Remove one checkpoint, what lies of it on other drives included; return the bytes of its blocks.
 
     Args:
-        run: ``output_dir``, or its folder of checkpoints. generation, is_copy: as ``list_checkpoints`` gives them.
+        run: ``output_dir``, or its folder of checkpoints.
+        generation: as ``list_checkpoints`` gives them.
+        is_copy: as ``list_checkpoints`` gives them.
         force: also the only one that can be used.
 
     Raises:
-        CheckpointError: it is the only one that can be used, or a living run has the folder. LockedError: a run that
-            has just started has it. OSError: a file cannot be removed; calling it again goes on.
+        CheckpointError: it is the only one that can be used, or a living run has the folder.
+        LockedError: a run that has just started has it.
+        OSError: a file cannot be removed; calling it again goes on.
     """
     own, copies = _folders(run)
     folder = copies if is_copy else own

@@ -45,7 +45,8 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
     """Write the README of a folder on a drive; says nothing where it cannot be written. The caller has locked it.
 
     Args:
-        drive: path of the NVMe tier. checkpoints: directory of generations of the run or store that uses it now.
+        drive: path of the NVMe tier.
+        checkpoints: directory of generations of the run or store that uses it now.
     """
     stores = [checkpoints]
     for _, folder in snapshot_folders([drive]):

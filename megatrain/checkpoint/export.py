@@ -62,7 +62,8 @@ def export_checkpoint(
     Raises:
         CheckpointError: no such checkpoint; or it is damaged, does not belong to the model, or was removed meanwhile.
         ConfigError: its config has keys that this version does not know.
-        ModelFolderError: the model's folder cannot be used. ExportError: ``out`` cannot be written.
+        ModelFolderError: the model's folder cannot be used.
+        ExportError: ``out`` cannot be written.
     """
     found = find_checkpoint(run, step)
     check_target(Path(out).absolute())

@@ -78,7 +78,9 @@ class Checkpoint:
     """A committed generation that is a checkpoint; its blocks are not read yet.
 
     Attributes:
-        path: directory of generations. generation: its number. state: where the run stands.
+        path: directory of generations.
+        generation: its number.
+        state: where the run stands.
         is_own: whether it lies in the run's own folder, else in that of the run it is to start from.
         is_copy: whether it is a whole copy, which the store of the run does not know.
     """

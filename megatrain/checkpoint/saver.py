@@ -33,10 +33,12 @@ class Saver:
         copier: makes whole copies of what was saved.
         should_stop: whether somebody has asked the run to end; asked while it waits for room.
         written_bytes: what one checkpoint writes to the drive of ``output_dir``.
-        saved_step, saved_generation: of the newest checkpoint that there is, None without one.
+        saved_step: of the newest checkpoint that there is, None without one.
+        saved_generation: of the newest checkpoint that there is, None without one.
 
     Attributes:
-        saved_step: as above, kept current. is_waiting: for somebody to free space.
+        saved_step: as above, kept current.
+        is_waiting: for somebody to free space.
     """
 
     def __init__(

@@ -32,19 +32,28 @@ class RunState:
     and a position, both here.
 
     Attributes:
-        step: steps done. max_steps: steps of the run, which the learning rate schedule is made for.
+        step: steps done.
+        max_steps: steps of the run, which the learning rate schedule is made for.
         num_updates: steps whose gradient was used; what the optimizer counts.
-        epoch, epoch_step: position of the data: the next step is number ``epoch_step`` of epoch ``epoch``, from 0.
-        num_real_tokens, num_trained_tokens: of all steps so far. seconds: of training, so far.
-        first_loss, last_loss: of the first and the last step; None before the first. first_losses, last_losses: of the
-            first and the last ``NUM_LOSSES`` steps; empty in checkpoints of older versions.
-        seed, data_seed: what every random number is a function of, with the step or the epoch.
+        epoch: position of the data: the next step is number ``epoch_step`` of epoch ``epoch``, from 0.
+        epoch_step: position of the data: the next step is number ``epoch_step`` of epoch ``epoch``, from 0.
+        num_real_tokens: of all steps so far.
+        num_trained_tokens: of all steps so far.
+        seconds: of training, so far.
+        first_loss: of the first and the last step; None before the first.
+        last_loss: of the first and the last step; None before the first.
+        first_losses: of the first and the last ``NUM_LOSSES`` steps; empty in checkpoints of older versions.
+        last_losses: of the first and the last ``NUM_LOSSES`` steps; empty in checkpoints of older versions.
+        seed: what every random number is a function of, with the step or the epoch.
+        data_seed: what every random number is a function of, with the step or the epoch.
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
         model: name, class and number of parameters, for people; dtype, device, attention and a checksum of its config;
             where tensors of its folder are kept as they are, their number and their checksum.
-        run_name: as in the config. saved_at: date and time, ISO 8601. versions: package -> version.
+        run_name: as in the config.
+        saved_at: date and time, ISO 8601.
+        versions: package -> version.
     """
 
     step: int

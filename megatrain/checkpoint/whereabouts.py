@@ -42,7 +42,9 @@ class SavedCheckpoint:
     """A checkpoint as its manifest describes it.
 
     Attributes:
-        step: steps done. generation: its number in its folder. saved_at: date and time, ISO 8601.
+        step: steps done.
+        generation: its number in its folder.
+        saved_at: date and time, ISO 8601.
         is_copy: whether it is a whole copy in ``copies/``.
         missing: paths of drives on which parts of it are gone; none: it is whole, as far as names tell.
     """
@@ -59,7 +61,8 @@ class Lost:
     """Checkpoints whose parts on drives are gone, for messages.
 
     Attributes:
-        steps: ascending. paths: where the parts lay.
+        steps: ascending.
+        paths: where the parts lay.
     """
 
     steps: tuple[int, ...]
@@ -107,7 +110,9 @@ def in_order(own: Sequence[_Kind], copies: Sequence[_Kind], saved_at: Callable[[
     """Return checkpoints and copies in one order, the newest first, a copy after what it is a copy of.
 
     Args:
-        own, copies: each with the newest first. saved_at: when one was saved, ISO 8601.
+        own: each with the newest first.
+        copies: each with the newest first.
+        saved_at: when one was saved, ISO 8601.
     """
     merged, left = [], list(copies)
     for checkpoint in own:
@@ -123,7 +128,9 @@ def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path]
     A file that is missing in a folder that is there is damage: it is named by whoever reads the generation.
 
     Args:
-        manifest: the body of its manifest. folder: directory of generations. search: paths where parts may have moved.
+        manifest: the body of its manifest.
+        folder: directory of generations.
+        search: paths where parts may have moved.
     """
     name = f"{manifest['generation']:08d}"
     missing: dict[Path, None] = {}
@@ -222,7 +229,8 @@ def _where_it_lay(file: Path, depth: int) -> Path:
     """Return the path of the drive that a missing file was on: where its link points, or where the array is.
 
     Args:
-        file: ``<drive>/snap/<generation>/<key>/c/<number>``. depth: slashes in the key.
+        file: ``<drive>/snap/<generation>/<key>/c/<number>``.
+        depth: slashes in the key.
     """
     target = Path(os.readlink(file)) if os.path.islink(file) else file
     return target.parents[depth + 4]

@@ -76,7 +76,8 @@ class Change:
 
     Attributes:
         key: as users write it, ``optimizer.groups.0.learning_rate``.
-        before, now: its values as TOML has them; None: not set.
+        before: its values as TOML has them; None: not set.
+        now: its values as TOML has them; None: not set.
     """
 
     key: str
@@ -93,7 +94,8 @@ class ConfigChanges:
     """All keys that differ, in the order of the config.
 
     Attributes:
-        altering: the run goes on with other numbers. free: it goes on with the same ones.
+        altering: the run goes on with other numbers.
+        free: it goes on with the same ones.
     """
 
     altering: tuple[Change, ...]

@@ -53,8 +53,10 @@ class KeyDescription:
     """One key.
 
     Attributes:
-        key: dotted, without the numbers of array tables. meaning: its description.
-        values: what may be written, as a sentence. default: as TOML, or why there is none.
+        key: dotted, without the numbers of array tables.
+        meaning: its description.
+        values: what may be written, as a sentence.
+        default: as TOML, or why there is none.
         alters: "yes", "no", or "by contents": the model or the data may be another one.
         other_names: (tool, its name, note).
         example: lines of TOML.

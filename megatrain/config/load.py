@@ -64,8 +64,8 @@ def load_config(
     Args:
         path: the main file.
         extra_files: more TOML files.
-        overrides: ``"key=value"`` texts; the key dotted (``data.train.0.path``) or a leaf name that is unique;
-            the value as TOML, or plain text.
+        overrides: ``"key=value"`` texts; the key dotted (``data.train.0.path``) or a leaf name that is unique; the
+            value as TOML, or plain text.
 
     Raises:
         ConfigError: with every problem that was found.

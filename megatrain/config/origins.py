@@ -25,7 +25,8 @@ class Line:
     """One line of a resolved config.
 
     Attributes:
-        text: as TOML has it. key: what it sets; "" for a header or an empty line.
+        text: as TOML has it.
+        key: what it sets; "" for a header or an empty line.
         origin: ``file:line``, ``--set`` or "default"; "" where there is no key.
     """
 
@@ -80,7 +81,8 @@ class Difference:
     """What differs between two configs, by what it means for the results.
 
     Attributes:
-        altering: they compute something else. by_contents: only if what these name holds something else.
+        altering: they compute something else.
+        by_contents: only if what these name holds something else.
         free: the results are the same.
     """
 

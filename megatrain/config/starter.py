@@ -21,7 +21,9 @@ class Drive:
     """A folder that could hold blocks.
 
     Attributes:
-        path: the folder, as it is written. free_bytes: on its drive. kind: its file system.
+        path: the folder, as it is written.
+        free_bytes: on its drive.
+        kind: its file system.
         objection: why it is better not used, or "".
     """
 
@@ -54,7 +56,9 @@ def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, dat
     """Return the text of a config that loads.
 
     Args:
-        task: "sft" or "pretrain". model, data: None: an example that has to be replaced.
+        task: "sft" or "pretrain".
+        model: None: an example that has to be replaced.
+        data: None: an example that has to be replaced.
     """
     parts = [
         f"#:schema ./{SCHEMA_NAME}",

@@ -34,7 +34,9 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     """Return the problem behind an error of the TOML reader.
 
     Args:
-        source: the file. text: its contents. error: what ``tomllib`` raised.
+        source: the file.
+        text: its contents.
+        error: what ``tomllib`` raised.
     """
     said = str(error)
     match = _ERROR_LINE.search(said)

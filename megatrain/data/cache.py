@@ -39,7 +39,10 @@ class CacheEntry:
     """One tokenized dataset. The arrays are mapped from files: what is not read costs no RAM.
 
     Attributes:
-        tokens, trained, starts, begins_row: as ``TokenDataset`` has them.
+        tokens: as ``TokenDataset`` has them.
+        trained: as ``TokenDataset`` has them.
+        starts: as ``TokenDataset`` has them.
+        begins_row: as ``TokenDataset`` has them.
         report: of ``DataReport.to_json``.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.

@@ -282,7 +282,8 @@ def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None
     """Refuse tokens that the model has no embedding for.
 
     Args:
-        num_embeddings: rows of the model's input embedding. where: the tokenizer, for the message.
+        num_embeddings: rows of the model's input embedding.
+        where: the tokenizer, for the message.
 
     Raises:
         DataError: the tokenizer is not the model's.

@@ -103,7 +103,8 @@ class Piece:
     """A document that was cut out of a text.
 
     Attributes:
-        tokens, trained: its tokens, and which of them are trained.
+        tokens: its tokens, and which of them are trained.
+        trained: its tokens, and which of them are trained.
         num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
     """
 
@@ -120,9 +121,10 @@ class TextCutter:
     what is before it in the text is not there to predict it.
 
     Args:
-        max_length: tokens of a piece, the ones before it included. start_tokens: of the tokenizer; () for none.
-        joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a
-            text is trained where another text is before it.
+        max_length: tokens of a piece, the ones before it included.
+        start_tokens: of the tokenizer; () for none.
+        joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a text
+            is trained where another text is before it.
     """
 
     def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
@@ -201,8 +203,9 @@ class Encoder:
             rows: and the errors of rows that could not be read, in their place.
 
         Raises:
-            DataError: a row is too long and ``overlong`` is "error", a row is no text though ``only_text`` asks for
-                it, or as ``RowEncoder.encode_many``. OSError: writing failed.
+            DataError: a row is too long and ``overlong`` is "error", a row is no text though ``only_text`` asks for it,
+                or as ``RowEncoder.encode_many``.
+            OSError: writing failed.
             RowError: a row cannot be trained and ``bad_rows`` is "error".
         """
         for batch in _batches(rows):

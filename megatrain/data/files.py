@@ -40,8 +40,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 
     Args:
         path: file, glob or folder.
-        split: which files of a folder; its name stands in theirs, or in that of a folder. None: all of them, or
-            those of "train" where there are several splits.
+        split: which files of a folder; its name stands in theirs, or in that of a folder. None: all of them, or those
+            of "train" where there are several splits.
 
     Raises:
         DataError: nothing there, or a file of a kind that is not read.

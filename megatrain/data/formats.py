@@ -65,7 +65,8 @@ class Document:
     """Plain text that is trained whole.
 
     Attributes:
-        is_start, is_end: whether the text begins and ends here. A file too large for one piece comes as several.
+        is_start: whether the text begins and ends here. A file too large for one piece comes as several.
+        is_end: whether the text begins and ends here. A file too large for one piece comes as several.
     """
 
     text: str

@@ -34,9 +34,9 @@ class StepBatch:
     """The micro-batches of one optimizer step.
 
     Attributes:
-        micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids``
-            (packed: they restart with each document, which is how Hugging Face keeps documents apart) or
-            ``attention_mask`` (one document per row, padded on the right).
+        micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids`` (packed:
+            they restart with each document, which is how Hugging Face keeps documents apart) or ``attention_mask`` (one
+            document per row, padded on the right).
         num_real_tokens: tokens that are not padding, in the whole step.
         num_trained_tokens: labels that are not -100, in the whole step. At least 1.
         epoch: epoch of the step, from 0.

@@ -21,7 +21,9 @@ class Dropped:
     """Rows, or turns of conversations, that are not trained for one reason.
 
     Attributes:
-        reason: a sentence. count: how many. example: file and row of the first.
+        reason: a sentence.
+        count: how many.
+        example: file and row of the first.
     """
 
     reason: str
@@ -34,10 +36,14 @@ class SourceCounts:
     """What became of the rows of one source.
 
     Attributes:
-        num_rows: rows read. num_truncated: conversations cut to max_length. num_too_long: dropped for their length.
-        num_untrained: dropped because no token of theirs would be trained. num_bad: dropped as they cannot be trained.
+        num_rows: rows read.
+        num_truncated: conversations cut to max_length.
+        num_too_long: dropped for their length.
+        num_untrained: dropped because no token of theirs would be trained.
+        num_bad: dropped as they cannot be trained.
         num_rows_lost: rows that are dropped or cut, each once.
-        num_tokens: of the rows that could be tokenized, whole. num_tokens_lost: of these, in no document.
+        num_tokens: of the rows that could be tokenized, whole.
+        num_tokens_lost: of these, in no document.
     """
 
     num_rows: int = 0
@@ -80,10 +86,13 @@ class DataReport:
     """What became of the rows.
 
     Attributes:
-        num_rows: rows read. num_documents: what is trained on (rows, or pieces of long text).
-        num_truncated: conversations cut to max_length. num_too_long: conversations dropped for their length.
+        num_rows: rows read.
+        num_documents: what is trained on (rows, or pieces of long text).
+        num_truncated: conversations cut to max_length.
+        num_too_long: conversations dropped for their length.
         num_untrained: rows dropped because no token of theirs would be trained.
-        num_tokens, num_trained_tokens: in all documents together.
+        num_tokens: in all documents together.
+        num_trained_tokens: in all documents together.
         first_untrained: file and row of the first of those, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
@@ -145,7 +154,8 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
     """Compare what is dropped or cut of each source with what is usual, and with what the config allows.
 
     Args:
-        names: of the sources, for messages. max_dropped: ``data.max_dropped``.
+        names: of the sources, for messages.
+        max_dropped: ``data.max_dropped``.
 
     Returns:
         A warning for each source of which more than ``WARN_SHARE`` is lost.

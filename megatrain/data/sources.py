@@ -41,7 +41,8 @@ def read_rows(
         format: what a row holds; "auto" looks at its fields, row by row.
         columns: our field name -> theirs.
         max_samples: stop after this many rows.
-        name: configuration of a hub dataset. split: which split of a folder or hub dataset.
+        name: configuration of a hub dataset.
+        split: which split of a folder or hub dataset.
         on_bad_row: told of rows that cannot be trained, which are left out but counted as samples.
 
     Raises:

@@ -22,9 +22,12 @@ class DriveEffort:
     """How much is spent on one drive.
 
     Attributes:
-        span_bytes: bytes of each of the two sets of files. turn_s: seconds of reads and writes in turns.
-        mixed_s: seconds of both at once. beside_s: of both at once while the processor computes.
-        sustained_s, sustained_bytes: end of the long write, whatever comes first.
+        span_bytes: bytes of each of the two sets of files.
+        turn_s: seconds of reads and writes in turns.
+        mixed_s: seconds of both at once.
+        beside_s: of both at once while the processor computes.
+        sustained_s: end of the long write, whatever comes first.
+        sustained_bytes: end of the long write, whatever comes first.
     """
 
     span_bytes: int
@@ -57,8 +60,12 @@ class DriveResult:
     """What was measured on one path.
 
     Attributes:
-        free_bytes: before. is_direct: O_DIRECT worked. is_rotational: a disk with a motor; None where unknown.
-        tier: what the tier got. bare: what plain I/O with as many threads got. span_bytes: what either went over.
+        free_bytes: before.
+        is_direct: O_DIRECT worked.
+        is_rotational: a disk with a motor; None where unknown.
+        tier: what the tier got.
+        bare: what plain I/O with as many threads got.
+        span_bytes: what either went over.
         sustained: None in a quick run.
         computing_s_per_byte: what computing on all cores loses while a byte goes through the tier; None: not measured.
         seconds_per_copy: what a copy of a block, however small, costs the thread that asks for it.
@@ -83,7 +90,9 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     Takes at most twice ``effort.span_bytes`` of disk, and a quarter of what is free; fewer on a slow drive.
 
     Raises:
-        UnusablePathError: the folder cannot be used. TieredError, OSError: the drive failed.
+        UnusablePathError: the folder cannot be used.
+        TieredError: the drive failed.
+        OSError: the drive failed.
     """
     free_bytes = check_path(path)
     file_system = file_system_of(path)

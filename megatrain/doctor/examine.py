@@ -116,7 +116,8 @@ def examine(
 
     Raises:
         UnusablePathError: a folder cannot be used; known before anything is measured.
-        TieredError, OSError: a drive failed.
+        TieredError: a drive failed.
+        OSError: a drive failed.
     """
     for path in paths:
         check_path(path)

@@ -38,7 +38,9 @@ class Finding:
 
     Attributes:
         severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.
-        subject: what it is about. seen: the facts. advice: what to do; "" where nothing needs doing.
+        subject: what it is about.
+        seen: the facts.
+        advice: what to do; "" where nothing needs doing.
     """
 
     severity: Severity

@@ -23,8 +23,11 @@ class GpuResult:
     """What one CUDA device did.
 
     Attributes:
-        h2d, d2h: bytes per second from and to RAM. is_pinned: that RAM could be page-locked.
-        matmul_flops: dtype -> FLOP/s. update: bytes per second of an addition in place, in its own memory.
+        h2d: bytes per second from and to RAM.
+        d2h: bytes per second from and to RAM.
+        is_pinned: that RAM could be page-locked.
+        matmul_flops: dtype -> FLOP/s.
+        update: bytes per second of an addition in place, in its own memory.
     """
 
     name: str

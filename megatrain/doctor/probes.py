@@ -48,7 +48,8 @@ class BareFile:
     the tier does it.
 
     Args:
-        path: of the file. nbytes: most that it takes. A drive that needs more than half a second for it gets less.
+        path: of the file.
+        nbytes: most that it takes. A drive that needs more than half a second for it gets less.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -132,8 +133,9 @@ class TierProbe:
     """A store of two tiers, RAM and one path, whose blocks all fit the RAM: what the tier gets. A context manager.
 
     Args:
-        path: a folder that is not there yet. nbytes: of all blocks together. block_bytes: of each; default: an eighth
-            of them.
+        path: a folder that is not there yet.
+        nbytes: of all blocks together.
+        block_bytes: of each; default: an eighth of them.
     """
 
     def __init__(self, path: Path, nbytes: int, block_bytes: int | None = None) -> None:

@@ -30,8 +30,11 @@ class ProcessorResult:
     """Bytes, parameters and FLOPs per second, the best of several runs; all with ``num_threads`` threads.
 
     Attributes:
-        ram_read, ram_copy, ram_update: as in `megatrain.plan.profile.MachineProfile`.
-        adamw_params: dtype of the weights -> parameters per second. matmul_flops: dtype -> FLOP/s on the CPU.
+        ram_read: as in `megatrain.plan.profile.MachineProfile`.
+        ram_copy: as in `megatrain.plan.profile.MachineProfile`.
+        ram_update: as in `megatrain.plan.profile.MachineProfile`.
+        adamw_params: dtype of the weights -> parameters per second.
+        matmul_flops: dtype -> FLOP/s on the CPU.
     """
 
     num_threads: int

@@ -23,9 +23,12 @@ class SystemFacts:
     """Facts of the machine that decide speed or room.
 
     Attributes:
-        num_cpus: that this process may use. num_torch_threads: that torch uses. load: processes that ran before us.
+        num_cpus: that this process may use.
+        num_torch_threads: that torch uses.
+        load: processes that ran before us.
         cpu_quota: CPUs that a cgroup grants; None without a limit.
-        ram_bytes, ram_limit_bytes: of the machine, and what a cgroup leaves of it.
+        ram_bytes: of the machine, and what a cgroup leaves of it.
+        ram_limit_bytes: of the machine, and what a cgroup leaves of it.
         huge_pages: setting of transparent huge pages, e.g. "madvise"; "" where the kernel has none.
         reserved_huge_page_bytes: the pool of explicit huge pages, which only takes RAM away from us.
         memlock_bytes: most that may be page-locked by this user; None without a limit.

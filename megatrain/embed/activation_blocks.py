@@ -30,7 +30,10 @@ class ActivationBlock:
     """A registered block of bytes.
 
     Attributes:
-        key, home, nbytes: as registered. transfer: the last movement that was asked for.
+        key: as registered.
+        home: as registered.
+        nbytes: as registered.
+        transfer: the last movement that was asked for.
         last_round: when it was taken last.
     """
 
@@ -52,7 +55,8 @@ class BlockPool:
     A round ends when a forward does, or when no block is in use any more.
 
     Attributes:
-        registered_bytes: of all blocks, used or kept. num_registered: how many there are.
+        registered_bytes: of all blocks, used or kept.
+        num_registered: how many there are.
         has_told: somebody was told that there is no room for more.
     """
 
@@ -74,7 +78,8 @@ class BlockPool:
         """Return a block of at least ``nbytes`` with undefined contents; None where there is no room for it.
 
         Args:
-            homes: tiers that it may live in, most wanted first. max_bytes: most bytes of all blocks together.
+            homes: tiers that it may live in, most wanted first.
+            max_bytes: most bytes of all blocks together.
 
         Raises:
             TransferError: a drive refused the files.

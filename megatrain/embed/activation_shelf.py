@@ -66,7 +66,8 @@ class Original:
     While it lives, the address of the storage means this storage.
 
     Attributes:
-        spans: what is stored of it, weakly. kept: something that keeps the storage itself, weakly, or None.
+        spans: what is stored of it, weakly.
+        kept: something that keeps the storage itself, weakly, or None.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_reference", "_version", "_witness", "kept", "spans")
@@ -101,8 +102,11 @@ class StoredSpan:
     """A part of an original in a block, as long as somebody holds this.
 
     Attributes:
-        number: order of being stored. device: where it came from.
-        desk: tier through which it came. is_near: it is there still. is_asked: it was asked to come back.
+        number: order of being stored.
+        device: where it came from.
+        desk: tier through which it came.
+        is_near: it is there still.
+        is_asked: it was asked to come back.
         restored: memory that was made of it, if anybody still has it, and the stream on which it was made.
     """
 
@@ -133,8 +137,9 @@ class Shelf:
     them; what is older goes on to its home while the forward goes on. When one is read, those before it are fetched.
 
     Attributes:
-        write_wait_s, read_wait_s: seconds in calls that waited for room or bytes. restored_bytes: read back.
-        held_bytes: contents of blocks that were written, in all.
+        write_wait_s: seconds in calls that waited for room to write to.
+        read_wait_s: seconds in calls that waited for bytes.
+        restored_bytes: read back.
     """
 
     def __init__(
@@ -217,7 +222,9 @@ class Shelf:
         """Return memory with the contents of a part of a storage; the same one as long as anybody has it.
 
         Raises:
-            CapacityError: the tiers on its way are full of what this thread holds. TransferError, CorruptBlockError.
+            CapacityError: the tiers on its way are full of what this thread holds.
+            TransferError: it could not be brought back.
+            CorruptBlockError: the drive gave other bytes than were written.
         """
         stream = _current_stream(stored.device)
         with self._lock:

@@ -40,13 +40,15 @@ class ActivationStats:
     """Figures of one ``offload_activations``, since it was made.
 
     Attributes:
-        offloaded_bytes: written to blocks. restored_bytes: read back from them; what somebody else still had in
-            memory is taken from there and not counted.
+        offloaded_bytes: written to blocks.
+        restored_bytes: read back from them; what somebody else still had in memory is taken from there and not counted.
         deduplicated_bytes: of saved tensors whose bytes were in a block already.
-        no_room_bytes: of storages that stayed in memory since no tier had room. small_bytes: of saved tensors below
-            ``min_bytes``.
-        pack_wait_s, unpack_wait_s: seconds that forward and backward waited for the store.
-        registered_bytes, num_registered: blocks for activations in this store now, in use or kept for the next step.
+        no_room_bytes: of storages that stayed in memory since no tier had room.
+        small_bytes: of saved tensors below ``min_bytes``.
+        pack_wait_s: seconds that forward and backward waited for the store.
+        unpack_wait_s: seconds that forward and backward waited for the store.
+        registered_bytes: blocks for activations in this store now, in use or kept for the next step.
+        num_registered: blocks for activations in this store now, in use or kept for the next step.
         in_use_bytes: of those blocks that a graph needs now.
     """
 
@@ -93,13 +95,14 @@ class offload_activations:
         model: module, or several, whose parameters and buffers stay where they are.
         min_bytes: smaller tensors stay: moving them costs more time than it saves memory.
         max_bytes: most bytes of blocks for activations in this store; None: as much as there is room.
-        lookahead_bytes: how much of the fast tier may hold what was saved last and what the backward wants next;
-            None: a quarter of its capacity, at most 1 GiB.
+        lookahead_bytes: how much of the fast tier may hold what was saved last and what the backward wants next; None:
+            a quarter of its capacity, at most 1 GiB.
         keep: called with a tensor that is about to be saved; True leaves it in memory. Must not keep the tensor.
 
     Raises:
-        ValueError: the store has no such tier. In the forward or backward: ``TransferError`` where a drive fails,
-        ``CapacityError`` where the fast tier is too small to bring back a single tensor.
+        ValueError: the store has no such tier.
+        TransferError: in the forward or backward: a drive failed.
+        CapacityError: in the backward: the fast tier is too small to bring back a single tensor.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ class UpdatesBehind:
     ``start``, ``finish`` and the forward belong to one thread.
 
     Args:
-        model: whose forward follows. on_error: called, on the thread, when an update ended halfway.
+        model: whose forward follows.
+        on_error: called, on the thread, when an update ended halfway.
     """
 
     def __init__(self, model: nn.Module, on_error: Callable[[], None]) -> None:
@@ -55,11 +56,7 @@ class UpdatesBehind:
             self._update_of.update((id(group.parameters[name]), update) for name in works[group].settings)
 
     def finish(self) -> None:
-        """Wait for all updates.
-
-        Raises:
-            The error of the first one that failed; none after it was made.
-        """
+        """Wait for all updates. Raises the error of the first one that failed; none after it was made."""
         running, self._running = self._running, []
         self._update_of.clear()
         for update in running:

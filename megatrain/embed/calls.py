@@ -27,8 +27,10 @@ class Call:
     """One forward of a unit or of a whole module, or one ``gathered``: what it holds, how its graph saves weights.
 
     Attributes:
-        owner: whose forward. frame: of torch's code that calls the hooks. outer_error: one that was being handled when
-            it began: only another one is its own. thread_id: of the thread that runs it.
+        owner: whose forward.
+        frame: of torch's code that calls the hooks.
+        outer_error: one that was being handled when it began: only another one is its own.
+        thread_id: of the thread that runs it.
     """
 
     owner: object = None

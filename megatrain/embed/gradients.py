@@ -31,7 +31,8 @@ class GradientBlock:
     of fp32 gradients have the same bits. Called by the threads that run autograd, one at a time.
 
     Args:
-        key: of its block, which is registered here. parameters: by the name that the layout has for them.
+        key: of its block, which is registered here.
+        parameters: by the name that the layout has for them.
         homes: tiers that it may live in, most wanted first.
         before_add: called before the first gradient of a step: whoever still reads the last step's finishes.
 

@@ -36,7 +36,10 @@ class Settings:
     """How one parameter is updated in one step.
 
     Attributes:
-        arithmetic: of its group's settings. step: updates of it with this one. lr, weight_decay: of its group.
+        arithmetic: of its group's settings.
+        step: updates of it with this one.
+        lr: of its group.
+        weight_decay: of its group.
     """
 
     arithmetic: Optimizer
@@ -50,7 +53,8 @@ class Work:
     """An update of a group that is due.
 
     Attributes:
-        settings: by name, of the parameters that have a gradient. grad_scale: factor on all gradients.
+        settings: by name, of the parameters that have a gradient.
+        grad_scale: factor on all gradients.
         gradients: by name, where they are ordinary tensors.
     """
 
@@ -63,8 +67,10 @@ class StateGroup(ABC):
     """A layout of parameters with one block per kind of state. Blocks are registered, and zeroed, when it is made.
 
     Args:
-        root: of the keys of its blocks. parameters: by the name that the layout has for them.
-        kinds: what the store keeps of them. homes: tiers that state may live in, most wanted first.
+        root: of the keys of its blocks.
+        parameters: by the name that the layout has for them.
+        kinds: what the store keeps of them.
+        homes: tiers that state may live in, most wanted first.
     """
 
     def __init__(

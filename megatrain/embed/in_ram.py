@@ -31,7 +31,9 @@ class _Alike:
     """Parameters that one call of a kernel can update, one entry of each list for each.
 
     Attributes:
-        settings: of all of them. split_master: there is a low half. gradient_dtype: of the gradients.
+        settings: of all of them.
+        split_master: there is a low half.
+        gradient_dtype: of the gradients.
     """
 
     settings: Settings
@@ -47,8 +49,10 @@ class _Table:
     """Rows of a kernel, as long as everything lies where it lay.
 
     Attributes:
-        places: all that the rows were made of. rows: for the kernel, but the addresses of gradients.
-        of, offsets: of each row, the number of its parameter and how many elements of that come before.
+        places: all that the rows were made of.
+        rows: for the kernel, but the addresses of gradients.
+        of: of each row, the number of its parameter and how many elements of that come before.
+        offsets: of each row, the number of its parameter and how many elements of that come before.
         calls: first row and one past the last row of each call.
     """
 

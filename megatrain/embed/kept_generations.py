@@ -20,7 +20,8 @@ class KeptGenerations:
     ``TieredStore.keep_also``.
 
     Args:
-        folder: of the store's generations. exists: tells whether a checkpoint file is still there.
+        folder: of the store's generations.
+        exists: tells whether a checkpoint file is still there.
     """
 
     def __init__(self, folder: str, exists: Callable[[str], bool]) -> None:

@@ -60,7 +60,9 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             program ends. ``strategy="megatrain"`` means that.
         tier_model: False leaves the module as it is: the store holds optimizer state alone.
         options: as for ``megatrain.tier``.
-        accelerator, checkpoint_io, precision_plugin: as for every strategy.
+        accelerator: as for every strategy.
+        checkpoint_io: as for every strategy.
+        precision_plugin: as for every strategy.
     """
 
     strategy_name = "megatrain"

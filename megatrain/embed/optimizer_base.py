@@ -64,20 +64,22 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
     Parameter groups, LR schedulers and closures work as in torch; a parameter without a gradient is left alone.
 
     Args:
-        params: as for any optimizer. defaults: settings of the groups that do not give their own.
+        params: as for any optimizer.
+        defaults: settings of the groups that do not give their own.
         store: of the state; default: that of the parameters, where they are tiered.
         max_grad_norm: largest global norm that is let through; 0: no clipping. ``grad_norm`` then tells the norm.
-        nonfinite: with clipping, what a NaN or infinite norm does: "stop" raises and changes nothing, "skip" leaves
-            the update out, "ignore" uses it as torch does.
-        offload_gradients: gradients of ordinary parameters leave for the store as autograd makes them, and are
-            summed there in fp32 over backward passes.
+        nonfinite: with clipping, what a NaN or infinite norm does: "stop" raises and changes nothing, "skip" leaves the
+            update out, "ignore" uses it as torch does.
+        offload_gradients: gradients of ordinary parameters leave for the store as autograd makes them, and are summed
+            there in fp32 over backward passes.
         overlap: a model of ordinary parameters: ``step`` returns before their updates are made, and each of its modules
             waits for its own; see ``UpdatesBehind``. Gradients are then consumed.
         state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
         name: of the blocks of ordinary parameters; a second optimizer in one store needs another.
 
     Raises:
-        ValueError: a setting out of range, no store, or a dtype without master weights. CapacityError: no room.
+        ValueError: a setting out of range, no store, or a dtype without master weights.
+        CapacityError: no room.
     """
 
     sees_the_store = True
@@ -146,7 +148,8 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         """Add parameters; their state is made now.
 
         Raises:
-            ValueError, CapacityError: as for the constructor.
+            ValueError: as for the constructor.
+            CapacityError: as for the constructor.
         """
         super().add_param_group(param_group)
         try:
@@ -366,7 +369,8 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         no big tensors: ``torch.save`` it where you like, and load it into an optimizer of a store on the same folder.
 
         Raises:
-            GenerationError: the store has no folder (``open_store(path=...)``). TransferError: a drive refused.
+            GenerationError: the store has no folder (``open_store(path=...)``).
+            TransferError: a drive refused.
         """
         self.finish_updates()
         return {**super().state_dict(), "tiered": save_state(self)}
@@ -385,7 +389,8 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         """Go back to what ``state_dict`` told of, weights of tiered modules included; or take over torch's own state.
 
         Raises:
-            ValueError: the groups do not match, or that generation is gone. GenerationError, CorruptBlockError: the
-                store has no such generation, or it is damaged.
+            ValueError: the groups do not match, or that generation is gone.
+            GenerationError: the store has no such generation, or it is damaged.
+            CorruptBlockError: the store has no such generation, or it is damaged.
         """
         load_state(self, state_dict)

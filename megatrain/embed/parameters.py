@@ -66,7 +66,9 @@ class AbsentWeightError(RuntimeError):
     """Numbers of a tiered module were asked for while they are in the store.
 
     Args:
-        what: they are numbers of. operation: that needs them. is_gradient: of the gradient of it.
+        what: they are numbers of.
+        operation: that needs them.
+        is_gradient: of the gradient of it.
     """
 
     def __init__(self, what: str, operation: str, *, is_gradient: bool = False) -> None:

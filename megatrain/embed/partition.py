@@ -42,8 +42,9 @@ class UnitPart:
     """A module whose forward needs weights, and the parts that these lie in.
 
     Attributes:
-        name: path of the module. module: the forward of which is watched. parts: its own and, where a parameter is
-            tied, another unit's.
+        name: path of the module.
+        module: the forward of which is watched.
+        parts: its own and, where a parameter is tied, another unit's.
     """
 
     name: str
@@ -61,8 +62,8 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
         leave: globs over parameter names: these stay ordinary parameters.
 
     Raises:
-        TieringError: nothing to tier, a dtype that the optimizers have no master weights for, or parameters that are
-            in a store already.
+        TieringError: nothing to tier, a dtype that the optimizers have no master weights for, or parameters that are in
+            a store already.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():

@@ -43,8 +43,10 @@ def load_pretrained(
         options: as for ``tier``.
 
     Raises:
-        ValueError: no such dtype. ModelFolderError: the folder is damaged or its weights do not fit its config.
-        UnsupportedModelError: no causal language model, or quantized weights. CapacityError: the store is too small.
+        ValueError: no such dtype.
+        ModelFolderError: the folder is damaged or its weights do not fit its config.
+        UnsupportedModelError: no causal language model, or quantized weights.
+        CapacityError: the store is too small.
     """
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
     wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _dtype(dtype)

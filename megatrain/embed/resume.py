@@ -91,7 +91,8 @@ def commit_changes(store: TieredStore) -> int | None:
     Updates that are due are made, also those of other optimizers. Returns when it would survive a power cut.
 
     Raises:
-        GenerationError: the store has no folder. TransferError: a drive refused.
+        GenerationError: the store has no folder.
+        TransferError: a drive refused.
     """
     ledger = ledger_of(store)
     ledger.finish_updates()

@@ -36,10 +36,12 @@ def check_room(
     """Refuse what the store has no room for: as homes, or when a layer runs. Note what has to stay free of homes.
 
     Args:
-        weights, gradients: tiers that they may live in, most wanted first.
+        weights: tiers that they may live in, most wanted first.
+        gradients: tiers that they may live in, most wanted first.
 
     Raises:
-        CapacityError: with the tier, and what it would need. TieringError: the name is in use.
+        CapacityError: with the tier, and what it would need.
+        TieringError: the name is in use.
     """
     wanted = [Wanted(weight_key(block_root(name, part)), _bytes(part), tuple(weights), True) for part in parts]
     trained = [part for part in parts if part.layout.trainable]

@@ -103,7 +103,8 @@ def settings_of(
     Parameters of a group that are at the same step share one object.
 
     Args:
-        taken: groups of state, with the names that have a gradient. steps: that were made before.
+        taken: groups of state, with the names that have a gradient.
+        steps: that were made before.
 
     Raises:
         ValueError: a setting was changed to one that needs state which was never made.

@@ -38,8 +38,13 @@ class Place:
     """Where a tensor lies in its storage, and how it is read there.
 
     Attributes:
-        shape, stride, dtype: the tensor's, strides in elements. is_conj, is_neg: its lazy bits.
-        start, stop: first byte of the storage that it needs, and the one after the last.
+        shape: the tensor's, strides in elements.
+        stride: the tensor's, strides in elements.
+        dtype: the tensor's, strides in elements.
+        is_conj: its lazy bits.
+        is_neg: its lazy bits.
+        start: first byte of the storage that it needs, and the one after the last.
+        stop: first byte of the storage that it needs, and the one after the last.
         own_bytes: of its different elements: one that is expanded counts once.
     """
 
@@ -79,7 +84,8 @@ class Span:
     """The part of a storage that is stored as one block, for one tensor or for several.
 
     Attributes:
-        start, stop: bytes of the original storage that restored memory stands for.
+        start: bytes of the original storage that restored memory stands for.
+        stop: bytes of the original storage that restored memory stands for.
         nbytes: of contents, which are all bytes from ``start`` to ``stop``, or with ``grid`` only its elements.
         grid: (bytes per element, first byte, counts, strides in elements) of those, largest stride first.
     """

@@ -62,8 +62,8 @@ def open_store(
     Shares of the machine and "auto" are then divided by the ranks of the machine.
 
     Args:
-        ram: what may lie in RAM: bytes, "110GiB", "90%" of the machine, or "auto": what is free now less a margin.
-            It is never exceeded; gradients, activations and code of your own come on top.
+        ram: what may lie in RAM: bytes, "110GiB", "90%" of the machine, or "auto": what is free now less a margin. It
+            is never exceeded; gradients, activations and code of your own come on top.
         nvme: folders on drives; several are striped.
         nvme_size: for all of them together; "auto": nine tenths of what is free.
         gpu: memory of the current CUDA device; modules then compute there. None: they compute on the CPU.
@@ -72,7 +72,8 @@ def open_store(
         on_full: when a drive is full in the middle of the work.
 
     Raises:
-        ValueError: a size that cannot be read. LockedError: another process uses one of the folders.
+        ValueError: a size that cannot be read.
+        LockedError: another process uses one of the folders.
     """
     if on_full not in ("pause", "error"):
         raise ValueError(f'on_full="{on_full}": there are "pause" and "error"')
@@ -143,9 +144,11 @@ class Ledger:
 
     Attributes:
         working_bytes: kept free of homes in RAM, so that what lives elsewhere can be fetched.
-        num_changes: updates and other writes of weights and state so far. committed: (num_changes, generation) of
-            the last commit or load. mark: what tells that generation from others of its number.
-        optimizers: that have state in the store. undo: keys of blocks that go if what is being done now fails.
+        num_changes: updates and other writes of weights and state so far.
+        committed: (num_changes, generation) of the last commit or load.
+        mark: what tells that generation from others of its number.
+        optimizers: that have state in the store.
+        undo: keys of blocks that go if what is being done now fails.
     """
 
     store_tiers: tuple[str, ...]
@@ -176,7 +179,8 @@ class Ledger:
         A durable block on a drive also reserves what the generations will keep of it.
 
         Raises:
-            CapacityError: none has. ValueError: there is a block of that name.
+            CapacityError: none has.
+            ValueError: there is a block of that name.
         """
         wanted = Wanted(key, num_elements * dtype.itemsize, tuple(homes), durable)
         (name,) = self.placed(store, [wanted])

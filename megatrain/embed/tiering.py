@@ -39,7 +39,9 @@ class TieredModule:
     """What is kept about a tiered module; found with ``tiered_module(model)``.
 
     Attributes:
-        blocks: of all its parameters, in definition order. window: leases of the backward. order: of use.
+        blocks: of all its parameters, in definition order.
+        window: leases of the backward.
+        order: of use.
     """
 
     store: TieredStore
@@ -122,12 +124,13 @@ def tier(
 
     Args:
         name: of its blocks; a second module in one store needs another.
-        weights, gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then
-            drives.
+        weights: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
+        gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         leave: globs over names of parameters that stay ordinary ones.
 
     Raises:
-        TieringError: a dtype without master weights, nothing to tier, or tiered already. CapacityError: no room.
+        TieringError: a dtype without master weights, nothing to tier, or tiered already.
+        CapacityError: no room.
     """
     units = partition(model, leave)
     parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
@@ -175,7 +178,8 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
     as they are. What is computed with the weights inside can be differentiated, inside or after.
 
     Raises:
-        CapacityError: together they do not fit. WeightInUseError: changed without ``writable``, or a view outlives it.
+        CapacityError: together they do not fit.
+        WeightInUseError: changed without ``writable``, or a view outlives it.
     """
     parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
     blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)

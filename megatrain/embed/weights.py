@@ -39,17 +39,19 @@ class WeightBlock:
     Held by the forward of every module that uses it, and borrowed by the backward. One thread at a time.
 
     Args:
-        key: of its block, which is registered here. parameters: by the name that the layout has for them.
+        key: of its block, which is registered here.
+        parameters: by the name that the layout has for them.
         homes: tiers that it may live in, most wanted first.
 
     Attributes:
-        gradients: of its parameters; None where they are frozen. missing: names of those that have no numbers yet.
+        gradients: of its parameters; None where they are frozen.
+        missing: names of those that have no numbers yet.
         before_use: called before anybody reads or changes the weights: an update that is due is made then.
         provide: called when code wants numbers that nobody holds; returns whether it held them.
         after_change: called with the names of parameters that somebody other than the optimizer changed.
         recover: called when they are held and should not be: whoever died without letting go does so then.
-        window: leases of the backward, among them perhaps one of this block. version: changes of the numbers so far,
-            those that are due included.
+        window: leases of the backward, among them perhaps one of this block.
+        version: changes of the numbers so far, those that are due included.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class WeightBlock:
             is_watched: changes that autograd does not see, through ``data`` or numpy, count too.
 
         Raises:
-            CapacityError: the compute tier is too small for the unit. WeightInUseError: nothing was loaded yet, or
-                held for reading and now wanted for writing.
+            CapacityError: the compute tier is too small for the unit.
+            WeightInUseError: nothing was loaded yet, or held for reading and now wanted for writing.
         """
         if self._num_holders == 0:
             if self.before_use is not None:

@@ -49,11 +49,18 @@ class AttentionCall:
     """One call of an operator of fused attention.
 
     Attributes:
-        backend: whose kernels. is_backward: whether it makes gradients.
-        num_rows: sequences. num_heads, num_key_heads: of queries; of keys and values.
-        num_queries, num_keys: tokens of all sequences. longest_keys: of the longest sequence.
+        backend: whose kernels.
+        is_backward: whether it makes gradients.
+        num_rows: sequences.
+        num_heads: of queries; of keys and values.
+        num_key_heads: of queries; of keys and values.
+        num_queries: tokens of all sequences.
+        num_keys: tokens of all sequences.
+        longest_keys: of the longest sequence.
         is_ragged: whether sequences of several lengths lie behind each other in one.
-        width, value_width: of a head. itemsize: bytes of a number of the queries.
+        width: of a head.
+        value_width: of a head.
+        itemsize: bytes of a number of the queries.
         num_copied_bytes: of inputs that the kernel wants in another order than they have.
     """
 

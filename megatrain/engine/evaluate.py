@@ -28,8 +28,12 @@ class EvaluationEngine:
     """Runs forwards on blocks of a store, between steps that left no update. Used by the thread that trains.
 
     Args:
-        store: holds the weights. program: of a training step. homes: of the placement. timeline: told of every tick.
-        cross_entropy: in the place of torch's; None: torch's. activity: told of every tick and micro-batch.
+        store: holds the weights.
+        program: of a training step.
+        homes: of the placement.
+        timeline: told of every tick.
+        cross_entropy: in the place of torch's; None: torch's.
+        activity: told of every tick and micro-batch.
 
     Attributes:
         program: of one pass.
@@ -50,7 +54,7 @@ class EvaluationEngine:
     ) -> None:
         self.program = evaluation_program(program)
         self._access = StoreAccess(
-            store, graph, trace, self.program, homes, {}, KernelThreads(1), _update, timeline, activity
+            store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
             graph,
@@ -73,7 +77,3 @@ class EvaluationEngine:
         loss = self._runner.evaluate(micro_batches)
         self._access.end_step()
         return loss
-
-
-def _update(index: int) -> None:
-    raise AssertionError(f"an evaluation came to the update of layout {index}")

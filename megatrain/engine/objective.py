@@ -30,7 +30,8 @@ class CrossEntropy(Protocol):
         """Return the sum over rows of ``-log softmax(logits)[label] / num_items``; it may overwrite ``logits``.
 
         Args:
-            logits: [rows, columns]. labels: [rows]; a row with the label ``ignored`` adds nothing.
+            logits: [rows, columns].
+            labels: [rows]; a row with the label ``ignored`` adds nothing.
         """
         ...
 
@@ -40,10 +41,10 @@ class Objective:
     """Changes of the training objective; an evaluation knows none of them.
 
     Attributes:
-        label_smoothing_factor: share of every target that is spread evenly over the vocabulary; 0: none. Only where
-            the head runs in pieces.
-        neftune_noise_alpha: uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a
-            row x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
+        label_smoothing_factor: share of every target that is spread evenly over the vocabulary; 0: none. Only where the
+            head runs in pieces.
+        neftune_noise_alpha: uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a row
+            x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
     """
 
     label_smoothing_factor: float = 0.0

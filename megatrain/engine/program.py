@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -63,19 +63,6 @@ class Tick:
     spent: frozenset[str] = frozenset()
 
 
-class Turn(NamedTuple):
-    """One tick as a run comes to it.
-
-    Attributes:
-        number: position of the tick in the step. tick: what is held.
-        kept: keys whose copies stay where they are for their next use.
-    """
-
-    number: int
-    tick: Tick
-    kept: frozenset[str]
-
-
 @dataclass(frozen=True)
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
@@ -86,7 +73,8 @@ class StepProgram:
     gradient.
 
     Attributes:
-        compute_tier: where layers run. updates_in_compute_tier: whether the optimizer can update blocks there.
+        compute_tier: where layers run.
+        updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs wait for their backward; their inputs are no blocks.
     """
 
@@ -97,19 +85,14 @@ class StepProgram:
     updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
 
-    def turns(self, stays: Stays, *, updates: bool = True, passes: bool = True) -> tuple[Turn, ...]:
-        """Return the ticks of a step in order.
+    def chosen_ticks(self, *, updates: bool = True, passes: bool = True) -> dict[int, Tick]:
+        """Return the ticks of a step in order, by position.
 
         Args:
-            stays: of the placement. updates: ticks that finish the step before. passes: its own, forward and backward.
+            updates: with the ticks that finish the step before.
+            passes: with its own, forward and backward.
         """
-        chosen = {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
-        kept: dict[int, set[str]] = {number: set() for number in chosen}
-        for (start, key), stop in stays.items():
-            # A stay into the next step: only updates can be left of that, and they come right after the passes.
-            if start in chosen and (stop in chosen if stop > start else passes):
-                kept[start].add(key)
-        return tuple(Turn(number, tick, frozenset(kept[number])) for number, tick in chosen.items())
+        return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
     def _is_deferred(self, tick: Tick) -> bool:
         return self.defers_updates and tick.phase == "update"
@@ -184,12 +167,16 @@ class ProgramBuilder:
     """Builds the program of a step from a model's units and the order of their visits.
 
     Args:
-        graph: units and layouts. trace: visits of one forward, with what each keeps for its backward.
+        graph: units and layouts.
+        trace: visits of one forward, with what each keeps for its backward.
         num_micro_batches: micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        compute_tier: name of the tier that layers run in. compute_dtype: of the weight blocks.
+        compute_tier: name of the tier that layers run in.
+        compute_dtype: of the weight blocks.
         state_kinds: what the optimizer keeps, the weight block too.
-        grad_dtype: of gradients at rest. defer_updates, updates_in_compute_tier: see ``StepProgram``.
+        grad_dtype: of gradients at rest.
+        defer_updates: see ``StepProgram``.
+        updates_in_compute_tier: see ``StepProgram``.
     """
 
     def __init__(

@@ -1,34 +1,34 @@
 """The engine's view of the store: weights, gradient accumulators and activations of one visit at a time.
 
-Copies away from home are dropped as soon as their tick is over (and written back where they changed), so
-what crosses each link is exactly what the program of the step says, whatever the timing.
+It executes the tape: leases blocks as an op says and lets go of copies as an op says, so what crosses each link is
+what was planned, whatever the timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from megatrain.activity import Activity
-from megatrain.engine.copies import Copies
 from megatrain.engine.program import (
     Stays,
     StepProgram,
-    Tick,
-    Turn,
     activation_key,
     gradient_key,
     layouts_of_unit,
+    state_key,
     uses_of_layouts,
     weight_key,
 )
+from megatrain.engine.tape import Kept, Op, Tape, TapeStore, Use, compile_step
 from megatrain.models.layout import UnitLayout, views
+from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import device_squared_norm, squared_norm, sum_gradients
 from megatrain.optim.threads import KernelThreads
-from tiered.lease import Lease
 
 if TYPE_CHECKING:
     from megatrain.engine.trace import VisitTrace
@@ -54,13 +54,77 @@ class GradientAccumulator:
             self._added.add(name)
 
 
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """The update of a step, made by the next one or, if it is not deferred, during its backward.
+
+    Attributes:
+        step: number of the step that left it.
+        update: step, learning rate, scale of the gradient.
+        with_gradient: layout -> parameters that got a gradient.
+    """
+
+    step: int
+    update: Update
+    with_gradient: Mapping[str, set[str]]
+
+
+class Updater:
+    """Updates the block group of a layout where it lives, when the tape comes to it.
+
+    Args:
+        optimizers: by tier.
+        segments: what of a layout is updated with which decay.
+
+    Attributes:
+        trained: index of a layout -> it and its segments.
+        pending: what to update with; None: nothing to do.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        trace: VisitTrace,
+        optimizers: Mapping[str, Optimizer],
+        segments: Callable[[UnitLayout], Sequence[Segment]],
+    ) -> None:
+        uses = uses_of_layouts(graph, trace)
+        self.trained = {
+            index: (layout, tuple(segments(layout)))
+            for index, layout in enumerate(graph.layouts.values())
+            if layout.trainable and uses[layout.name]
+        }
+        self.pending: PendingUpdate | None = None
+        self._optimizers = optimizers
+        # The master weight itself, "weight", is a kind of the optimizer like its state.
+        is_split = graph.dtype.itemsize == 2
+        self._kinds = [kind.name for kind in optimizers["ram"].state_kinds(is_split)]
+
+    def update(self, index: int, tier: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Update one layout.
+
+        Args:
+            tensors: its weight, state and gradient by block key, in ``tier``.
+        """
+        assert self.pending is not None
+        layout, segments = self.trained[index]
+        blocks = {kind: tensors[state_key(layout.name, kind)] for kind in self._kinds}
+        # As in torch, a parameter that got no gradient in this step is left alone: no decay, no moments.
+        filled = self.pending.with_gradient[layout.name]
+        starts = {entry.offset for entry in layout.entries if entry.name in filled}
+        chosen = [segment for segment in segments if segment.start in starts]
+        self._optimizers[tier].update(blocks, tensors[gradient_key(layout.name, 0)], chosen, self.pending.update)
+
+
 class StoreAccess:
     """``BlockAccess`` over a ``TieredStore``. Used by one thread, the one that runs the step.
 
     Args:
-        homes: block key -> tier, as planned and registered. stays: copies that wait for their next use, as planned.
-        update: called with the index of a layout at the tick of its update.
-        timeline, activity: told of every tick.
+        homes: block key -> tier, as planned and registered.
+        stays: copies that wait for their next use, as planned.
+        updater: makes the updates of the program; None: it has none.
+        timeline: told of every tick.
+        activity: told of every tick.
     """
 
     def __init__(
@@ -72,16 +136,18 @@ class StoreAccess:
         homes: Mapping[str, str],
         stays: Stays,
         threads: KernelThreads,
-        update: Callable[[int], None],
+        updater: Updater | None = None,
         timeline: Timeline | None = None,
         activity: Activity | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._stays = store, graph, program, stays
-        self._homes, self._copies = homes, Copies(store, homes)
-        self._uses = uses_of_layouts(graph, trace)
+        self._homes, self._copies = homes, TapeStore(store, homes)
+        self._uses_of_layouts = uses_of_layouts(graph, trace)
         self._tier = program.compute_tier
         self._threads = threads
-        self._update, self._timeline = update, timeline
+        self._updater, self._timeline = updater, timeline
+        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Kept]]], Tape] = {}
+        self._kept: Mapping[str, Kept] = {}  # copies that wait for the next tape
         self._activity = activity or Activity()
         layouts = tuple(graph.layouts)
         self._unit_names = {
@@ -91,15 +157,16 @@ class StoreAccess:
             for tick in program.ticks
         }
         self._first_tick = 0
-        self._turns: Iterator[Turn] = iter(())
-        self._turn: Turn | None = None
+        self._ops: Iterator[Op] = iter(())
+        self._op: Op | None = None
+        self._uses: Mapping[str, Use] = {}  # of the present op, by key
         self._merges: dict[str, dict[int, set[str]]] = {}
         self._shapes: dict[str, torch.Size] = {}
         #: By layout; on a device as a scalar there: reading it would make the host wait in the middle of the step.
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
 
-    # -- the program counter -----------------------------------------------------------------------------------
+    # -- the tape ----------------------------------------------------------------------------------------------
 
     def start_step(self, step: int, *, updates: bool) -> None:
         """Begin a step: ``step`` counts from 0 and numbers the ticks that the schedule speaks of.
@@ -108,48 +175,59 @@ class StoreAccess:
             updates: whether the step before left updates to be made on the way.
         """
         if self._program.defers_updates and not updates:
-            self._copies.send_home()  # what waits for them: the plan of this step does not count its room
+            self.finish()  # what waits for them: the plan of this step does not count its room
         self._start(step, updates=updates, passes=True)
-        self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses.items()}
+        self._merges = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses_of_layouts.items()}
         self.squared_norms, self.with_gradient = {}, {}
 
     def run_updates(self, step: int) -> None:
         """Make the updates that the step before ``step`` left, without beginning another one."""
         self._start(step, updates=True, passes=False)
-        while self._move_on():
-            self._update(self._tick.visit)
+        self.end_step()
 
     def finish(self) -> None:
         """Let go of everything that waits for another step."""
-        self._copies.send_home()
+        self._copies.evict_kept()
+        self._kept = {}
 
     def end_step(self) -> None:
         """Make the updates that come last, and note that the step is over: all its ticks must have come."""
-        while self._move_on():
-            assert self._tick.phase == "update", f"the step ended before {self._turn}"
-            self._update(self._tick.visit)
+        while (op := self._next_op()) is not None:
+            assert op.phase == "update", f"the step ended before {op}"
+            self._update(op)
 
     def _start(self, step: int, *, updates: bool, passes: bool) -> None:
         self._first_tick = step * len(self._program.ticks)
-        self._turns = iter(self._program.turns(self._stays, updates=updates, passes=passes))
+        kind = (updates, passes, frozenset(self._kept.items()))
+        if kind not in self._tapes:
+            self._tapes[kind] = compile_step(
+                self._program, self._homes, self._stays, updates=updates, passes=passes, kept=self._kept
+            )
+        self._ops, self._kept = iter(self._tapes[kind].ops), self._tapes[kind].kept
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
-        """Move to the next pass tick of the program, making the updates that come before it."""
-        while self._move_on() and self._tick.phase == "update":
-            self._update(self._tick.visit)
-        tick = self._tick
-        assert (tick.phase, tick.visit) == (phase, visit), f"planned {tick.phase} {tick.visit}, not {phase} {visit}"
+        """Move to the next pass of the tape, making the updates that come before it."""
+        while (op := self._next_op()) is not None and op.phase == "update":
+            self._update(op)
+        assert op is not None, f"the step is over before {phase} {visit}"
+        assert (op.phase, op.visit) == (phase, visit), f"planned {op.phase} {op.visit}, not {phase} {visit}"
 
-    def _move_on(self) -> bool:
-        """Move to the next tick, and tell the prefetcher; False after the last one."""
-        self._turn = next(self._turns, None)
-        if self._turn is not None:
-            number, tick = self._turn.number, self._turn.tick
-            self._store.advance(self._first_tick + number)
-            self._activity.come_to(number, tick.phase, self._unit_names[tick.phase, tick.visit])
+    def _next_op(self) -> Op | None:
+        """Move to the next op, and tell the prefetcher; None after the last one."""
+        self._op = next(self._ops, None)
+        self._uses = {} if self._op is None else {use.key: use for use in self._op.uses}
+        if self._op is not None:
+            self._store.advance(self._first_tick + self._op.tick)
+            unit = self._unit_names[self._op.phase, self._op.visit]
+            self._activity.come_to(self._op.tick, self._op.phase, unit)
         if self._timeline is not None:
-            self._timeline.on_turn(None if self._turn is None else self._turn.tick)
-        return self._turn is not None
+            self._timeline.on_op(self._op)
+        return self._op
+
+    def _update(self, op: Op) -> None:
+        assert self._updater is not None, f"nothing makes updates here: {op}"
+        with self._leases([use.key for use in op.held]) as tensors:
+            self._updater.update(op.visit, op.tier, tensors)
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -157,34 +235,25 @@ class StoreAccess:
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
         """Yield the unit's parameters by full name: views of the slots, in the compute dtype, on the compute device."""
         names = layouts_of_unit(self._graph, unit.index)
-        with self.leases([(weight_key(name), "r") for name in names], self._tier) as leases:
+        with self._leases([weight_key(name) for name in names]) as blocks:
             tensors: dict[str, torch.Tensor] = {}
-            for name, lease in zip(names, leases, strict=True):
-                tensors.update(views(lease.tensor, self._graph.layouts[name]))
+            for name in names:
+                tensors.update(views(blocks[weight_key(name)], self._graph.layouts[name]))
             yield tensors
 
     @contextmanager
-    def leases(self, requests: list[tuple[str, Mode]], tier: str) -> Iterator[list[Lease]]:
-        """Lease blocks together; afterwards drop the copies that are away from home (changed ones are written back)."""
-        with self._store.acquire_many([(key, tier, mode) for key, mode in requests]) as group:
-            self._copies.arrived(key for key, _ in requests)
-            yield list(group)
-        for key, _ in requests:
-            self._leave(key, tier)
+    def _leases(self, keys: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """Lease blocks of the present op together, and let go of them as the tape says; yield tensors by key.
 
-    @property
-    def tier(self) -> str:
-        """Return the tier that the present tick uses blocks in."""
-        return self._program.tier_of(self._tick, self._homes)
-
-    @property
-    def _tick(self) -> Tick:
-        assert self._turn is not None, "no tick has begun, or the step is over"
-        return self._turn.tick
-
-    def _leave(self, key: str, tier: str) -> None:
-        assert self._turn is not None
-        self._copies.leave(self._turn, key, tier)
+        A copy that changed goes home, if it does, only after all leases have ended: the write-back may read it then.
+        """
+        assert self._op is not None, "no op has begun, or the step is over"
+        uses, tier = [self._uses[key] for key in keys], self._op.tier
+        with self._store.acquire_many([(use.key, tier, use.mode) for use in uses]) as group:
+            self._copies.leased(uses)
+            yield {lease.key: lease.tensor for lease in group}
+        for use in uses:
+            self._copies.released(use, tier)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -192,21 +261,15 @@ class StoreAccess:
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         """Yield the accumulators of this use site. The last use site to be filled takes up the others' sums."""
         names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
-        modes: dict[str, Mode] = dict(self._tick.held)
-        own = {name: gradient_key(name, self._uses[name].index(visit)) for name in names}
-        others = {
-            name: [
-                key
-                for use in range(len(self._uses[name]))
-                if (key := gradient_key(name, use)) in modes and key != own[name]
-            ]
+        own = {name: gradient_key(name, self._uses_of_layouts[name].index(visit)) for name in names}
+        others = [
+            key
             for name in names
-        }
-        requests: list[tuple[str, Mode]] = [(key, modes[key]) for key in own.values()]
-        requests += [(key, modes[key]) for keys in others.values() for key in keys]
-        with self._store.acquire_many([(key, self._tier, mode) for key, mode in requests]) as group:
-            self._copies.arrived(key for key, _ in requests)
-            tensors = {lease.key: lease.tensor for lease in group}
+            for use in range(len(self._uses_of_layouts[name]))
+            if (key := gradient_key(name, use)) in self._uses and key != own[name]
+        ]
+        modes = {key: self._uses[key].mode for key in own.values()}
+        with self._leases([*own.values(), *others]) as tensors:
             sums = {name: _fp32_sum(tensors[own[name]], modes[own[name]]) for name in names}
             targets: dict[str, torch.Tensor] = {}
             added: set[str] = set()
@@ -216,11 +279,9 @@ class StoreAccess:
             yield GradientAccumulator(targets, added)
             for name in names:
                 self._close_use(name, visit, sums.pop(name), tensors, own[name], added, modes[own[name]])
-        for key, _ in requests:
-            self._leave(key, self._tier)
 
     def _added(self, name: str, visit: int) -> set[str]:
-        return self._merges[name][self._uses[name].index(visit)]
+        return self._merges[name][self._uses_of_layouts[name].index(visit)]
 
     def _close_use(
         self,
@@ -239,13 +300,13 @@ class StoreAccess:
         if total is not tensors[key]:
             tensors[key].copy_(total)
         # Only the first use site, which backward reaches last, is followed by no other use of the layout.
-        if visit == self._uses[name][0]:
+        if visit == self._uses_of_layouts[name][0]:
             self._merge(name, tensors, key, layout)
 
     def _merge(self, name: str, tensors: Mapping[str, torch.Tensor], key: str, layout: UnitLayout) -> None:
         """Add the other use sites' sums in use order, and take the norm while the bytes are here."""
         total = set(self._merges[name][0])
-        for use in range(1, len(self._uses[name])):
+        for use in range(1, len(self._uses_of_layouts[name])):
             other = gradient_key(name, use)
             if other not in tensors:
                 return  # micro-batch-major order: more micro-batches follow
@@ -265,22 +326,17 @@ class StoreAccess:
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
         """Copy a unit's input into its block; the block may go to a slower tier until the backward."""
         key = self._activation(visit, micro_batch, index, tensor.numel())
-        with self._store.acquire(key, self._tier, "w") as lease:
-            self._copies.arrived([key])
-            flat = lease.tensor[: tensor.numel()]
-            flat.copy_(tensor.detach().reshape(-1))
+        with self._leases([key]) as tensors:
+            tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
-        self._leave(key, self._tier)
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
         """Yield what was put there, same shape and bits; the contents are dead afterwards."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
-        with self._store.acquire(key, self._tier, "r") as lease:
-            self._copies.arrived([key])
-            yield lease.tensor[: shape.numel()].view(shape)
-        self._store.discard(key)
+        with self._leases([key]) as tensors:
+            yield tensors[key][: shape.numel()].view(shape)
 
     def _activation(self, visit: int, micro_batch: int, index: int, num_elements: int) -> str:
         key = activation_key(visit, micro_batch, index)

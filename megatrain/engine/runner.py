@@ -96,8 +96,8 @@ class LayerRunner:
         access: Weights in, gradients out, activations out and in.
         device: Compute device.
         compute_dtype: Must be the graph's.
-        order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time.
-            Both give the same bits.
+        order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time. Both
+            give the same bits.
         head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
             gradient, so keep it between runs that are compared.
         trace: Expected visits; None checks nothing.
@@ -243,7 +243,8 @@ class LayerRunner:
             micro_batches: As in `forward_backward`.
 
         Raises:
-            VisitOrderError, UnsupportedModelError: as in `forward_backward`.
+            VisitOrderError: as in `forward_backward`.
+            UnsupportedModelError: as in `forward_backward`.
         """
         model, random_state = self._graph.model, self._random.get()
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]

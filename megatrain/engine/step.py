@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatrain.activity import Activity
-from megatrain.engine.program import Stays, StepProgram, gradient_key, state_key, uses_of_layouts
-from megatrain.engine.residency import StoreAccess
+from megatrain.engine.program import Stays, StepProgram
+from megatrain.engine.residency import PendingUpdate, StoreAccess, Updater
 from megatrain.engine.runner import LayerRunner, QueuedLoss
 from megatrain.engine.staging import read_numbers
 from megatrain.optim.base import Optimizer, Segment, Update
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import UnitLayout
     from megatrain.timeline import Timeline
-    from tiered.schedule import Mode
     from tiered.store import TieredStore
 
 
@@ -38,8 +37,10 @@ class StepResult:
     """What one step gave.
 
     Attributes:
-        loss: token-weighted mean over the step, before the update. grad_norm: global norm before clipping.
-        num_trained_tokens: tokens that had a label. skipped: the gradient was not finite and is not used.
+        loss: token-weighted mean over the step, before the update.
+        grad_norm: global norm before clipping.
+        num_trained_tokens: tokens that had a label.
+        skipped: the gradient was not finite and is not used.
     """
 
     loss: float
@@ -48,33 +49,25 @@ class StepResult:
     skipped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingUpdate:
-    """The update of a step, made by the next one or, if it is not deferred, during its backward.
-
-    Attributes:
-        step: number of the step that left it. update: step, learning rate, scale of the gradient.
-        with_gradient: layout -> parameters that got a gradient.
-    """
-
-    step: int
-    update: Update
-    with_gradient: Mapping[str, set[str]]
-
-
 class StepEngine:
     """Runs optimizer steps on blocks of a store. Used by one thread.
 
     Args:
         store: holds every block of ``program``, with contents for weights and state.
-        homes, stays: of the placement. segments: what of a layout is updated with which decay.
-        optimizer: makes updates in RAM. device_optimizer: those in the compute tier, if the program has any.
+        homes: of the placement.
+        stays: of the placement.
+        segments: what of a layout is updated with which decay.
+        optimizer: makes updates in RAM.
+        device_optimizer: those in the compute tier, if the program has any.
         max_grad_norm: largest global norm that is let through; 0: no clipping.
         nonfinite: what a gradient that is NaN or infinite does: ``stop`` raises, ``skip`` leaves that update out,
             ``ignore`` uses it.
-        seed: of dropout and noise. objective: what is minimised beside cross entropy; None: nothing.
-        compiler: of layers; None: they run as they are. cross_entropy: in the place of torch's; None: torch's.
-        timeline: told of every tick. activity: told of every tick and micro-batch.
+        seed: of dropout and noise.
+        objective: what is minimised beside cross entropy; None: nothing.
+        compiler: of layers; None: they run as they are.
+        cross_entropy: in the place of torch's; None: torch's.
+        timeline: told of every tick.
+        activity: told of every tick and micro-batch.
 
     Attributes:
         num_updates: steps whose gradient was used, what the optimizer counts as its steps; skipped ones are not.
@@ -104,12 +97,12 @@ class StepEngine:
         device_optimizer: Optimizer | None = None,
         activity: Activity | None = None,
     ) -> None:
-        self._graph = graph
-        self._optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
         assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
+        optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
+        self._updater = Updater(graph, trace, optimizers, segments)
         self._access = StoreAccess(
-            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._update, timeline, activity
+            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity
         )
         self._runner = LayerRunner(
             graph,
@@ -125,17 +118,8 @@ class StepEngine:
             cross_entropy=cross_entropy,
             activity=activity,
         )
-        uses = uses_of_layouts(graph, trace)
-        self._trained = {
-            index: (layout, tuple(segments(layout)))
-            for index, layout in enumerate(graph.layouts.values())
-            if layout.trainable and uses[layout.name]
-        }
         self._defers = program.defers_updates
-        self._pending: _PendingUpdate | None = None
         self.num_updates = 0
-        # The master weight itself, "weight", is a kind of the optimizer like its state.
-        self._kinds = [kind.name for kind in optimizer.state_kinds(weight_is_split(graph))]
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
@@ -147,63 +131,47 @@ class StepEngine:
             NonFiniteGradientError: the gradient is not finite; weights and state are as before the step.
             NoTrainedTokensError: no position of the step has a label.
         """
-        self._access.start_step(number, updates=self._pending is not None)
+        self._access.start_step(number, updates=self._updater.pending is not None)
         if not self._defers:  # no norm decides about the update: each part is made as soon as its gradient is there
-            self._pending = self._next_update(number, lr, scale=1.0)
+            self._updater.pending = self._next_update(number, lr, scale=1.0)
         queued = self._runner.queue(micro_batches, seed=self._seed + number)
         self._access.end_step()
-        self._pending = None  # its last part was made on the way
+        self._updater.pending = None  # its last part was made on the way
         loss, norm = self._read(queued)
         if not self._defers:
             return StepResult(loss, norm, queued.num_trained_tokens)
         if math.isfinite(norm):
-            self._pending = self._next_update(number, lr, scale=clip_coefficient(norm, self._max_grad_norm))
+            self._updater.pending = self._next_update(number, lr, scale=clip_coefficient(norm, self._max_grad_norm))
         elif self._nonfinite == "ignore":
-            self._pending = self._next_update(number, lr, scale=self._max_grad_norm / norm)  # as in torch
+            self._updater.pending = self._next_update(number, lr, scale=self._max_grad_norm / norm)  # as in torch
         elif self._nonfinite == "stop":
             raise NonFiniteGradientError(
                 f"step {number + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "
                 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
             )
-        return StepResult(loss, norm, queued.num_trained_tokens, skipped=self._pending is None)
+        return StepResult(loss, norm, queued.num_trained_tokens, skipped=self._updater.pending is None)
 
     def _read(self, queued: QueuedLoss) -> tuple[float, float]:
         """Return loss and global norm: the only wait of a step for all that the device has to do."""
-        squares = [self._access.squared_norms[layout.name] for layout, _ in self._trained.values()]
+        squares = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
         numbers = read_numbers([*queued.terms, *squares])
         num_terms = len(queued.terms)
         return float(sum(numbers[:num_terms])), global_norm(numbers[num_terms:])
 
-    def _next_update(self, number: int, lr: float, *, scale: float) -> _PendingUpdate:
+    def _next_update(self, number: int, lr: float, *, scale: float) -> PendingUpdate:
         self.num_updates += 1
-        return _PendingUpdate(number, Update(self.num_updates, lr, scale), self._access.with_gradient)
+        return PendingUpdate(number, Update(self.num_updates, lr, scale), self._access.with_gradient)
 
     def finish_updates(self) -> None:
         """Make the update that the last step left; afterwards weights and state are those after the step.
 
         Costs nothing when none is left. To be called before anybody else reads them: checkpoint, export, evaluation.
         """
-        if self._pending is not None:
-            self._access.run_updates(self._pending.step + 1)
-            self._pending = None
+        pending = self._updater.pending
+        if pending is not None:
+            self._access.run_updates(pending.step + 1)
+            self._updater.pending = None
         self._access.finish()
-
-    def _update(self, index: int) -> None:
-        """Update one block group where it lives: called when its tick comes."""
-        assert self._pending is not None
-        tier = self._access.tier
-        layout, segments = self._trained[index]
-        keys = {kind: state_key(layout.name, kind) for kind in self._kinds}
-        gradient = gradient_key(layout.name, 0)
-        requests: list[tuple[str, Mode]] = [(key, "rw") for key in keys.values()]
-        with self._access.leases([*requests, (gradient, "r")], tier) as leases:
-            tensors = {lease.key: lease.tensor for lease in leases}
-            # As in torch, a parameter that got no gradient in this step is left alone: no decay, no moments.
-            filled = self._pending.with_gradient[layout.name]
-            starts = {entry.offset for entry in layout.entries if entry.name in filled}
-            chosen = [segment for segment in segments if segment.start in starts]
-            blocks = {kind: tensors[key] for kind, key in keys.items()}
-            self._optimizers[tier].update(blocks, tensors[gradient], chosen, self._pending.update)
 
 
 def weight_is_split(graph: ModelGraph) -> bool:

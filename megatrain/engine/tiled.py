@@ -34,7 +34,8 @@ def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
     wherever blocks live and whatever memory there is.
 
     Args:
-        graph: changed. rows: at least 1; a part of the numbers.
+        graph: changed.
+        rows: at least 1; a part of the numbers.
 
     Raises:
         UnsupportedModelError: no submodule of the layers is position-wise, or it cannot be tried.
@@ -50,7 +51,9 @@ class TiledForward:
     """The forward of one position-wise module.
 
     Args:
-        name: of the module, for messages. module: takes and returns hidden states [..., H]. rows: of a piece.
+        name: of the module, for messages.
+        module: takes and returns hidden states [..., H].
+        rows: of a piece.
     """
 
     def __init__(self, name: str, module: nn.Module, rows: int) -> None:

@@ -125,7 +125,8 @@ def trace_visits(
         seq_len: Tokens per row.
         compute_dtype: Must be the graph's.
         device: Compute device; kernels, and so workspaces, differ between devices.
-        head_rows, objective: As for the runner.
+        head_rows: As for the runner.
+        objective: As for the runner.
         padded: Whether the attention mask tells of padding or documents. If not, each row is one document.
 
     Raises:

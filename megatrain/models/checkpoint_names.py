@@ -100,8 +100,8 @@ class LoadPlan:
         by_target: parameter or persistent buffer -> the step that makes it.
         missing: names of the model that no tensor of the checkpoint makes.
         unexpected: names of the checkpoint that the model has no place for.
-        ignorable: names of the checkpoint that transformers leaves out without a word: the model has no place for
-            them, and its class says that this is right.
+        ignorable: names of the checkpoint that transformers leaves out without a word: the model has no place for them,
+            and its class says that this is right.
         transforms: those that matched; the inverse conversion of an export needs them.
     """
 
@@ -166,7 +166,8 @@ def plan_export(
     what ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
 
     Args:
-        model: the skeleton. tensors: what is exported.
+        model: the skeleton.
+        tensors: what is exported.
         loaded: how a folder filled the model; then every tensor gets the name back that it had there.
 
     Raises:

@@ -40,8 +40,8 @@ class Unit:
         name: Path of the module in the model.
         module: The module; its parameters are on the meta device except while the engine runs it.
         is_layer: Whether it is one of the model's layers (else an embedding, norm, head, ...).
-        params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`.
-            A tied parameter appears in every unit that uses it, with the same owner.
+        params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`. A
+            tied parameter appears in every unit that uses it, with the same owner.
         is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
             visited at the very beginning of a forward.
     """

@@ -161,7 +161,8 @@ class LigerCrossEntropy:
         that, and torch does not notice. One backward is possible. Runs on the current stream; nothing waits.
 
         Args:
-            logits: [rows, columns], of any float dtype. labels: [rows], int64; a row with ``ignored`` adds nothing.
+            logits: [rows, columns], of any float dtype.
+            labels: [rows], int64; a row with ``ignored`` adds nothing.
         """
         loss: Tensor = _CrossEntropy.apply(logits, labels, num_items, ignored, self)  # type: ignore[no-untyped-call]
         return loss

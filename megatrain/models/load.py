@@ -36,7 +36,9 @@ class Origin:
     """The folder that a model was loaded from, as far as an export has to give it back.
 
     Attributes:
-        folder: its tensors. plan: how they fill the model. kept: those that an export copies.
+        folder: its tensors.
+        plan: how they fill the model.
+        kept: those that an export copies.
         trained: names of the model's tensors that an export writes, under each name that a file has.
     """
 
@@ -62,8 +64,8 @@ class WeightLoader:
         largest_extra_nbytes: the most bytes held at once so far, besides the caller's views.
 
     Raises:
-        ModelFolderError: a parameter is missing, a tensor has no place, a shape or dtype does not fit, or the folder
-            is damaged.
+        ModelFolderError: a parameter is missing, a tensor has no place, a shape or dtype does not fit, or the folder is
+            damaged.
 
     Not thread-safe: one thread at a time.
     """

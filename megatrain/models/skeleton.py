@@ -77,8 +77,8 @@ def build_skeleton(
         text_only: Take the causal language model in any case: nothing can be kept where no folder has weights for it.
 
     Raises:
-        UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or
-            a buffer of it cannot be made without the model's weights.
+        UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or a
+            buffer of it cannot be made without the model's weights.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights

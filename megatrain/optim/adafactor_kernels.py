@@ -39,8 +39,10 @@ def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64,
     Column sums add rows in order. Row sums are in the lanes of `squared_norms`.
 
     Args:
-        grad: `matrices x rows x columns`. grad_scale: factor, applied in fp32.
-        row_sums: `matrices x rows`, written. column_sums: `matrices x columns`, written.
+        grad: `matrices x rows x columns`.
+        grad_scale: factor, applied in fp32.
+        row_sums: `matrices x rows`, written.
+        column_sums: `matrices x columns`, written.
     """
     num_matrices, num_rows, num_columns = grad.shape
     lanes = np.empty(NORM_LANES, np.float64)
@@ -74,7 +76,9 @@ def adafactor_square_sums(
     """Write the sum of squares of the update of each row, in fp64 and in the lanes of `squared_norms`.
 
     Args:
-        grad: `matrices x rows x columns`. row_factor: `matrices x rows`. column_factor: `matrices x columns`.
+        grad: `matrices x rows x columns`.
+        row_factor: `matrices x rows`.
+        column_factor: `matrices x columns`.
         sums: `matrices x rows`, written.
     """
     num_matrices, num_rows, num_columns = grad.shape
@@ -112,8 +116,11 @@ def apply_factored(
     """Apply Adafactor's update to matrices, in place.
 
     Args:
-        weight, low: masters, 1-D, as long as `grad` is large.
-        grad: `matrices x rows x columns`. row_factor: `matrices x rows`. column_factor: `matrices x columns`.
+        weight: masters, 1-D, as long as `grad` is large.
+        low: masters, 1-D, as long as `grad` is large.
+        grad: `matrices x rows x columns`.
+        row_factor: `matrices x rows`.
+        column_factor: `matrices x columns`.
     """
     num_matrices, num_rows, num_columns = grad.shape
     for matrix in range(num_matrices):
@@ -143,7 +150,9 @@ def adafactor_vector(
     """Update the second moment of a parameter that is no matrix; write the sum of squares of its update.
 
     Args:
-        v, grad: 1-D, equally long. sums: one per NORM_BLOCK_ELEMENTS, in fp64, added up in order; written.
+        v: 1-D, equally long.
+        grad: 1-D, equally long.
+        sums: one per NORM_BLOCK_ELEMENTS, in fp64, added up in order; written.
     """
     for block in range(sums.size):
         total = 0.0

@@ -74,7 +74,8 @@ class ElementwiseOptimizer(ABC):
         """Yield the calls that make up an update: in any order, on any threads, beside those of other updates.
 
         Args:
-            arrays: by kind, as `flat_master` and `flat_block` give them. gradient: as `flat_gradient` gives it.
+            arrays: by kind, as `flat_master` and `flat_block` give them.
+            gradient: as `flat_gradient` gives it.
         """
         from megatrain.optim import kernels  # numba takes half a second to import: only a run that updates pays it
 
@@ -104,7 +105,8 @@ class ElementwiseOptimizer(ABC):
         """Return what updates the parameters of some rows that share their settings; on any thread.
 
         Args:
-            split_master: see `state_kinds`. gradient: dtype of the gradients.
+            split_master: see `state_kinds`.
+            gradient: dtype of the gradients.
             segment: how all of them are updated; its range does not matter.
         """
         from megatrain.optim import kernels

@@ -15,7 +15,6 @@ from megatrain.plan.traffic import Traffic
 from tiered.units import format_decimal_size, format_duration
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import StepProgram, Tick
     from megatrain.plan.planner import Plan
 
 #: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.
@@ -41,14 +40,16 @@ class Estimate:
         seconds: resource (``compute``, ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu``,
             ``gpu->ram``) -> seconds that it is busy in a step.
         unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
-        step_s, bound_by: seconds per step, and the resource that decides it.
-        crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always,
-            None: never, or not known.
-        written_bytes: NVMe path -> bytes written in a step. run_written_bytes: in the run; None where its length is
-            not known.
+        step_s: seconds per step, and the resource that decides it.
+        bound_by: seconds per step, and the resource that decides it.
+        crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always, None:
+            never, or not known.
+        written_bytes: NVMe path -> bytes written in a step.
+        run_written_bytes: in the run; None where its length is not known.
         computing_s_per_nvme_byte: what computing loses while a byte goes to or from a drive; 0 where it is not known.
         seconds_per_nvme_copy: of the thread that runs the step, for each block that moves; 0 where it is not known.
-        is_timed: steps of the model were timed. notes: on the age of the figures, or why there are none.
+        is_timed: steps of the model were timed.
+        notes: on the age of the figures, or why there are none.
     """
 
     tokens_per_step: int
@@ -290,22 +291,10 @@ class _Costs:
         return max(nvme_seconds(r, w, drive) for drive, r, w in by_drive.values())
 
     def _traffic_without_activations(self) -> Mapping[str, int]:
-        program = self._plan.program
-
-        def without(tick: Tick) -> Tick:
-            held, passing = (
-                tuple((key, mode) for key, mode in uses if program.blocks[key].kind != "activations")
-                for uses in (tick.held, tick.passing)
-            )
-            return replace(tick, held=held, passing=passing)
-
-        fixed: StepProgram = replace(program, ticks=tuple(without(tick) for tick in program.ticks))
-        placement = self._plan.placement
-        stays = {
-            (n, key): stop for (n, key), stop in placement.stays.items() if program.blocks[key].kind != "activations"
-        }
+        program, placement = self._plan.program, self._plan.placement
         order = list(self._plan.budgets_by_tier)
-        return Traffic(fixed, order, placement.homes, stays, placement.direct).of_step()
+        traffic = Traffic(program, order, placement.homes, placement.stays, placement.direct)
+        return traffic.of_step(lambda key: program.blocks[key].kind != "activations")
 
     @property
     def computing_note(self) -> str:

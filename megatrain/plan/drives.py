@@ -16,8 +16,10 @@ class StepShape:
     """What of a config the estimate depends on besides the plan.
 
     Attributes:
-        tokens_per_step: T. num_steps: of the run; None where only the data tells.
-        paths: NVMe paths. weights: the shares of each in what is striped, in any unit.
+        tokens_per_step: T.
+        num_steps: of the run; None where only the data tells.
+        paths: NVMe paths.
+        weights: the shares of each in what is striped, in any unit.
         has_rates: the config gives the weights.
     """
 

@@ -102,7 +102,8 @@ def model_facts(name: str, folder: Path | None) -> ModelFacts:
     """Return what a model folder says of itself; a folder that cannot be used says nothing.
 
     Args:
-        name: how it is written in the config. folder: where it is; None: not on this machine.
+        name: how it is written in the config.
+        folder: where it is; None: not on this machine.
     """
     if folder is None or not folder.is_dir():
         return ModelFacts(name)

@@ -28,7 +28,8 @@ class KeptGraphs:
     """A program with the graphs that it keeps, and its placement.
 
     Attributes:
-        budgets: with the kept graphs in the workspace of the compute tier. nbytes: what these take at their fullest.
+        budgets: with the kept graphs in the workspace of the compute tier.
+        nbytes: what these take at their fullest.
     """
 
     program: StepProgram
@@ -41,7 +42,9 @@ class GraphKeeper:
     """Chooses the visits of one program whose graphs are kept.
 
     Args:
-        program, budgets: of a step that keeps none. allowed: as for the solver.
+        program: of a step that keeps none.
+        budgets: of a step that keeps none.
+        allowed: as for the solver.
         num_together: micro-batches whose graphs are there at once.
     """
 

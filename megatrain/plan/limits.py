@@ -38,7 +38,9 @@ class Objection:
     """One thing that speaks against running a config on this machine.
 
     Attributes:
-        key: of the config. text: what is wrong, as a sentence without a full stop. advice: what to do.
+        key: of the config.
+        text: what is wrong, as a sentence without a full stop.
+        advice: what to do.
         kind: "size": more than this machine has, a run is refused; "place": a path that is no drive, or not the one
             that is expected, a run is refused; "note": it works, and is worth knowing.
     """
@@ -62,8 +64,11 @@ class DrivePath:
     """Where one ``[[tiers.nvme]]`` lies.
 
     Attributes:
-        key: ``tiers.nvme.0``. table: as configured. file_system: that holds the path, or will.
-        free_bytes, total_bytes: of the file system.
+        key: ``tiers.nvme.0``.
+        table: as configured.
+        file_system: that holds the path, or will.
+        free_bytes: of the file system.
+        total_bytes: of the file system.
     """
 
     key: str
@@ -116,7 +121,8 @@ def find_objections(
     """Compare a config with this machine; those that refuse a run come first.
 
     Args:
-        device: that computes. needs: tier -> the least that the plan takes of it; None: there is no plan.
+        device: that computes.
+        needs: tier -> the least that the plan takes of it; None: there is no plan.
     """
     paths = drive_paths(config)
     found = [
@@ -155,7 +161,9 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
     """Compare sizes of tiers that lie in one memory with it.
 
     Args:
-        sizes: key -> size. need: the least that the plan takes of them together. has: what there is, in words.
+        sizes: key -> size.
+        need: the least that the plan takes of them together.
+        has: what there is, in words.
     """
     given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
     if not given:

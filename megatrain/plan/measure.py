@@ -30,7 +30,8 @@ from tiered.units import MiB, format_duration, format_size
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
-    from megatrain.engine.program import StepProgram, Tick
+    from megatrain.engine.program import StepProgram
+    from megatrain.engine.tape import Op
     from megatrain.plan.planner import Plan
 
 #: Seconds of steps that are timed, as far as whole ones of at least one micro-batch go into them.
@@ -54,8 +55,10 @@ class MeasuredTicks:
     """Seconds of a step where all blocks are at home where they are used.
 
     Attributes:
-        seconds: of each tick of the program, by its number. between_s: of a step, outside of its ticks.
-        num_steps: that were timed; seconds are medians of them. num_micro_batches: how many they had.
+        seconds: of each tick of the program, by its number.
+        between_s: of a step, outside of its ticks.
+        num_steps: that were timed; seconds are medians of them.
+        num_micro_batches: how many they had.
         is_extrapolated: they had fewer micro-batches than the plan's steps.
         memory_bytes: that measuring took, at most, workspace included.
     """
@@ -205,17 +208,16 @@ class _Watch(Timeline):
 
     def __init__(self, program: StepProgram) -> None:
         super().__init__()
-        self._numbers = {id(tick): number for number, tick in enumerate(program.ticks)}
         self._seconds = [0.0] * len(program.ticks)
         self._now: tuple[int, float] | None = None
 
-    def on_turn(self, tick: Tick | None, name: str = "") -> None:
-        """Note that the engine comes to a tick, or to the end of a step (None)."""
+    def on_op(self, op: Op | None) -> None:
+        """Note that the engine comes to an op of the tape, or to the end of a step (None)."""
         now_s = time.perf_counter()
         if self._now is not None:
             number, start_s = self._now
             self._seconds[number] += now_s - start_s
-        self._now = None if tick is None else (self._numbers[id(tick)], now_s)
+        self._now = None if op is None else (op.tick, now_s)
 
     def take(self) -> tuple[float, ...]:
         """Return the seconds so far, and begin anew."""

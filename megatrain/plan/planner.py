@@ -70,10 +70,15 @@ class Plan:
     """Everything that is decided before a run starts, and the figures a person wants to see of it.
 
     Attributes:
-        graph, trace, program, placement: the model, its visits, the ticks of a step, the homes of its blocks.
+        graph: the model, its visits, the ticks of a step, the homes of its blocks.
+        trace: the model, its visits, the ticks of a step, the homes of its blocks.
+        program: the model, its visits, the ticks of a step, the homes of its blocks.
+        placement: the model, its visits, the ticks of a step, the homes of its blocks.
         device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
         host_updates: why all updates are made in RAM although there is a GPU tier, or "".
-        budgets_by_tier: capacities, fast to slow. micro_batch_size, num_micro_batches: rows, and their number.
+        budgets_by_tier: capacities, fast to slow.
+        micro_batch_size: rows, and their number.
+        num_micro_batches: rows, and their number.
         nvme_rates: shares of the NVMe paths in what is striped, in any unit.
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
@@ -250,7 +255,9 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
-        ModelFolderError, UnsupportedModelError, FreezeError: the model cannot be trained.
+        ModelFolderError: the model cannot be trained.
+        UnsupportedModelError: the model cannot be trained.
+        FreezeError: the model cannot be trained.
         ParameterGroupError: a group of the optimizer names no parameter.
     """
     device = machine.resolve_device(config)

@@ -33,7 +33,9 @@ class DriveProfile(_Record):
     """What one file system did, in bytes per second. ``bare`` rates are those of plain I/O without the tier.
 
     Attributes:
-        path: where it was measured. filesystem: its type. is_direct: O_DIRECT was used.
+        path: where it was measured.
+        filesystem: its type.
+        is_direct: O_DIRECT was used.
         mixed_bytes_per_s: reads and writes together, at the same time.
         sustained_write_bytes_per_s: at the end of a long write; None where that was not measured.
         computing_s_per_byte: seconds that computing loses while a byte moves; None where that was not measured.
@@ -74,8 +76,12 @@ class MachineProfile(_Record):
     """All that was measured on one machine.
 
     Attributes:
-        host, cpu, ram_bytes: which machine. num_threads: how many computed.
-        ram_read_bytes_per_s, ram_copy_bytes_per_s: reads alone; bytes read and written by a copy.
+        host: which machine.
+        cpu: which machine.
+        ram_bytes: which machine.
+        num_threads: how many computed.
+        ram_read_bytes_per_s: reads alone; bytes read and written by a copy.
+        ram_copy_bytes_per_s: reads alone; bytes read and written by a copy.
         ram_update_bytes_per_s: two reads and a write per element, in place, with one addition.
         adamw_params_per_s: dtype of the weights -> parameters that the AdamW kernel updates per second.
         matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of large matrix products.

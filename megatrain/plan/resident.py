@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.engine.program import KINDS
+from megatrain.engine.tape import Access, follow
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Kind, StepProgram
+    from tiered.schedule import Mode
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -27,8 +29,9 @@ class Residency:
 
     Attributes:
         kinds: of blocks whose home the planner may put there.
-        bus_s_per_byte: what a byte between it and RAM costs. host_update_s_per_element: what it costs that a weight
-            is updated in RAM. On a machine that was not measured 1 and 0: then bytes decide.
+        bus_s_per_byte: what a byte between it and RAM costs.
+        host_update_s_per_element: what it costs that a weight is updated in RAM. On a machine that was not measured 1
+            and 0: then bytes decide.
     """
 
     kinds: frozenset[Kind]
@@ -55,7 +58,7 @@ class ResidentChooser:
         self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
         self._tier = program.compute_tier
         self._groups: dict[str, tuple[str, ...]] = {}
-        self._uses: dict[str, list[tuple[int, str]]] = {key: [] for key in program.blocks}
+        self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
             for key, mode in (*tick.held, *tick.passing):
                 self._uses[key].append((number, mode))
@@ -101,8 +104,9 @@ class ResidentChooser:
         """Move blocks, those first that save most per byte.
 
         Args:
-            homes: of all blocks; seen as they change. try_move: makes the tier their home, or says that they do not
-                fit. is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
+            homes: of all blocks; seen as they change.
+            try_move: makes the tier their home, or says that they do not fit.
+            is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
         """
         queue: list[tuple[float, tuple[float, ...], int]] = []
         self._push(queue, range(len(self._candidates)), homes)
@@ -154,22 +158,15 @@ class ResidentChooser:
 
     def _num_moves(self, key: str, homes: Mapping[str, str]) -> int:
         """Return how often a block crosses the bus in a step; from one tick to the very next its copy stays."""
-        moves, is_here, is_newer = 0, False, False
-        uses = self._uses[key]
-        for (number, mode), following in zip(uses, [*uses[1:], None], strict=True):
-            tick = self._program.ticks[number]
-            tier = self._program.tier_of(tick, homes)
-            if (homes[key] == self._tier) == (tier == self._tier):
-                is_here = is_newer = False
-                continue
-            moves += mode != "w" and not is_here
-            is_newer = mode != "r" or (is_here and is_newer)
-            is_here = (
-                following is not None
-                and following[0] == number + 1
-                and following[1] != "w"
-                and key not in tick.spent
-                and self._program.tier_of(self._program.ticks[following[0]], homes) == tier
-            )
-            moves += is_newer and not is_here and key not in tick.spent
-        return moves
+        program, uses = self._program, self._uses[key]
+        tiers = [program.tier_of(program.ticks[number], homes) for number, _ in uses]
+        accesses = []
+        for n, (number, mode) in enumerate(uses):
+            is_last = key in program.ticks[number].spent
+            follows = n + 1 < len(uses) and uses[n + 1][0] == number + 1
+            is_kept = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
+            accesses.append(Access(number, mode, tiers[n], is_last, is_kept))
+        found, _ = follow(key, accesses, homes[key])
+        # What moves between RAM and a drive does not cross the bus.
+        ends = (homes[key] == self._tier, [tier == self._tier for tier in tiers])
+        return sum((use.fetches + use.writes_back) * (ends[0] != end) for use, end in zip(found, ends[1], strict=True))

@@ -37,11 +37,13 @@ class SharedMemoryTier:
     else begins as zeros. Every lease is a view of memory that exists, so a step costs what it does at home in RAM.
 
     Args:
-        blocks: what will be registered. kind_bytes: about what the blocks of a kind take, but one slab for each size.
-            0: one slab for each kind, as large as its largest block.
+        blocks: what will be registered.
+        kind_bytes: about what the blocks of a kind take, but one slab for each size. 0: one slab for each kind, as
+            large as its largest block.
 
     Attributes:
-        memory_bytes: what all slabs take. capacity_bytes: what all blocks would take.
+        memory_bytes: what all slabs take.
+        capacity_bytes: what all blocks would take.
     """
 
     alignment_bytes = PAGE_BYTES

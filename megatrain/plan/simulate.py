@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.engine.copies import Copies
+from megatrain.engine.tape import Kept, Op, TapeStore, compile_step
 from megatrain.plan.cost import flops_per_token
 from tiered.policies import Belady
 from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
@@ -18,7 +18,6 @@ from tiered.store import TieredStore
 from tiered.units import format_duration
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Turn
     from megatrain.plan.planner import Plan
     from tiered.events import StoreStats
 
@@ -34,11 +33,13 @@ class SimulatedRates:
     """What the replay takes as given, in bytes, FLOPs and parameters per second.
 
     Attributes:
-        nvme_bytes_per_s: reads and writes together. bus_bytes_per_s: each direction between RAM and GPU.
-        flops_per_s: achieved in forward and backward. update_params_per_s: of the optimizer kernel on the host.
+        nvme_bytes_per_s: reads and writes together.
+        bus_bytes_per_s: each direction between RAM and GPU.
+        flops_per_s: achieved in forward and backward.
+        update_params_per_s: of the optimizer kernel on the host.
         gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
-        computing_s_per_nvme_byte: what computing loses while a byte of a drive moves. seconds_per_nvme_copy: what each
-            of its copies costs the step's thread. Both are used where ticks were timed.
+        computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
+        seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
     """
 
     nvme_bytes_per_s: float
@@ -76,8 +77,12 @@ class SimulatedStep:
     """Means of one step after the first ones.
 
     Attributes:
-        step_s: of it compute_s computing (updates included), the rest stalls. stall_s: by cause.
-        prefetch_on_time, prefetch_late, prefetch_wasted: copies per step. moved_bytes: by link, per step.
+        step_s: of it compute_s computing (updates included), the rest stalls.
+        stall_s: by cause.
+        prefetch_on_time: copies per step.
+        prefetch_late: copies per step.
+        prefetch_wasted: copies per step.
+        moved_bytes: by link, per step.
     """
 
     step_s: float
@@ -145,7 +150,8 @@ class _Replay:
             if homes[key] != tier:
                 self.store.evict(key, tier)
         self.store.wait_idle()
-        self._copies = Copies(self.store, homes)
+        self._copies = TapeStore(self.store, homes)
+        self._kept: Mapping[str, Kept] = {}  # what the tape before left
         for tier, nbytes in plan.placement.workspace_bytes.items():
             self.store.reserve(tier, nbytes)
         self.store.set_schedule(plan.program.schedule(homes, _NUM_WARM_STEPS + _NUM_STEPS + 1))
@@ -164,31 +170,31 @@ class _Replay:
         return links
 
     def step(self, number: int) -> None:
-        """Replay one step: the same leases in the same order as ``StoreAccess`` takes them."""
-        program = self._plan.program
-        for turn in program.turns(self._plan.placement.stays, updates=number > 0):
+        """Replay one step: the tape that the engine executes."""
+        program, placement = self._plan.program, self._plan.placement
+        tape = compile_step(program, placement.homes, placement.stays, updates=number > 0, kept=self._kept)
+        self._kept = tape.kept
+        for op in tape.ops:
             num_copies = self._num_copies
-            self.store.advance(number * len(program.ticks) + turn.number)
-            self._turn(turn)
+            self.store.advance(number * len(program.ticks) + op.tick)
+            self._run(op)
             if self._plan.ticks is not None:
                 self._compute((self._num_copies - num_copies) * self._rates.seconds_per_nvme_copy)
         if self._plan.ticks is not None:
             self._compute(self._plan.ticks.between_s)
 
-    def _turn(self, turn: Turn) -> None:
-        tick = turn.tick
-        tier = self._plan.program.tier_of(tick, self._plan.placement.homes)
-        seconds = self._seconds(turn) / (1 + len(tick.passing))
-        with self.store.acquire_many([(key, tier, mode) for key, mode in tick.held]):
-            self._copies.arrived(key for key, _ in tick.held)
+    def _run(self, op: Op) -> None:
+        seconds = self._seconds(op) / (1 + len(op.passing))
+        with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
+            self._copies.leased(op.held)
             self._compute(seconds)
-            for key, mode in tick.passing:
-                with self.store.acquire(key, tier, mode):
-                    self._copies.arrived([key])
+            for use in op.passing:
+                with self.store.acquire(use.key, op.tier, use.mode):
+                    self._copies.leased([use])
                     self._compute(seconds)
-                self._copies.leave(turn, key, tier)
-        for key, _ in tick.held:
-            self._copies.leave(turn, key, tier)
+                self._copies.released(use, op.tier)
+        for use in op.held:
+            self._copies.released(use, op.tier)
 
     @property
     def _num_copies(self) -> int:
@@ -205,16 +211,15 @@ class _Replay:
             moved = (self._drive.busy_s - before_s) * self._rates.nvme_bytes_per_s
             seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
 
-    def _seconds(self, turn: Turn) -> float:
+    def _seconds(self, op: Op) -> float:
         """Return how long a tick computes: as measured, else by its parameters."""
         if self._plan.ticks is not None:
-            return self._plan.ticks.seconds[turn.number]
-        tick, blocks = turn.tick, self._plan.program.blocks
-        num_params = sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
-        if tick.phase == "update":
-            is_there = self._plan.program.tier_of(tick, self._plan.placement.homes) != "ram"
-            on_gpu = self._rates.gpu_update_params_per_s if is_there else None
+            return self._plan.ticks.seconds[op.tick]
+        blocks = self._plan.program.blocks
+        num_params = sum(blocks[use.key].num_elements for use in op.held if blocks[use.key].kind == "weights")
+        if op.phase == "update":
+            on_gpu = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
             return num_params / (on_gpu or self._rates.update_params_per_s)
-        again = 0 if tick.visit in self._plan.program.kept else _RECOMPUTE
-        factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": again + _BACKWARD}[tick.phase]
+        again = 0 if op.visit in self._plan.program.kept else _RECOMPUTE
+        factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": again + _BACKWARD}[op.phase]
         return factor * num_params * self._tokens / self._rates.flops_per_s

@@ -32,7 +32,9 @@ class DoesNotFitError(Exception):
     """The run cannot fit the tiers it was given. Raised before anything is allocated.
 
     Attributes:
-        tier: the tier that is too small. need_bytes: the smallest capacity that would do. have_bytes: its capacity.
+        tier: the tier that is too small.
+        need_bytes: the smallest capacity that would do.
+        have_bytes: its capacity.
     """
 
     def __init__(self, tier: str, need_bytes: int, have_bytes: int, advice: str) -> None:
@@ -74,7 +76,8 @@ class Placement:
     """The answer: homes, what each tier holds at its fullest, and the bytes each link moves per step.
 
     Attributes:
-        homes: block key -> tier. home_bytes: tier -> kind -> slot bytes.
+        homes: block key -> tier.
+        home_bytes: tier -> kind -> slot bytes.
         working_bytes: tier -> the largest working set of a tick that is not at home; where bringing in a layout's
             weights takes more, that.
         median_working_bytes: tier -> what half of the ticks need at most.
@@ -82,7 +85,8 @@ class Placement:
         first_traffic_bytes: the same for a first step, which finds nothing to update.
         last_traffic_bytes: the same for the updates after the last step.
         lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
-        workspace_bytes: tier -> bytes outside blocks. stays: copies that wait for their next use.
+        workspace_bytes: tier -> bytes outside blocks.
+        stays: copies that wait for their next use.
         generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
         direct: pairs of tiers that are no neighbours and have a link between them.
     """
@@ -118,7 +122,8 @@ class PlacementSolver:
     """Finds the placement of one program.
 
     Args:
-        program: blocks and ticks of a step. tiers: fast to slow.
+        program: blocks and ticks of a step.
+        tiers: fast to slow.
         allowed: for each kind the tiers that may be its home, preferred first.
         open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
         stay_share: how much of the room that homes leave beside the ticks may be taken by copies that stay.

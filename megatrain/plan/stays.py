@@ -22,8 +22,10 @@ class Stay:
     """A copy of ``key`` in ``tier`` from one use to the next one.
 
     Attributes:
-        start, stop: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
-        held: ticks at which it takes room that it would not take anyway. nbytes: of its slot.
+        start: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
+        stop: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
+        held: ticks at which it takes room that it would not take anyway.
+        nbytes: of its slot.
     """
 
     key: str

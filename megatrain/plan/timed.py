@@ -21,7 +21,9 @@ class PlanTimer:
     """Times the steps of plans. Plans that differ in homes and sizes of tiers alone are timed once.
 
     Args:
-        measure: how a plan's steps are timed. on_progress, on_problem: told what is measured, and why not.
+        measure: how a plan's steps are timed.
+        on_progress: told what is measured, and why not.
+        on_problem: told what is measured, and why not.
 
     Attributes:
         num_measured: plans whose steps were timed.

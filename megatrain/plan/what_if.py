@@ -32,10 +32,14 @@ class Alternative:
     """One line: a plan with other sizes, or why there is none.
 
     Attributes:
-        what: the changes, as they were given. problem: why it cannot run, or "".
+        what: the changes, as they were given.
+        problem: why it cannot run, or "".
         step_s: seconds of a step, with its waits where rates are measured; None: not measured.
-        moved_bytes, written_bytes: over all links, and to drives, in a step.
-        peak_bytes, capacity_bytes: tier -> the least that it needs, and what it has. num_tokens: in a step.
+        moved_bytes: over all links, and to drives, in a step.
+        written_bytes: over all links, and to drives, in a step.
+        peak_bytes: tier -> the least that it needs, and what it has.
+        capacity_bytes: tier -> the least that it needs, and what it has.
+        num_tokens: in a step.
         beyond_machine: keys that give it more than this machine has, or a place that is no drive.
     """
 
@@ -70,10 +74,14 @@ class RunLength:
     """A whole run, without evaluations and saves.
 
     Attributes:
-        num_steps, num_tokens: None and 0 where only the data tells. seconds: None: not measured.
-        moved_bytes: by link, the updates after the last step included. written_bytes: to all drives of
-            ``[[tiers.nvme]]``. share_of_limit: of the most that may still be written there.
-        num_saves, saved_bytes: checkpoints, and what they write to ``output_dir``.
+        num_steps: None and 0 where only the data tells.
+        num_tokens: None and 0 where only the data tells.
+        seconds: None: not measured.
+        moved_bytes: by link, the updates after the last step included.
+        written_bytes: to all drives of ``[[tiers.nvme]]``.
+        share_of_limit: of the most that may still be written there.
+        num_saves: checkpoints, and what they write to ``output_dir``.
+        saved_bytes: checkpoints, and what they write to ``output_dir``.
     """
 
     num_steps: int | None

@@ -52,8 +52,10 @@ class Drive:
     """What was written to one path.
 
     Attributes:
-        nbytes: in the steps that the metrics know. bytes_per_step: planned and measured.
-        limit_bytes: ``max_written``. lifetime_bytes: written there by all runs together; None: not known.
+        nbytes: in the steps that the metrics know.
+        bytes_per_step: planned and measured.
+        limit_bytes: ``max_written``.
+        lifetime_bytes: written there by all runs together; None: not known.
     """
 
     nbytes: int
@@ -76,14 +78,25 @@ class Figures:
     """All figures of one run. Bytes and seconds; a share is between 0 and 1.
 
     Attributes:
-        step, max_steps: done, and of the whole run. seconds: of all steps, evaluations and saves.
-        first_loss, last_loss: of a step. evaluations: name -> (step, loss), in order.
+        step: done, and of the whole run.
+        max_steps: done, and of the whole run.
+        seconds: of all steps, evaluations and saves.
+        first_loss: of a step.
+        last_loss: of a step.
+        evaluations: name -> (step, loss), in order.
         step_s: median of a step after the first ones, evaluations and saves not included.
         time_s: what a step spends its time on -> mean seconds, the largest share first.
-        tokens_per_s, trained_tokens_per_s, model_flops_per_s, hardware_flops_per_s: over the steps in ``time_s``.
-        tiers: tier -> peak. capacity_bytes: by tier. links: link -> bytes per step.
+        tokens_per_s: over the steps in ``time_s``.
+        trained_tokens_per_s: over the steps in ``time_s``.
+        model_flops_per_s: over the steps in ``time_s``.
+        hardware_flops_per_s: over the steps in ``time_s``.
+        tiers: tier -> peak.
+        capacity_bytes: by tier.
+        links: link -> bytes per step.
         link_paths: link -> the way its bytes took in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
-        rss_first_bytes, rss_last_bytes, rss_peak_bytes: after the first steps, at the end, and the most.
+        rss_first_bytes: after the first steps, at the end, and the most.
+        rss_last_bytes: after the first steps, at the end, and the most.
+        rss_peak_bytes: after the first steps, at the end, and the most.
         restarts: (step, date and time) of each start but the first.
     """
 

@@ -34,9 +34,13 @@ class RunHistory:
         path: its ``output_dir``, absolute.
         state: as in ``status.json``; "died" where that is not final and no process has the folder.
         status: what it wrote last, None if nothing.
-        steps, evaluations, checkpoints: lines of ``metrics.jsonl``, in order; of a step that comes twice the last one.
-        plan: ``plan.json``. ends: what each start of the run that ended well said of itself.
-        saved: checkpoints that are there now. config: as it was resolved; None where it cannot be read.
+        steps: lines of ``metrics.jsonl``, in order; of a step that comes twice the last one.
+        evaluations: lines of ``metrics.jsonl``, in order; of a step that comes twice the last one.
+        checkpoints: lines of ``metrics.jsonl``, in order; of a step that comes twice the last one.
+        plan: ``plan.json``.
+        ends: what each start of the run that ended well said of itself.
+        saved: checkpoints that are there now.
+        config: as it was resolved; None where it cannot be read.
     """
 
     path: Path

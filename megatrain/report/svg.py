@@ -28,8 +28,10 @@ class Line:
     """A curve.
 
     Attributes:
-        name: in the legend. points: (step, value); values that are not finite leave a gap.
-        color: number of a colour of the style sheet, from 1. style: further classes: ``faint``, ``dashed``.
+        name: in the legend.
+        points: (step, value); values that are not finite leave a gap.
+        color: number of a colour of the style sheet, from 1.
+        style: further classes: ``faint``, ``dashed``.
         dots: whether every point is marked.
     """
 
@@ -54,8 +56,11 @@ class Chart:
     """What is drawn in one frame.
 
     Attributes:
-        title: above it. unit: of the values, in the title. marks: (step, what) as vertical lines.
-        is_log: whether the axis of values is logarithmic. starts_at_zero: whether it begins at 0.
+        title: above it.
+        unit: of the values, in the title.
+        marks: (step, what) as vertical lines.
+        is_log: whether the axis of values is logarithmic.
+        starts_at_zero: whether it begins at 0.
         format_value: value -> text.
     """
 

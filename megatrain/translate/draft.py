@@ -27,7 +27,9 @@ class Entry:
     """One value of ours.
 
     Attributes:
-        value: as TOML has it. theirs: their key, "" where they have none. note: what a person should know of it.
+        value: as TOML has it.
+        theirs: their key, "" where they have none.
+        note: what a person should know of it.
         is_path: a path that is relative to the folder in which the tool was started.
         to_fill_in: the value is an example, theirs does not say it.
     """
@@ -53,9 +55,11 @@ class Draft:
     """What is known so far.
 
     Attributes:
-        source: what is translated. base: the folder that its paths are relative to.
+        source: what is translated.
+        base: the folder that its paths are relative to.
         entries: dotted key of ours, array tables with numbers -> value.
-        lost: keys of theirs that have no equivalent. unneeded: those that nothing is needed for here.
+        lost: keys of theirs that have no equivalent.
+        unneeded: those that nothing is needed for here.
     """
 
     source: Source

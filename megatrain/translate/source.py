@@ -36,7 +36,9 @@ class Source:
     """A config file of another tool.
 
     Attributes:
-        path: the file. values: its mapping. tool: whose it is.
+        path: the file.
+        values: its mapping.
+        tool: whose it is.
     """
 
     path: Path

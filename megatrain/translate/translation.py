@@ -32,8 +32,11 @@ class Translation:
     """A translated config.
 
     Attributes:
-        tool: whose file it was. toml: the text of ours, which loads.
-        entries: dotted key -> value, as in the text. lost: what has no equivalent. unneeded: what needs none.
+        tool: whose file it was.
+        toml: the text of ours, which loads.
+        entries: dotted key -> value, as in the text.
+        lost: what has no equivalent.
+        unneeded: what needs none.
     """
 
     tool: Tool
@@ -72,7 +75,8 @@ def translate_file(
     """Translate a YAML or JSON config. Nothing is written.
 
     Args:
-        path: the file. tool: whose it is; found out where not given.
+        path: the file.
+        tool: whose it is; found out where not given.
         folder: where the translation will lie; its paths are relative to that. Default: ``base``.
         base: what relative paths in the file are relative to: the folder that the tool is started in. Default: the
             current one.

@@ -33,7 +33,9 @@ class Tolerances:
     """How far plain and tiered training may be apart: the order of sums differs, nothing else.
 
     Attributes:
-        loss, norm: relative. gradient: largest difference in a tensor, of the largest gradient in it.
+        loss: relative.
+        norm: relative.
+        gradient: largest difference in a tensor, of the largest gradient in it.
         change: root mean square of the differences of a tensor's weights, of the change that training made.
     """
 
@@ -48,7 +50,9 @@ class Check:
     """One line of the proof.
 
     Attributes:
-        what: compared. allowed: a number, or "same bits". found: the worst seen, or what is equal.
+        what: compared.
+        allowed: a number, or "same bits".
+        found: the worst seen, or what is equal.
         problems: what differs; none: it holds.
     """
 
@@ -104,11 +108,14 @@ def verify(
     written to new folders that are gone afterwards.
 
     Args:
-        config: whose model, optimizer and drives are meant; None: a small Llama. tiers: where state is put.
+        config: whose model, optimizer and drives are meant; None: a small Llama.
+        tiers: where state is put.
         scratch: folder for the model and the runs, and for drives where the config names none.
 
     Raises:
-        UnsupportedModelError, ModelFolderError: the config's model cannot be copied. UnusablePathError: a drive.
+        UnsupportedModelError: the config's model cannot be copied.
+        ModelFolderError: the config's model cannot be copied.
+        UnusablePathError: a drive.
     """
     start_s = time.perf_counter()
     with ExitStack() as stack:

@@ -33,10 +33,15 @@ class TieredRun:
     """What a run gave.
 
     Attributes:
-        losses, grad_norms: of each step. weights: folder of the trained model.
-        state: checksums by block of the last checkpoint: weights and optimizer state. files: by name, of the model.
-        link_bytes, planned_link_bytes: what each link moved, and what the plan said of it; all starts together.
-        high_water_bytes, capacity_bytes: most bytes in use at once, by tier; and all there are.
+        losses: of each step.
+        grad_norms: of each step.
+        weights: folder of the trained model.
+        state: checksums by block of the last checkpoint: weights and optimizer state.
+        files: by name, of the model.
+        link_bytes: what each link moved, and what the plan said of it; all starts together.
+        planned_link_bytes: what each link moved, and what the plan said of it; all starts together.
+        high_water_bytes: most bytes in use at once, by tier; and all there are.
+        capacity_bytes: most bytes in use at once, by tier; and all there are.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -60,8 +65,12 @@ class Setting:
     """What all runs of one proof share.
 
     Attributes:
-        given: the user's config, or defaults. model: the scaled-down copy. folder: for what the runs write.
-        attention: implementation. device: "cpu" or "cuda". origin: name of what was copied, "" for the default.
+        given: the user's config, or defaults.
+        model: the scaled-down copy.
+        folder: for what the runs write.
+        attention: implementation.
+        device: "cpu" or "cuda".
+        origin: name of what was copied, "" for the default.
         freeze: globs that the copy knows.
     """
 
@@ -87,7 +96,8 @@ def make_config(
     """Return the config of one run.
 
     Args:
-        name: of its folder. drives: folders for everything there is, with as little RAM as works; none: all in RAM.
+        name: of its folder.
+        drives: folders for everything there is, with as little RAM as works; none: all in RAM.
     """
     given = setting.given
     values: dict[str, Any] = {

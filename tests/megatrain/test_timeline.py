@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatrain.config import load_config
-from megatrain.engine.program import Tick
+from megatrain.engine.tape import Op
 from megatrain.metrics import Observers
 from megatrain.timeline import COMPUTE, Timeline
 from megatrain.trainer import Trainer
@@ -19,8 +19,8 @@ ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nacti
 def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.on_event(Event("fetch", "a", "ram", 10, 1.0, 2.0, "posix-direct"))
-    timeline.on_turn(Tick("forward", 0, ()))
-    timeline.on_turn(None)
+    timeline.on_op(Op(0, "forward", 0, "ram", (), ()))
+    timeline.on_op(None)
     assert timeline.spans == []
     assert json.loads(timeline.write(tmp_path / "trace.json").read_text())["traceEvents"] == []
 

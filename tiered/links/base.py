@@ -15,8 +15,11 @@ class LinkUsage:
     """Counters of one direction of one link since it was made.
 
     Attributes:
-        num_bytes: contents moved (not padding). busy_s: wall seconds with at least one transfer under way.
-        inflight_bytes: bytes under way now. num_transfers: finished transfers. path: the way they took.
+        num_bytes: contents moved (not padding).
+        busy_s: wall seconds with at least one transfer under way.
+        inflight_bytes: bytes under way now.
+        num_transfers: finished transfers.
+        path: the way they took.
     """
 
     num_bytes: int

@@ -50,7 +50,8 @@ class PartMover(Protocol):
         """Fill ``view`` from ``offset`` (bytes, multiple of 4096 like the length).
 
         Raises:
-            OSError: the drive refused. TransferError: the file ends too early.
+            OSError: the drive refused.
+            TransferError: the file ends too early.
         """
         ...
 
@@ -95,7 +96,8 @@ class _Job:
         """Put the whole write on the count of its paths, before its first part is written; then do nothing.
 
         Raises:
-            WearLimitError: a path may not be written that much. OSError: a drive refused.
+            WearLimitError: a path may not be written that much.
+            OSError: a drive refused.
         """
         with self._lock:
             if self._uncounted_bytes:

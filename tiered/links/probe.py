@@ -26,8 +26,11 @@ class KvikioProbe:
     """What a probe found; each fact needs those before it.
 
     Attributes:
-        installed: kvikio can be imported. version: of kvikio. libcuda: the NVIDIA driver's library can be loaded.
-        driver_opened: libcufile opened its driver. host_bytes: moved between the file and host memory, and right.
+        installed: kvikio can be imported.
+        version: of kvikio.
+        libcuda: the NVIDIA driver's library can be loaded.
+        driver_opened: libcufile opened its driver.
+        host_bytes: moved between the file and host memory, and right.
         gpu_bytes: moved from the file to GPU memory and back, and right; whichever way they took.
         gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters. 0 where
             ``gpu_bytes`` is: bytes that came out wrong prove nothing.
@@ -160,7 +163,8 @@ def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
     """Move a file's bytes to GPU memory, and others back into it; return what is wrong, "" if nothing.
 
     Raises:
-        OSError: there is no GPU memory. RuntimeError: kvikio refuses.
+        OSError: there is no GPU memory.
+        RuntimeError: kvikio refuses.
     """
     memory = _DeviceMemory(cuda, len(pattern))
     handle.pread(memory).get()

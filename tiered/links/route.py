@@ -30,8 +30,8 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
     Starts no thread and touches no device, unless an ``NvmeTier`` is to use kvikio, which does both.
 
     Raises:
-        ValueError: two neighbours that nothing connects, or a tier whose ``links_with`` returns something else than
-            one link each way.
+        ValueError: two neighbours that nothing connects, or a tier whose ``links_with`` returns something else than one
+            link each way.
         TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here, or GPUDirect Storage,
             which does not work here.
     """

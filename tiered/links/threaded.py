@@ -21,9 +21,12 @@ class ThreadedLink:
     Whatever ``move`` raises ends the transfer: a ``TieredError`` as it is, anything else as a ``TransferError``.
 
     Args:
-        src, dst: names of the tiers. path: what to call the way, in statistics.
+        src: names of the tiers.
+        dst: names of the tiers.
+        path: what to call the way, in statistics.
         move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``; several at once, for different
-            slots. num_threads: how many.
+            slots.
+        num_threads: how many.
     """
 
     def __init__(self, src: str, dst: str, move: Move, *, path: str, num_threads: int = 2) -> None:

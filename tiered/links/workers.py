@@ -14,8 +14,8 @@ class Workers:
     A job that raises is reported through ``threading.excepthook`` and costs neither the thread nor other jobs.
 
     Args:
-        num_patient: threads that urgent jobs leave to others that wait. A drive reads and writes at the same time:
-            with all threads on one of the two, half of it idles.
+        num_patient: threads that urgent jobs leave to others that wait. A drive reads and writes at the same time: with
+            all threads on one of the two, half of it idles.
     """
 
     def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:

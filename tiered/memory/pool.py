@@ -51,8 +51,7 @@ class SlabPool(Generic[Buffer]):
     def take(self, nbytes: int) -> Buffer | None:
         """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
 
-        Raises:
-            Whatever ``make`` raises; the ledger is then as before.
+        Raises what ``make`` raises; the ledger is then as before.
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"

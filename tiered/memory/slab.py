@@ -62,8 +62,11 @@ class HostSlab:
         pin: page-lock it for CUDA. Initialises CUDA. A failure leaves ordinary memory (``is_pinned`` False).
 
     Attributes:
-        nbytes: the rounded size. is_pinned: page-locked. has_huge_pages: huge pages were asked for and are allowed.
-        populate_s, pin_s: seconds that it took to make the bytes resident, and to page-lock them.
+        nbytes: the rounded size.
+        is_pinned: page-locked.
+        has_huge_pages: huge pages were asked for and are allowed.
+        populate_s: seconds that it took to make the bytes resident, and to page-lock them.
+        pin_s: seconds that it took to make the bytes resident, and to page-lock them.
 
     Raises:
         OSError: the machine has no such memory (ENOMEM).

@@ -12,7 +12,8 @@ class Candidate:
     """A copy that may be evicted now (not leased, not pinned, not in flight, not a home).
 
     Attributes:
-        nbytes: bytes its slot would give back. dirty: it must be written back first.
+        nbytes: bytes its slot would give back.
+        dirty: it must be written back first.
         last_use: a count of the store's, larger for a later use or arrival.
         next_use: tick of its next scheduled use, or ``NEVER``.
     """

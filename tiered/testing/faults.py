@@ -21,10 +21,13 @@ class Fault:
 
     Attributes:
         kind: ``error``: the call fails with ``errno`` and moves nothing. ``short``: a read fills, or a write writes,
-            only the first half and says that all went well. ``flip``: one bit differs. ``late``: it takes
-            ``latency_s`` longer.
-        on: which calls. errno: of ``error``. path: only files whose path contains this text.
-        skip: matching calls that go well first. times: how many go wrong then, None: all from then on.
+            only the first half and says that all went well. ``flip``: one bit differs. ``late``: it takes ``latency_s``
+            longer.
+        on: which calls.
+        errno: of ``error``.
+        path: only files whose path contains this text.
+        skip: matching calls that go well first.
+        times: how many go wrong then, None: all from then on.
         bit: which bit of the part's bytes ``flip`` changes.
     """
 

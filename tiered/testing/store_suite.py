@@ -32,7 +32,8 @@ class StoreSuite(PairSubject):
     See ``LinkSuite`` for what else can be overridden. After a store was closed, another one is opened with new tiers.
 
     Attributes:
-        num_operations: of a random run. seeds: of which random runs.
+        num_operations: of a random run.
+        seeds: of which random runs.
     """
 
     num_operations = 150
@@ -161,7 +162,8 @@ class Work:
     """Random operations on a store, and what every block must hold.
 
     Attributes:
-        contents: bytes by key, of the blocks that were written. specs: shape and dtype by key, of all blocks.
+        contents: bytes by key, of the blocks that were written.
+        specs: shape and dtype by key, of all blocks.
     """
 
     def __init__(self, store: TieredStore, chance: random.Random, unit_bytes: int) -> None:

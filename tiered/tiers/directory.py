@@ -223,7 +223,8 @@ def lock_directory(path: Path) -> tuple[int, str | None]:
     """Lock a directory for this process; return the file to give to ``unlock_directory``, and a dead owner's name.
 
     Raises:
-        LockedError: another tier, here or in another process, uses it. OSError: it cannot be locked.
+        LockedError: another tier, here or in another process, uses it.
+        OSError: it cannot be locked.
     """
     fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:

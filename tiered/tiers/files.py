@@ -15,8 +15,10 @@ class ChunkFile:
     """One file of a home slot.
 
     Attributes:
-        path_index: which of the tier's paths it is on. path: the file itself, never a symbolic link.
-        offset: where its contents start in the slot. nbytes: its size.
+        path_index: which of the tier's paths it is on.
+        path: the file itself, never a symbolic link.
+        offset: where its contents start in the slot.
+        nbytes: its size.
     """
 
     path_index: int
@@ -31,8 +33,8 @@ class HomeFiles:
 
     Attributes:
         checksums: of the contents that the files hold, one per piece (``tiered.checksums``); None: not known.
-        is_flushed: whether the contents survive a power cut.
-            Both are changed only by the one transfer that writes the files, by commits, and by adopting a snapshot.
+        is_flushed: whether the contents survive a power cut. Both are changed only by the one transfer that writes the
+            files, by commits, and by adopting a snapshot.
     """
 
     key: str

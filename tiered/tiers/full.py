@@ -21,7 +21,8 @@ class FullDrives:
     """What a tier, or a store for its generations, does when a drive has no room. Thread-safe.
 
     Args:
-        on_full: ``pause`` until there is room, or ``error``. notice: tells a person.
+        on_full: ``pause`` until there is room, or ``error``.
+        notice: tells a person.
     """
 
     def __init__(self, on_full: OnFull, notice: Callable[[str], None]) -> None:

@@ -28,10 +28,10 @@ class DeviceBuffer:
 
     Attributes:
         tensor: all bytes, 1-D uint8 on the device.
-        pending_events: stream -> the last event recorded there, after work that still uses the bytes: what a stream
-            did before is done by then, so that nothing grows where nobody waits; whoever copies into the buffer, or
-            hands it out, waits for them first (on the device, not on the host). Guarded by ``lock``: links, the
-            trainer and whoever prefetches come to it from threads of their own.
+        pending_events: stream -> the last event recorded there, after work that still uses the bytes: what a stream did
+            before is done by then, so that nothing grows where nobody waits; whoever copies into the buffer, or hands
+            it out, waits for them first (on the device, not on the host). Guarded by ``lock``: links, the trainer and
+            whoever prefetches come to it from threads of their own.
     """
 
     tensor: torch.Tensor
@@ -95,8 +95,8 @@ class GpuTier:
         capacity_bytes: bound on all slots and reservations together.
         alignment_bytes: what slots are rounded up to, a power of two, 512 at least; 4096 where files are read straight
             into them.
-        device: a CUDA device, without a number the one that is current here; or ``"cpu"``: then it is a second tier
-            of host memory, for tests and for trying out a three-tier setup without a device.
+        device: a CUDA device, without a number the one that is current here; or ``"cpu"``: then it is a second tier of
+            host memory, for tests and for trying out a three-tier setup without a device.
 
     Attributes:
         num_drops: buffers whose bytes went back to the device, for another size or at the end.

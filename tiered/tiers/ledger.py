@@ -12,7 +12,8 @@ class Ledger:
     """Counts what slots and reservations take of a tier. Thread-safe.
 
     Args:
-        tier: name of the tier, for messages. capacity_bytes: the bound.
+        tier: name of the tier, for messages.
+        capacity_bytes: the bound.
     """
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:

@@ -25,7 +25,9 @@ class Leftovers:
     """The scratch in one directory.
 
     Attributes:
-        path: the directory. num_files, nbytes: chunk files that can go, and the space that frees.
+        path: the directory.
+        num_files: chunk files that can go, and the space that frees.
+        nbytes: chunk files that can go, and the space that frees.
         num_foreign: files in their folders that no tier made, and that stay.
         owner: the living process that uses the directory, or None; then nothing can go.
     """
@@ -72,7 +74,8 @@ def remove(path: Path) -> Leftovers:
     """Remove the scratch of a directory and return what went; holds the directory's lock meanwhile.
 
     Raises:
-        LockedError: a living process uses it; nothing was removed. OSError: a file cannot be removed.
+        LockedError: a living process uses it; nothing was removed.
+        OSError: a file cannot be removed.
     """
     fd, _ = lock_directory(path)
     try:

@@ -52,9 +52,9 @@ class NvmeTier:
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
         engine: who moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
-        past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio
-            moves all bytes then, and GPUDirect Storage must work; in place of one the engine does as ever. Device
-            memory gets no checksums: blocks written from there get theirs at a commit, by reading back.
+        past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio moves
+            all bytes then, and GPUDirect Storage must work; in place of one the engine does as ever. Device memory gets
+            no checksums: blocks written from there get theirs at a commit, by reading back.
         direct_io: use O_DIRECT where the file system can. ``io_path`` says what is used.
         verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
             ``always``: also compared on every read; ``off``: taken by reading back at a commit.
@@ -63,7 +63,8 @@ class NvmeTier:
         max_written_bytes: per path, most bytes that may be written to it in the whole life of the directory, or None.
 
     Raises:
-        LockedError: another process uses one of the paths. TieredError: a directory holds foreign files.
+        LockedError: another process uses one of the paths.
+        TieredError: a directory holds foreign files.
         ValueError: no path, one path twice, or rates, chunk_bytes or past_ram that make no sense.
     """
 
@@ -266,7 +267,8 @@ class NvmeTier:
         """Count bytes that are about to be written, by index of the path; raises before any limit would be passed.
 
         Raises:
-            WearLimitError: nothing is counted and nothing may be written. OSError: a drive refused to keep the count.
+            WearLimitError: nothing is counted and nothing may be written.
+            OSError: a drive refused to keep the count.
         """
         with self.lock:
             count_writes([directory.wear for directory in self.directories], nbytes_by_path)
@@ -335,7 +337,8 @@ class NvmeTier:
         ``slot.resource`` and ``slot.slot_bytes`` may change.
 
         Args:
-            owner: only of a snapshot that is this store's. check: called with the files before they are taken.
+            owner: only of a snapshot that is this store's.
+            check: called with the files before they are taken.
 
         Raises:
             GenerationError: the snapshot lacks the block or a part of it, or has it in another size.

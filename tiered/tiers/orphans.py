@@ -24,7 +24,9 @@ class Orphan:
     """A generation on one path that its store does not know.
 
     Attributes:
-        folder: ``<path>/snap/<generation>``. generation: its number. store_path: the directory of its store.
+        folder: ``<path>/snap/<generation>``.
+        generation: its number.
+        store_path: the directory of its store.
         nbytes: space that removing all orphans of this path frees, as far as it is this one's.
         is_store_gone: no such store is in ``store_path`` any more. It may have been moved, or its drive may be away:
             ask before removing; otherwise the store is there and does not name the generation.
@@ -49,7 +51,8 @@ def remove_orphans(path: Path, *, of_stores_that_are_gone: bool = False) -> list
         of_stores_that_are_gone: also those whose store is not where it was.
 
     Raises:
-        LockedError: a living process uses the path; nothing was removed. OSError: a file cannot be removed.
+        LockedError: a living process uses the path; nothing was removed.
+        OSError: a file cannot be removed.
     """
     fd, _ = lock_directory(path)
     try:

@@ -23,11 +23,16 @@ class RamTier:
         pin_memory: page-lock the slabs for CUDA. None: when the machine has a CUDA device.
 
     Attributes:
-        num_unpinned_slabs: slabs that should have been page-locked and could not be; copies to a device
-            from them are slow and block the link's thread. huge_page_bytes: bytes of slabs on huge pages.
+        num_unpinned_slabs: slabs that should have been page-locked and could not be; copies to a device from them are
+            slow and block the link's thread.
+        huge_page_bytes: bytes of slabs on huge pages.
         num_drops: slabs that were given back, for another size or at the end.
-        made_bytes, populate_s, pin_s: bytes of all slabs ever made, and the seconds, over all threads, that it took to
-            make them resident and to page-lock them.
+        made_bytes: bytes of all slabs ever made, and the seconds, over all threads, that it took to make them resident
+            and to page-lock them.
+        populate_s: bytes of all slabs ever made, and the seconds, over all threads, that it took to make them resident
+            and to page-lock them.
+        pin_s: bytes of all slabs ever made, and the seconds, over all threads, that it took to make them resident and
+            to page-lock them.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:

@@ -25,9 +25,12 @@ class PathRates:
     """What a path did so far. Rates are bytes per second over the time that a part was under way; 0.0: not known.
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: over the whole time, each direction for itself.
-        recent_bytes_per_s, usual_bytes_per_s: both directions together, in the last window of ``WINDOW_BYTES``; the
-            median of the windows before that were not slow.
+        read_bytes_per_s: over the whole time, each direction for itself.
+        write_bytes_per_s: over the whole time, each direction for itself.
+        recent_bytes_per_s: both directions together, in the last window of ``WINDOW_BYTES``; the median of the windows
+            before that were not slow.
+        usual_bytes_per_s: both directions together, in the last window of ``WINDOW_BYTES``; the median of the windows
+            before that were not slow.
     """
 
     read_bytes_per_s: float
@@ -72,7 +75,8 @@ class PathMeter:
     only both together tell whether it has slowed down.
 
     Args:
-        window_bytes: bytes between two looks. clock_s: seconds that only grow.
+        window_bytes: bytes between two looks.
+        clock_s: seconds that only grow.
     """
 
     def __init__(self, *, window_bytes: int = WINDOW_BYTES, clock_s: Callable[[], float] = time.perf_counter) -> None:

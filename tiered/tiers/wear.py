@@ -19,7 +19,9 @@ class WearLimitError(TieredError):
     """A write would pass the limit that was set for a path. Nothing of it was written.
 
     Attributes:
-        path: the directory. limit_bytes: what may be written in its whole life. written_bytes: what was.
+        path: the directory.
+        limit_bytes: what may be written in its whole life.
+        written_bytes: what was.
         need_bytes: of the write that was refused.
     """
 
@@ -104,7 +106,8 @@ def count_writes(counters: Sequence[WearCounter], nbytes_by_path: Mapping[int, i
     """Count a write to several paths, all or nothing as far as limits go. Call with their owner's lock held.
 
     Raises:
-        WearLimitError: it would pass a limit; nothing is counted. OSError: a drive refused.
+        WearLimitError: it would pass a limit; nothing is counted.
+        OSError: a drive refused.
     """
     for index, nbytes in nbytes_by_path.items():
         counters[index].check(nbytes)

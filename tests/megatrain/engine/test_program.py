@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
 from megatrain.engine.residency import zero_gaps
+from megatrain.engine.tape import Release, compile_step
 from megatrain.models.layout import build_layout, views
 from tiered.schedule import Access
 
@@ -29,8 +31,12 @@ PROGRAM = StepProgram(BLOCKS, TICKS, "gpu", defers_updates=True, updates_in_comp
 def test_a_copy_stays_where_its_next_use_comes() -> None:
     stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (BACKWARD, "w"): UPDATE}
 
+    program = replace(PROGRAM, compute_tier="ram", updates_in_compute_tier=False)
+    homes = dict.fromkeys(BLOCKS, "nvme")
+
     def kept(**parts: bool) -> dict[int, set[str]]:
-        return {turn.number: set(turn.kept) for turn in PROGRAM.turns(stays, **parts)}
+        tape = compile_step(program, homes, stays, **parts)
+        return {op.tick: {use.key for use in op.uses if use.release is Release.KEEP} for op in tape.ops}
 
     assert kept() == {UPDATE: {"w"}, FORWARD: {"w"}, HEAD: set(), BACKWARD: {"w"}}
     assert kept(updates=False) == {FORWARD: {"w"}, HEAD: set(), BACKWARD: {"w"}}, "the updates come after it"

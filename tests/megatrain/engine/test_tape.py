@@ -1,0 +1,115 @@
+"""The tape: one rule says what is fetched, kept, written back, dropped. Counted by hand, and against a plain model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.engine.program import BlockPlan, StepProgram, Tick
+from megatrain.engine.tape import Access, Kept, Release, compile_step, follow
+
+UPDATE, FORWARD, BACKWARD = range(3)
+BLOCKS = {
+    "w": BlockPlan("w", "weights", 8, torch.float32),
+    "m": BlockPlan("m", "optimizer", 8, torch.float32),
+    "g": BlockPlan("g", "gradients", 8, torch.float32),
+    "a": BlockPlan("a", "activations", 8, torch.float32),
+}
+PROGRAM = StepProgram(
+    BLOCKS,
+    (
+        Tick("update", 0, (("w", "rw"), ("m", "rw"), ("g", "r")), spent=frozenset({"g"})),
+        Tick("forward", 0, (("w", "r"),), (("a", "w"),)),
+        Tick("backward", 0, (("w", "r"), ("g", "w")), (("a", "r"),), frozenset({"a"})),
+    ),
+    "ram",
+)
+HOMES = dict.fromkeys(BLOCKS, "nvme")
+MODES = st.sampled_from(["r", "w", "rw"])
+TO, BACK = ("nvme", "ram"), ("ram", "nvme")
+
+
+def test_without_stays_everything_comes_for_each_use_and_goes_back_where_it_changed() -> None:
+    tape = compile_step(PROGRAM, HOMES, {})
+    moves = [(key, (src, dst)) for key, src, dst in tape.transfers(HOMES)]
+    assert moves == [
+        *[("w", TO), ("w", BACK), ("m", TO), ("m", BACK), ("g", TO)],  # the gradient is dead after the update
+        *[("w", TO), ("a", BACK)],
+        *[("w", TO), ("g", BACK), ("a", TO)],
+    ]
+    assert not tape.kept
+
+
+def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -> None:
+    stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (FORWARD, "a"): BACKWARD, (BACKWARD, "g"): UPDATE}
+    first = compile_step(PROGRAM, HOMES, stays, updates=False)
+    # Read only, so nothing of w goes home in a first step; what is saved and used again never leaves.
+    assert list(first.transfers(HOMES)) == [("w", *TO)]
+    assert first.kept == {"g": Kept("ram", is_newer=True)}
+    step = compile_step(PROGRAM, HOMES, stays, kept=first.kept)
+    assert list(step.transfers(HOMES)) == [("w", *TO), ("m", *TO), ("m", *BACK), ("w", *BACK)]
+    assert step.kept == first.kept
+    last = compile_step(PROGRAM, HOMES, stays, passes=False, kept=step.kept)
+    assert list(last.transfers(HOMES)) == [("w", *TO), ("w", *BACK), ("m", *TO), ("m", *BACK)]
+    assert not last.kept
+    by_key = {use.key: use for use in last.ops[0].uses}
+    assert by_key["g"].was_kept and by_key["g"].release is Release.DISCARD
+    assert by_key["w"].release is Release.EVICT, "no forward follows for which it could stay"
+
+
+def test_what_is_at_home_moves_nothing_and_stays() -> None:
+    homes = {**HOMES, "w": "ram", "g": "ram"}
+    tape = compile_step(PROGRAM, homes, {})
+    releases = [use.release for op in tape.ops for use in op.uses if use.key in ("w", "g")]
+    assert releases == [Release.STAY, Release.DISCARD, Release.STAY, Release.STAY, Release.STAY]
+    assert {key for key, _, _ in tape.transfers(homes)} == {"m", "a"}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["r", "w", "rw"]), st.sampled_from(["ram", "gpu"]), st.booleans(), st.booleans())
+    ),
+    st.sampled_from(["ram", "gpu", "nvme"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, str, bool, bool]], home: str) -> None:
+    """Versions are moved about as the tape says: each reader finds the newest, and no move is in vain."""
+    accesses = []
+    for number, (mode, tier, is_last, wants_stay) in enumerate(uses):
+        following = uses[number + 1] if number + 1 < len(uses) else None
+        may_stay = following is not None and following[1] == tier != home and following[0] != "w" and not is_last
+        accesses.append(Access(number, mode, tier, is_last, wants_stay and may_stay))  # type: ignore[arg-type]
+    found, kept = follow("k", accesses, home)
+    assert kept is None
+    newest = at_home = 0
+    here: int | None = None
+    is_dead = False
+    for access, use in zip(accesses, found, strict=True):
+        away = access.tier != home
+        assert use.was_kept == (here is not None)
+        if use.fetches:
+            assert away and not use.was_kept and access.mode != "w"
+            here = at_home
+        if access.mode != "w" and not is_dead:
+            assert (here if away else at_home) == newest
+        if access.mode != "r":
+            newest, is_dead = newest + 1, False
+            here, at_home = (newest, at_home) if away else (None, newest)
+        if use.writes_back:
+            assert away and here is not None and here > at_home, "nothing newer to write"
+            at_home = here
+        if use.release in (Release.EVICT, Release.DISCARD):
+            assert use.release is Release.DISCARD or not away or at_home == newest or is_dead, "the newest is lost"
+            here = None
+        is_dead = is_dead or access.is_last
+    for one, following_use in pairwise(found):
+        assert following_use.was_kept == (one.release is Release.KEEP)
+
+
+def test_a_copy_that_waits_where_its_next_use_is_not_is_a_mistake() -> None:
+    with pytest.raises(AssertionError):
+        follow("k", [Access(0, "r", "ram", False, False)], "nvme", Kept("gpu", is_newer=False))
