@@ -168,5 +168,6 @@ class ResidentChooser:
             accesses.append(Access(number, mode, tiers[n], is_last, is_kept))
         found, _ = follow(key, accesses, homes[key])
         # What moves between RAM and a drive does not cross the bus.
-        ends = (homes[key] == self._tier, [tier == self._tier for tier in tiers])
-        return sum((use.fetches + use.writes_back) * (ends[0] != end) for use, end in zip(found, ends[1], strict=True))
+        lives_there = homes[key] == self._tier
+        crosses = [lives_there != (tier == self._tier) for tier in tiers]
+        return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)
