@@ -37,15 +37,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 import torch
 
-import tiered.commit
+import tiered.durable.commit
 from bench.common import QUICKSTART, Report
 from bench.models import write_llama
 from bench.sides import run_config
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import NvmeTier, RamTier, TieredStore
-from tiered.commit import CommitFigures
-from tiered.contents import flush_contents
+from tiered.durable.arrays import flush_contents
+from tiered.durable.commit import CommitFigures
 from tiered.units import PAGE_BYTES, GiB, MiB, round_up
 
 TARGET_RATIO = 1.5
@@ -239,11 +239,11 @@ class TimedFlush:
         self.seconds = 0.0
 
     def __enter__(self) -> TimedFlush:
-        setattr(tiered.commit, "flush_contents", self._flush)  # noqa: B010
+        setattr(tiered.durable.commit, "flush_contents", self._flush)  # noqa: B010
         return self
 
     def __exit__(self, *exception: object) -> None:
-        setattr(tiered.commit, "flush_contents", flush_contents)  # noqa: B010
+        setattr(tiered.durable.commit, "flush_contents", flush_contents)  # noqa: B010
 
     def _flush(self, arrays: Any) -> None:
         start_s = time.perf_counter()

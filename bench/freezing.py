@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from bench.common import Report
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Segment, Update
+from megatrain.optim.elementwise import AdamW, AdamWConfig
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
 

@@ -37,12 +37,12 @@ from bench.compare.processes import import_failure
 from bench.compare.trl_rows import compare_with_trl
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
-from megatrain.data.tokenizer import load_tokenizer
 from megatrain.evaluation import load_evaluation_sets
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
-from megatrain.verify.plain import IGNORED, make_plain_optimizer
+from megatrain.verify.proof import IGNORED, make_plain_optimizer
 
 #: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows), and Adam's first
 #: steps divide by gradients near zero, which carries differences on from step to step.

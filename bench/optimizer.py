@@ -32,8 +32,8 @@ import torch
 from bench.common import Report
 from bench.update_sides import MEMORY_BYTES, TEMPORARY_BYTES, Block, Side, ceilings, chains, make_blocks, ours, peers
 from megatrain.optim import clip
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Segment, Update
+from megatrain.optim.elementwise import AdamW, AdamWConfig
 from megatrain.optim.threads import KernelThreads, default_num_threads
 from megatrain.precision import decode, encode
 

@@ -43,8 +43,8 @@ from bench.sides import Ours, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.optim.threads import default_num_threads
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from tiered.units import parse_size
 
 OVERLAPPED, SERIAL = "overlapped", "serial"

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.accuracy_cases import CASES, QUICK_CASES, Case, write_config
 from bench.common import QUICKSTART, ROOT, Report
 from megatrain.config import load_config
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from megatrain.plan.what_if import overrides_of
 
 TOLERANCE = 0.15

@@ -32,7 +32,7 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import Ours, StepTimes, batches, run_config
 from megatrain.config.schema import RunConfig
-from megatrain.flops import step_flops
+from megatrain.engine.trace import step_flops
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.kept import num_layers_kept
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
+from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
-from megatrain.data.tokenizer import load_tokenizer, pad_token_id
-from megatrain.engine.runner import shifted_labels
+from megatrain.engine.forward import shifted_labels
 from megatrain.models.layout import TensorEntry
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
-from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.solve import DURABLE_KINDS, DoesNotFitError
+from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from megatrain.session import Session
 from tiered.events import StoreStats
 from tiered.tiers.gpu import GpuTier

@@ -31,8 +31,8 @@ from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from tiered.units import MiB, parse_size
 
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}

@@ -14,11 +14,9 @@ from numba import njit
 from torch import Tensor
 
 from megatrain.optim.adafactor import Adafactor, AdafactorConfig
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
-from megatrain.optim.lion import Lion, LionConfig
-from megatrain.optim.sgd import SGD, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import KernelThreads, cut
 from megatrain.precision import encode
 

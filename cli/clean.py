@@ -13,7 +13,7 @@ from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from tiered.tiers.leftovers import Leftovers
+    from tiered.tiers.cleanup import Leftovers
 
 
 @click.command("clean")
@@ -26,7 +26,7 @@ def command(paths: tuple[Path, ...], yes: bool, as_json: bool) -> int:
     Looks into each PATH and the folders below it, default: the current one. Committed generations, files of others,
     and folders that a run is using are never touched.
     """
-    from tiered.tiers.leftovers import find_directories, measure
+    from tiered.tiers.cleanup import find_directories, measure
 
     folders = dict.fromkeys(folder.resolve() for path in paths or (Path(),) for folder in find_directories(path))
     found = [measure(folder) for folder in folders]
@@ -61,7 +61,7 @@ def _is_agreed(removable: list[Leftovers], *, as_json: bool) -> bool:
 def _remove(removable: list[Leftovers]) -> tuple[list[Leftovers], list[str]]:
     """Return what was removed, and why the rest was not."""
     from tiered.errors import LockedError
-    from tiered.tiers.leftovers import remove
+    from tiered.tiers.cleanup import remove
 
     removed, failures = [], []
     for left in removable:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain.data.preview import DataStats, RowPreview
-    from megatrain.data.report import Dropped
+    from megatrain.data.rows_report import Dropped
 
 _BAR_WIDTH = 40
 _BEGIN, _END = "[[", "]]"

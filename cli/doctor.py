@@ -33,8 +33,8 @@ def command(paths: tuple[Path, ...], quick: bool, config_file: Path | None, as_j
     current folder. Takes up to 1 GiB of each drive while it runs, and leaves nothing there. Writes over those bytes
     for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
     """
+    from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.doctor.examine import examine
-    from megatrain.doctor.scratch import terminated_as_interrupted
 
     folders = [_absolute(path) for path in paths] or _paths_of(config_file)
     with terminated_as_interrupted():
@@ -70,7 +70,7 @@ def _paths_of(config_file: Path | None) -> list[Path]:
 
 
 def _store(examination: Examination) -> tuple[Path | None, str | None]:
-    from megatrain.plan.profile import profile_path, store_profile
+    from megatrain.plan.machine import profile_path, store_profile
 
     try:
         return store_profile(examination.profile), None

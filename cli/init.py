@@ -34,7 +34,7 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, a
         raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
 
     from megatrain.config.starter import starter_toml
-    from megatrain.plan.inventory import machine_facts, model_facts
+    from megatrain.plan.machine import machine_facts, model_facts
 
     folder = path.absolute().parent
     facts = None

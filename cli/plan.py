@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatrain.config.schema import RunConfig
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
     from megatrain.plan.simulate import SimulatedStep
     from megatrain.plan.timed import PlanTimer
     from megatrain.plan.what_if import Alternative, RunLength
@@ -60,8 +60,8 @@ def command(
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
-            from megatrain.plan.inventory import kept_tensors
-            from megatrain.plan.solve import DoesNotFitError
+            from megatrain.plan.machine import kept_tensors
+            from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.what_if import overrides_of, plan_alternative
 
         try:
@@ -120,10 +120,9 @@ def _measure(configs: Iterable[RunConfig]) -> PlanTimer:
     Returns:
         What times the steps of plans.
     """
+    from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.doctor.examine import examine
-    from megatrain.doctor.scratch import terminated_as_interrupted
-    from megatrain.plan.machine import existing_parent
-    from megatrain.plan.profile import profile_path, store_profile
+    from megatrain.plan.machine import existing_parent, profile_path, store_profile
     from megatrain.plan.timed import PlanTimer
 
     def say(what: str) -> None:

@@ -37,8 +37,8 @@ from tiered.units import GiB, MiB, format_duration, format_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from megatrain.plan.cost import Estimate
     from megatrain.plan.limits import Objection
+    from megatrain.plan.plan import Estimate
     from megatrain.plan.simulate import SimulatedStep
 
 _REFRESH_S = 0.25  # often enough for the eye; a picture takes a few milliseconds of a processor

@@ -39,7 +39,7 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     chosen = _parse_tiers(tiers)
     loaded = None if config is None else load(config, (), overrides)
 
-    from megatrain.doctor.scratch import terminated_as_interrupted
+    from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.verify.proof import verify
 
     with terminated_as_interrupted():

@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatrain.embed import hf, lightning
     from megatrain.embed.activations import offload_activations
+    from megatrain.embed.integrations import hf, lightning
     from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
     from megatrain.embed.pretrained import load_pretrained
     from megatrain.embed.stores import open_store
-    from megatrain.embed.tiering import gathered, tier
+    from megatrain.embed.tier import gathered, tier
 
 __all__ = [
     "TieredAdafactor",
@@ -37,17 +37,17 @@ _HOMES = {
     "TieredLion": "optimizer",
     "TieredOptimizer": "optimizer",
     "TieredSGD": "optimizer",
-    "gathered": "tiering",
+    "gathered": "tier",
     "load_pretrained": "pretrained",
     "offload_activations": "activations",
     "open_store": "stores",
-    "tier": "tiering",
+    "tier": "tier",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in ("hf", "lightning"):
-        return import_module(f"megatrain.embed.{name}")
+        return import_module(f"megatrain.embed.integrations.{name}")
     if name in _HOMES:
         return getattr(import_module(f"megatrain.embed.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'megatrain' has no attribute '{name}'")
@@ -58,7 +58,7 @@ def _ask_for_repeatable_cublas() -> None:
 
     torch reads the variable once, at its first matrix product on a GPU, and that may come long before the engine asks
     for deterministic kernels. Where CUDA is in use already the variable stays unset, so that
-    ``megatrain.engine.determinism`` can tell.
+    ``megatrain.engine.environment`` can tell.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

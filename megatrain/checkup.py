@@ -25,10 +25,9 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.salvage import salvage
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
-from megatrain.data.errors import DataError
+from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
-from megatrain.data.report import check_losses, source_names
-from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.data.rows_report import DataError, check_losses, source_names
 from megatrain.evaluation import load_evaluation_sets
 from megatrain.loop import describe_model
 from megatrain.models.checkpoint_names import ConversionError
@@ -42,8 +41,9 @@ from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan import machine
 from megatrain.plan.limits import drive_paths, find_objections
-from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.solve import DoesNotFitError
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from megatrain.run_folder import FINAL_NAME, living_owner
 from megatrain.session import check_drives
 from tiered.errors import TieredError, UnusableDirectoryError
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.config.schema import RunConfig
-    from megatrain.data.report import DataReport
+    from megatrain.data.rows_report import DataReport
 
 #: What a problem is about: the config or the model, room, data, or storage that failed.
 Kind = Literal["config", "fit", "data", "failed"]

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatrain.data.dataset import check_ids, load_dataset
-from megatrain.data.errors import DataError
-from megatrain.data.held_out import NAME, describe, held_out_part
+from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, load_dataset
+from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
-from megatrain.data.report import check_losses
-from megatrain.data.tokenizer import pad_token_id
-from megatrain.engine.evaluate import EvaluationEngine
+from megatrain.data.rows_report import DataError, check_losses
 from megatrain.engine.program import evaluation_program
+from megatrain.engine.step import EvaluationEngine
 from megatrain.metrics import EvaluationMetrics, RunObserver
 from megatrain.models.liger import LigerCrossEntropy
-from megatrain.plan.traffic import Traffic
+from megatrain.plan.placement import Traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatrain.config.schema import RunConfig
     from megatrain.data.dataset import TokenDataset
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
     from megatrain.session import Session
 
 __all__ = ["EvaluationSet", "Evaluator", "load_evaluation_sets", "traffic_of_passes"]

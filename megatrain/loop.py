@@ -20,8 +20,8 @@ from megatrain.checkpoint.state import RunState, installed_versions, now_text
 from megatrain.config.resolved import config_from_toml, to_toml
 from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.engine.step import StepEngine, StepResult
+from megatrain.engine.trace import step_flops
 from megatrain.evaluation import EvaluationSet, Evaluator
-from megatrain.flops import step_flops
 from megatrain.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.optim.lr import num_warmup_steps
 from megatrain.run_folder import FINAL_NAME
@@ -30,7 +30,7 @@ from tiered.checksums import checksum
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
     from megatrain.session import Session
     from tiered.events import StoreStats
 

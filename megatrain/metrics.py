@@ -57,8 +57,8 @@ class StepMetrics:
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
         rss_bytes: resident memory of the process.
-        model_flops: floating-point operations of this step, see ``megatrain.flops``; 0: not known.
-        hardware_flops: floating-point operations of this step, see ``megatrain.flops``; 0: not known.
+        model_flops: floating-point operations of this step, see ``megatrain.engine.trace``; 0: not known.
+        hardware_flops: floating-point operations of this step, see ``megatrain.engine.trace``; 0: not known.
     """
 
     step: int

@@ -16,12 +16,11 @@ from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.engine.compiled import LayerCompiler
-from megatrain.engine.determinism import deterministic_kernels
-from megatrain.engine.device_errors import device_errors_explained
+from megatrain.engine.environment import deterministic_kernels, device_errors_explained
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
+from megatrain.engine.visit import LayerCompiler
 from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
 from megatrain.models.kept import KEPT_CHECKSUM
@@ -30,14 +29,14 @@ from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan.machine import existing_parent, own_drive_bytes
-from megatrain.plan.planner import Plan
-from megatrain.plan.solve import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
+from megatrain.plan.placement import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
+from megatrain.plan.plan import Plan
 from megatrain.precision import decode, encode, high_half
 from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.timeline import Timeline
+from tiered.durable.reader import GenerationReader
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.policies import LRU, Belady
-from tiered.reader import GenerationReader
 from tiered.store import TieredStore
 from tiered.tiers.directory import files_below
 from tiered.tiers.gpu import GpuTier

@@ -21,9 +21,9 @@ from megatrain.checkpoint.resume import (
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import check_writable, write_resolved
 from megatrain.data.dataset import check_ids, load_dataset
+from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
-from megatrain.data.report import check_losses, source_names
-from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.data.rows_report import check_losses, source_names
 from megatrain.evaluation import EvaluationSet, load_evaluation_sets
 from megatrain.loggers import METRICS_NAME, check_loggers, make_loggers
 from megatrain.loop import Loop, Progress, describe_model

@@ -26,9 +26,9 @@ RANKS = {
     "tiered.events": 2,
     "tiered.checksums": 3,
     "tiered.simulation": 7,
-    "tiered.memory": 3,
-    "tiered.manifest": 4,
-    "tiered.zarr_layout": 4,
+    "tiered.durable.manifest": 4,
+    "tiered.durable.ownership": 5,
+    "tiered.durable": 8,
     "tiered.tiers": 5,
     "tiered.links": 6,
     "tiered.policies": 7,
@@ -49,9 +49,9 @@ RESTRICTED = {
     "kvikio": ("tiered/links/kvikio.py", "tiered/links/probe.py"),
     "cupy": (),
     "zarr": ("tiered/zarr_store.py", "tiered/zarr_views.py"),
-    "datasets": ("megatrain/data/hub.py",),
+    "datasets": ("megatrain/data/sources.py",),
     "pyarrow": ("megatrain/data/files.py",),
-    "lightning": ("megatrain/embed/lightning.py", "megatrain/embed/lightning_files.py"),
+    "lightning": ("megatrain/embed/integrations/lightning.py", "megatrain/embed/integrations/lightning_files.py"),
     "liger_kernel": ("megatrain/models/liger.py",),
     "numba": ("megatrain/optim/kernels.py", "megatrain/optim/adafactor_kernels.py"),
     "greenlet": ("megatrain/engine/",),
@@ -59,7 +59,7 @@ RESTRICTED = {
     "safetensors": ("megatrain/models/",),
     "transformers": (
         "megatrain/data/",
-        "megatrain/embed/hf.py",
+        "megatrain/embed/integrations/hf.py",
         "megatrain/engine/",
         "megatrain/models/",
         "megatrain/optim/lr.py",
@@ -68,13 +68,13 @@ RESTRICTED = {
     ),
     "torch.cuda": (
         "megatrain/__init__.py",
-        "megatrain/doctor/gpu.py",
-        "megatrain/embed/device_copies.py",
+        "megatrain/doctor/processors.py",
+        "megatrain/embed/groups.py",
         "megatrain/embed/stores.py",
         "megatrain/engine/",
         "megatrain/plan/machine.py",
         "tiered/links/cuda.py",
-        "tiered/memory/",
+        "tiered/tiers/ram.py",
         "tiered/tiers/gpu.py",
     ),
 }
@@ -161,7 +161,7 @@ def rank_of(module: str) -> int | None:
 def test_the_packages_are_found() -> None:
     assert "tiered.store" in MODULES
     assert "megatrain.precision" in MODULES
-    assert rank_of("tiered.links.host") == RANKS["tiered.links"]
+    assert rank_of("tiered.links.base") == RANKS["tiered.links"]
     assert rank_of("torch.nn") is None
 
 

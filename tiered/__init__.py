@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiered.block import BlockSpec, CopyState
-    from tiered.commit import Commit
+    from tiered.durable.commit import Commit
+    from tiered.durable.reader import GenerationReader
     from tiered.errors import (
         BlockNotFoundError,
         CapacityError,
@@ -20,17 +21,14 @@ if TYPE_CHECKING:
         UninitializedBlockError,
     )
     from tiered.events import Event, LinkStats, StoreStats, TierStats
-    from tiered.lease import Lease, LeaseGroup
-    from tiered.links.base import Link, LinkUsage
-    from tiered.links.threaded import ThreadedLink
+    from tiered.links.base import Link, LinkUsage, ThreadedLink
     from tiered.plugins import available_tiers, tier_class
     from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
-    from tiered.reader import GenerationReader
+    from tiered.records import Lease, LeaseGroup
     from tiered.schedule import NEVER, Access, Schedule, Trace
     from tiered.store import TieredStore
-    from tiered.tiers.base import Slot, Tier, TierUsage
+    from tiered.tiers.base import Ledger, Slot, Tier, TierUsage
     from tiered.tiers.gpu import GpuTier
-    from tiered.tiers.ledger import Ledger
     from tiered.tiers.nvme import NvmeTier
     from tiered.tiers.ram import RamTier
     from tiered.transfer import Transfer
@@ -98,22 +96,22 @@ _HOMES = {
     "BlockSpec": "block",
     "Candidate": "policies",
     "CapacityError": "errors",
-    "Commit": "commit",
+    "Commit": "durable.commit",
     "CopyState": "block",
     "CorruptBlockError": "errors",
     "Event": "events",
     "EvictionPolicy": "policies",
     "GB": "units",
     "GenerationError": "errors",
-    "GenerationReader": "reader",
+    "GenerationReader": "durable.reader",
     "GiB": "units",
     "GpuTier": "tiers.gpu",
     "KiB": "units",
     "LRU": "policies",
-    "Lease": "lease",
+    "Lease": "records",
     "LeaseError": "errors",
-    "LeaseGroup": "lease",
-    "Ledger": "tiers.ledger",
+    "LeaseGroup": "records",
+    "Ledger": "tiers.base",
     "Link": "links.base",
     "LinkStats": "events",
     "LinkUsage": "links.base",
@@ -126,7 +124,7 @@ _HOMES = {
     "Schedule": "schedule",
     "Slot": "tiers.base",
     "StoreStats": "events",
-    "ThreadedLink": "links.threaded",
+    "ThreadedLink": "links.base",
     "TiB": "units",
     "Tier": "tiers.base",
     "TierStats": "events",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tiered.schedule import Access, Schedule
 
 if TYPE_CHECKING:
-    from tiered.copies import Block
+    from tiered.records import Block
 
 
 class Travels:

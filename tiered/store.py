@@ -4,36 +4,76 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tiered import places
+from tiered import leasing
 from tiered.block import BlockSpec, CopyState
-from tiered.commit import Commit
-from tiered.copies import Block
-from tiered.events import EventSink, StoreStats
-from tiered.generations import Generations
-from tiered.grants import Grants, Request
-from tiered.lease import Lease, LeaseGroup
+from tiered.durable.commit import Commit
+from tiered.durable.generations import Generations
+from tiered.durable.manifest import JSON, Manifest
+from tiered.durable.reader import verify_at_rest
+from tiered.events import EventSink, LinkStats, StoreStats, TierStats
+from tiered.leasing import Grants, Request
 from tiered.links.base import Link
 from tiered.links.route import default_links
-from tiered.manifest import JSON, Manifest
 from tiered.movement import Movement
-from tiered.policies.base import EvictionPolicy
-from tiered.policies.lru import LRU
+from tiered.policies import LRU, EvictionPolicy
+from tiered.records import Block, Lease, LeaseGroup
 from tiered.schedule import Mode, Schedule, Trace
 from tiered.simulation import SimulatedClock
-from tiered.statistics import collect_stats
 from tiered.tiers.base import Tier
-from tiered.tiers.full import FullDrives, OnFull
+from tiered.tiers.health import FullDrives, OnFull
 from tiered.tiers.nvme import NvmeTier
 from tiered.transfer import Transfer
 from tiered.units import GiB
-from tiered.verify import verify_at_rest
+
+
+def collect_stats(movement: Movement, links: Sequence[Link], leases: Iterable[Lease]) -> StoreStats:
+    """Return the statistics now. Call with ``movement.changed`` held."""
+    counters = movement.counters
+    leased = {name: 0 for name in movement.tiers}
+    for lease in leases:
+        leased[lease.tier] += lease._copy.slot_bytes
+    written: dict[str, int] = {}
+    for tier in movement.tiers.values():
+        per_path = getattr(tier, "bytes_written_by_path", None)
+        if per_path is not None:
+            written.update(per_path())
+    return StoreStats(
+        tiers={name: _tier_stats(movement, name, leased[name]) for name in movement.tiers},
+        links={f"{link.src}->{link.dst}": _link_stats(link) for link in links},
+        stall_s=dict(counters.stall_s),
+        prefetch_on_time=counters.prefetch_on_time,
+        prefetch_late=counters.prefetch_late,
+        prefetch_wasted=counters.prefetch_wasted,
+        evictions_clean=counters.evictions_clean,
+        evictions_dirty=counters.evictions_dirty,
+        schedule_misses=counters.schedule_misses,
+        written_bytes=written,
+    )
+
+
+def _tier_stats(movement: Movement, name: str, leased_bytes: int) -> TierStats:
+    usage = movement.tiers[name].usage()
+    copies = [block.copies[name] for block in movement.blocks.values() if name in block.copies]
+    return TierStats(
+        capacity_bytes=usage.capacity_bytes,
+        used_bytes=usage.used_bytes,
+        home_bytes=sum(copy.slot_bytes for copy in copies if copy.is_home),
+        pinned_bytes=sum(copy.slot_bytes for copy in copies if copy.pins),
+        leased_bytes=leased_bytes,
+        high_water_bytes=usage.high_water_bytes,
+    )
+
+
+def _link_stats(link: Link) -> LinkStats:
+    usage = link.usage()
+    return LinkStats(usage.num_bytes, usage.busy_s, usage.inflight_bytes, usage.path)
 
 
 class TieredStore:
@@ -170,7 +210,7 @@ class TieredStore:
         Raises:
             LeaseError: one of the blocks is leased.
         """
-        places.discard(self._movement, self._grants, keys)
+        leasing.discard(self._movement, self._grants, keys)
 
     def unregister(self, *keys: str) -> None:
         """Forget blocks and give their home slots back.
@@ -253,7 +293,7 @@ class TieredStore:
         Raises:
             CapacityError: homes and pins together would not fit the tier.
         """
-        places.pin(self._movement, self._grants, key, tier)
+        leasing.pin(self._movement, self._grants, key, tier)
 
     def unpin(self, key: str, tier: str) -> None:
         """Reverse one ``pin``.
@@ -261,7 +301,7 @@ class TieredStore:
         Raises:
             LeaseError: not pinned there.
         """
-        places.unpin(self._movement, self._grants, key, tier)
+        leasing.unpin(self._movement, self._grants, key, tier)
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Put bytes that live outside any block (workspace, staging) on a tier's ledger; negative gives back.
@@ -272,7 +312,7 @@ class TieredStore:
             CapacityError: no such room beside what the tier holds then.
             TransferError: because a write-back failed.
         """
-        places.reserve(self._movement, self._grants, tier, nbytes)
+        leasing.reserve(self._movement, self._grants, tier, nbytes)
 
     def evict(self, key: str, tier: str) -> Transfer:
         """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
@@ -282,7 +322,7 @@ class TieredStore:
         Raises:
             LeaseError: the copy is pinned.
         """
-        return places.evict(self._movement, self._grants, key, tier)
+        return leasing.evict(self._movement, self._grants, key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
         """Tell the future, and how many bytes of it the prefetcher may hold ahead (None: as much as fits; 0: none)."""
@@ -315,7 +355,7 @@ class TieredStore:
                 what_next()
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
-        """Compare contents at rest in files with their checksums; see ``tiered.verify.verify_at_rest``."""
+        """Compare contents at rest in files with their checksums; see ``tiered.durable.reader.verify_at_rest``."""
         return verify_at_rest(self._movement, self._grants, keys)
 
     # -- keep --------------------------------------------------------------------------------------------------

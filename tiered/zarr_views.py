@@ -15,8 +15,8 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from zarr.core.buffer import Buffer, BufferPrototype, cpu, default_buffer_prototype
 
 from tiered.block import BlockSpec
+from tiered.tiers.layout import DOCUMENT_NAME, array_view_document, group_document
 from tiered.units import MiB
-from tiered.zarr_layout import DOCUMENT_NAME, array_view_document, group_document
 
 #: Whole rows of an array that one chunk holds at most; a chunk is one row at least.
 _CHUNK_BYTES = 64 * MiB

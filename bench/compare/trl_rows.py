@@ -16,9 +16,9 @@ import torch
 from bench.common import ROOT, Report
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import IGNORED, Conversation
 from megatrain.data.sources import read_rows
-from megatrain.data.tokenizer import load_tokenizer
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 

@@ -14,7 +14,7 @@ from bench.gpu_sides.cases import merged
 from bench.gpu_sides.job import SEED, Job, StepSeen, fill_weights
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
-from megatrain.flops import step_flops
+from megatrain.engine.trace import step_flops
 from megatrain.models.layout import views
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds

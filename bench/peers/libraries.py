@@ -25,7 +25,7 @@ from bench.peers.base import (
     sync_files,
     timed,
 )
-from tiered.memory.slab import HostSlab
+from tiered.tiers.ram import HostSlab
 from tiered.units import PAGE_BYTES, MiB
 
 #: Compiling DeepSpeed's operator at its first use takes minutes.

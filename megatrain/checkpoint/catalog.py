@@ -14,9 +14,16 @@ from megatrain.checkpoint.whereabouts import in_order, missing_parts
 from megatrain.config.resolved import FILE_NAME
 from megatrain.models.kept import KEPT_COUNT
 from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME, living_owner
+from tiered.durable.manifest import (
+    SNAPSHOT_FOLDER,
+    BlockRecord,
+    Manifest,
+    list_generations,
+    newest_first,
+    read_manifest,
+)
+from tiered.durable.reader import GenerationReader, remove_generation_everywhere
 from tiered.errors import GenerationError, TieredError
-from tiered.manifest import SNAPSHOT_FOLDER, BlockRecord, Manifest, list_generations, newest_first, read_manifest
-from tiered.reader import GenerationReader, remove_generation_everywhere
 
 __all__ = [
     "CheckpointInfo",

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
+from tiered.durable.manifest import newest_first
+from tiered.durable.reader import GenerationReader
+from tiered.durable.whole_copies import CopyFigures, WholeCopies
 from tiered.errors import TieredError
-from tiered.manifest import newest_first
-from tiered.reader import GenerationReader
 from tiered.units import format_size
-from tiered.whole_copies import CopyFigures, WholeCopies
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig

@@ -20,10 +20,10 @@ from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.precision import decode
+from tiered.durable.manifest import list_generations
+from tiered.durable.reader import GenerationReader
 from tiered.errors import TieredError
-from tiered.manifest import list_generations
-from tiered.reader import GenerationReader
-from tiered.zarr_layout import dtype_from_name
+from tiered.tiers.layout import dtype_from_name
 
 if TYPE_CHECKING:
     from torch import Tensor

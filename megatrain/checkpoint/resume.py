@@ -22,8 +22,8 @@ from megatrain.data.loader import LoaderPosition
 from megatrain.metrics import RunSummary
 from megatrain.models.export import RECORD_FILE
 from megatrain.run_folder import FINAL_NAME
+from tiered.durable.manifest import newest_first, read_manifest
 from tiered.errors import GenerationError, NewerFormatError
-from tiered.manifest import newest_first, read_manifest
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig

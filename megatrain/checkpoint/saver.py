@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.metrics import CheckpointMetrics, RunObserver
-from tiered.manifest import generation_folder, newest_first
+from tiered.durable.manifest import generation_folder, newest_first
 from tiered.tiers.directory import files_below
 from tiered.units import format_size
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from megatrain.checkpoint.copier import CheckpointCopier
     from megatrain.config.schema import RunConfig
-    from tiered.commit import Commit
+    from tiered.durable.commit import Commit
     from tiered.store import TieredStore
 
 #: Seconds between two looks at a drive that has too little free space.

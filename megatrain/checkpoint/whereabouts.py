@@ -32,7 +32,7 @@ __all__ = [
 CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
 _RESOLVED_NAME = "config.resolved.toml"  # of megatrain.config.resolved, which imports torch
-_MANIFEST_NAME, _SNAPSHOT_FOLDER = "MANIFEST.json", "snap"  # of tiered.manifest
+_MANIFEST_NAME, _SNAPSHOT_FOLDER = "MANIFEST.json", "snap"  # of tiered.durable.manifest
 _Kind = TypeVar("_Kind")
 _STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # of tiered.tiers.directory and ownership
 

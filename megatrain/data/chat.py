@@ -11,10 +11,10 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.data.errors import RowError
 from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
 from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, Span
 from megatrain.data.messages import with_text_arguments
+from megatrain.data.rows_report import RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatrain.data.errors import DataError, RowError
 from megatrain.data.messages import field_names, kind, parse_inner_json, read_messages, read_tools
+from megatrain.data.rows_report import DataError, RowError
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
 IGNORED = -100  # label of a token that is not trained; the value that Hugging Face's losses skip

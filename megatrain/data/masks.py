@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.errors import DataError, RowError
+from megatrain.data.rows_report import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

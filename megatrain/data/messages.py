@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatrain.data.errors import RowError
+from megatrain.data.rows_report import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Names of roles elsewhere.

@@ -11,15 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.dataset import OnMessage, TokenDataset, load_dataset
-from megatrain.data.encoding import Piece, TextCutter
-from megatrain.data.errors import DataError, RowError
+from megatrain.data.dataset import OnMessage, TokenDataset, describe, held_out_part, load_dataset
+from megatrain.data.encoding import Piece, TextCutter, load_tokenizer
 from megatrain.data.formats import Completion, Conversation, Document, Row
-from megatrain.data.held_out import describe, held_out_part
 from megatrain.data.packing import pack_documents
-from megatrain.data.report import DataReport
+from megatrain.data.rows_report import DataError, DataReport, RowError
 from megatrain.data.sources import rows_of_files, source_files
-from megatrain.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,13 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatrain.doctor.drives import FULL, QUICK, DriveResult, measure_drive
-from megatrain.doctor.findings import Finding, drive_findings, gpu_findings, processor_findings, system_findings
-from megatrain.doctor.gpu import GdsResult, GpuResult, check_gds, measure_gpu
-from megatrain.doctor.processor import ProcessorResult, measure_processor
-from megatrain.doctor.scratch import check_path
-from megatrain.doctor.system import SystemFacts, read_system
-from megatrain.plan.profile import DriveProfile, GpuProfile, MachineProfile
+from megatrain.doctor.drives import FULL, QUICK, DriveResult, check_path, measure_drive
+from megatrain.doctor.findings import (
+    Finding,
+    SystemFacts,
+    drive_findings,
+    gpu_findings,
+    processor_findings,
+    read_system,
+    system_findings,
+)
+from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult, check_gds, measure_gpu, measure_processor
+from megatrain.plan.machine import DriveProfile, GpuProfile, MachineProfile
 from tiered.units import MiB
 
 #: RAM that is worked on, and seconds per measurement: quick, and in full.

@@ -2,28 +2,660 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatrain.embed.activation_blocks import pool_of
-from megatrain.embed.activation_shelf import Original, Shelf, StoredSpan, WeakStorage, witness_of
-from megatrain.embed.spans import Place, Span, can_be_placed
-from tiered.units import MiB, format_size
+from megatrain.embed.stores import ledger_of
+from tiered.errors import CapacityError
+from tiered.store import TieredStore
+from tiered.transfer import Transfer
+from tiered.units import PAGE_BYTES, GiB, MiB, format_size, round_up
 
 if TYPE_CHECKING:
-    from tiered.store import TieredStore
+    from tiered.records import Lease
+    from tiered.schedule import Mode
 
-__all__ = ["ActivationStats", "offload_activations"]
+__all__ = [
+    "ActivationBlock",
+    "ActivationStats",
+    "BlockPool",
+    "Original",
+    "Place",
+    "Shelf",
+    "Span",
+    "StoredSpan",
+    "WeakStorage",
+    "bytes_of",
+    "can_be_placed",
+    "offload_activations",
+    "pool_of",
+    "rounded_bytes",
+    "witness_of",
+]
+
+#: Restored memory begins where it lay in the storage, modulo this: some kernels round by the alignment of an address.
+_ALIGNMENT_BYTES = 512
+#: A span is stored whole if at least one in so many of its bytes belongs to the tensor, else only those that do.
+_DENSE_SHARE = 2
+#: A tensor is read from a larger span that is stored already if that is at most so many times its own size.
+_SHARED_SHARE = 4
+#: Elements are copied as numbers of the same size, so that no bit of them means anything.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def can_be_placed(tensor: Tensor) -> bool:
+    """Return whether a tensor is nothing but a strided view of its storage; False for subclasses and other layouts."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+        and tensor.dtype.itemsize in _WORDS
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its storage, and how it is read there.
+
+    Attributes:
+        shape: the tensor's, strides in elements.
+        stride: the tensor's, strides in elements.
+        dtype: the tensor's, strides in elements.
+        is_conj: its lazy bits.
+        is_neg: its lazy bits.
+        start: first byte of the storage that it needs, and the one after the last.
+        stop: first byte of the storage that it needs, and the one after the last.
+        own_bytes: of its different elements: one that is expanded counts once.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+    start: int
+    stop: int
+    own_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        """Return the place of a tensor for which ``can_be_placed``."""
+        size = tensor.dtype.itemsize
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        start = int(tensor.storage_offset()) * size
+        steps = [(int(count), int(step)) for count, step in zip(shape, stride, strict=True)]
+        stop, own_bytes = start, 0
+        if tensor.numel():
+            stop = start + (sum((count - 1) * step for count, step in steps) + 1) * size
+            num_own = math.prod(count for count, step in steps if step)
+            own_bytes = min(num_own * size, stop - start)  # windows that overlap show an element more than once
+        return cls(shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg(), start, stop, own_bytes)
+
+    def view(self, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
+        """Return the tensor as a view of memory whose byte 0 is byte ``first_byte`` of the original storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        view = empty.set_(storage, (self.start - first_byte) // self.dtype.itemsize, self.shape, self.stride)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of a storage that is stored as one block, for one tensor or for several.
+
+    Attributes:
+        start: bytes of the original storage that restored memory stands for.
+        stop: bytes of the original storage that restored memory stands for.
+        nbytes: of contents, which are all bytes from ``start`` to ``stop``, or with ``grid`` only its elements.
+        grid: (bytes per element, first byte, counts, strides in elements) of those, largest stride first.
+    """
+
+    start: int
+    stop: int
+    nbytes: int
+    grid: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None
+
+    @classmethod
+    def around(cls, place: Place, storage_bytes: int) -> Span:
+        """Return what to store for a tensor: what it needs, or a little more where others will need the rest."""
+        start = place.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        if place.own_bytes * _DENSE_SHARE < place.stop - place.start:
+            return cls(start, place.stop, place.own_bytes, _grid_of(place))
+        if (place.stop - place.start) * 8 >= storage_bytes * 7:  # such as x[:, :-1]: then x is there as well
+            return cls(0, storage_bytes, storage_bytes, None)
+        return cls(start, place.stop, place.stop - start, None)
+
+    def serves(self, place: Place) -> bool:
+        """Return whether a tensor is better read from this span than stored by itself."""
+        if self.grid is not None:
+            return place.own_bytes == self.nbytes and self.grid == _grid_of(place)
+        is_inside = self.start <= place.start and place.stop <= self.stop
+        return is_inside and place.own_bytes * _SHARED_SHARE >= self.nbytes
+
+    def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
+        """Copy the contents out of the original storage, to ``nbytes`` bytes: contiguous, 1-D, uint8, any device."""
+        self._copy(into, storage, 0, outward=True)
+
+    def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
+        """Return new memory on ``device`` with the contents where they were; the rest of it is undefined."""
+        memory = torch.empty(self.stop - self.start, dtype=torch.uint8, device=device).untyped_storage()
+        self._copy(contents, memory, self.start, outward=False)
+        return memory
+
+    def _copy(self, contents: Tensor, storage: torch.UntypedStorage, first_byte: int, *, outward: bool) -> None:
+        if self.grid is None:
+            inside = bytes_of(storage)[self.start - first_byte : self.stop - first_byte]
+        else:
+            size, start, counts, strides = self.grid
+            empty = torch.empty(0, dtype=_WORDS[size], device=storage.device)
+            inside = empty.set_(storage, (start - first_byte) // size, counts, strides)
+            contents = contents.view(_WORDS[size]).view(counts)
+        source, target = (inside, contents) if outward else (contents, inside)
+        target.copy_(source)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a storage as a 1-D uint8 tensor, no copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _grid_of(place: Place) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    steps = sorted(
+        ((step, count) for count, step in zip(place.shape, place.stride, strict=True) if step and count > 1),
+        reverse=True,
+    )
+    counts, strides = tuple(count for _, count in steps), tuple(step for step, _ in steps)
+    return place.dtype.itemsize, place.start, counts, strides
+
+
+#: A block that nobody wanted for so many rounds is given up.
+_IDLE_ROUNDS = 8
+#: Where there is no room for a new block, a kept one of another size serves if it is at most so many times too large.
+_MAX_WASTE = 2
+
+
+@dataclass(slots=True, eq=False)
+class ActivationBlock:
+    """A registered block of bytes.
+
+    Attributes:
+        key: as registered.
+        home: as registered.
+        nbytes: as registered.
+        transfer: the last movement that was asked for.
+        last_round: when it was taken last.
+    """
+
+    key: str
+    home: str
+    nbytes: int
+    transfer: Transfer | None = None
+    last_round: int = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether no movement that was asked for is under way."""
+        return self.transfer is None or self.transfer.done()
+
+
+class BlockPool:
+    """The blocks that activations use in one store. Thread-safe.
+
+    A round ends when a forward does, or when no block is in use any more.
+
+    Attributes:
+        registered_bytes: of all blocks, used or kept.
+        num_registered: how many there are.
+        has_told: somebody was told that there is no room for more.
+    """
+
+    def __init__(self) -> None:
+        self.registered_bytes = 0
+        self.num_registered = 0
+        self._lock = threading.Lock()
+        # Finalizers run anywhere, also in a thread that holds the store's lock or this one: they only append.
+        self._dead: deque[ActivationBlock] = deque()
+        self._moving: list[ActivationBlock] = []  # dead, with a movement under way
+        self._kept: dict[int, list[ActivationBlock]] = {}  # by size
+        self._num_names = 0
+        self._round = 0
+        self.has_told = False
+
+    def take(
+        self, store: TieredStore, nbytes: int, homes: Sequence[str], max_bytes: int | None
+    ) -> ActivationBlock | None:
+        """Return a block of at least ``nbytes`` with undefined contents; None where there is no room for it.
+
+        Args:
+            homes: tiers that it may live in, most wanted first.
+            max_bytes: most bytes of all blocks together.
+
+        Raises:
+            TransferError: a drive refused the files.
+        """
+        size = rounded_bytes(nbytes)
+        with self._lock:
+            self._collect_locked(store)
+            larger = sorted(other for other in self._kept if size < other <= _MAX_WASTE * size)
+            block = (
+                _take_best(self._kept.get(size, []), homes)
+                or self._new_locked(store, size, homes, max_bytes)
+                # One that still moves: the lease for writing waits for that.
+                or _take_best(self._moving, homes, size)
+                or next((found for other in larger if (found := _take_best(self._kept[other], homes))), None)
+            )
+            if block is not None:
+                block.last_round = self._round
+            return block
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Return the bytes of blocks with contents that somebody may want, as of the last ``collect``."""
+        with self._lock:
+            return self.registered_bytes - sum(block.nbytes for block in (*self._all_kept(), *self._moving))
+
+    def release_with(self, owner: object, block: ActivationBlock) -> None:
+        """Take a block back when ``owner`` dies, wherever that happens."""
+        weakref.finalize(owner, self._dead.append, block).atexit = False
+
+    def release(self, block: ActivationBlock) -> None:
+        """Take a block back; its contents are dead."""
+        self._dead.append(block)
+
+    def collect(self, store: TieredStore) -> None:
+        """Let go of dead contents, unless another thread is at it."""
+        if self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._collect_locked(store)
+            finally:
+                self._lock.release()
+
+    def end_round(self, store: TieredStore) -> None:
+        """Say that a forward is over; give up blocks that nobody wanted for long."""
+        with self._lock:
+            self._collect_locked(store)
+            self._round += 1
+            idle = [block for block in self._all_kept() if self._round - block.last_round > _IDLE_ROUNDS]
+            self._give_up_locked(store, idle)
+
+    def trim(self, store: TieredStore) -> None:
+        """Give back every block that holds nothing now. Waits for their movements."""
+        with self._lock:
+            self._collect_locked(store)
+            for block in self._moving:
+                self._keep_locked(block)
+            self._moving = []
+            self._give_up_locked(store, self._all_kept())
+
+    def _all_kept(self) -> list[ActivationBlock]:
+        return [block for same_size in self._kept.values() for block in same_size]
+
+    def _keep_locked(self, block: ActivationBlock) -> None:
+        self._kept.setdefault(block.nbytes, []).append(block)
+
+    def _collect_locked(self, store: TieredStore) -> None:
+        if store.is_closed:  # its blocks are gone with it
+            self._dead.clear()
+            self._kept, self._moving, self.num_registered, self.registered_bytes = {}, [], 0, 0
+            return
+        dead, self._moving = self._moving, []
+        num_before = len(dead)
+        while self._dead:
+            dead.append(self._dead.popleft())
+        for block in dead:
+            if block.is_quiet:
+                store.discard(block.key)  # what is dead is never written
+                block.transfer = None
+                self._keep_locked(block)
+            else:
+                self._moving.append(block)  # to discard it now would mean to wait
+        if len(dead) > num_before and len(self._all_kept()) + len(self._moving) == self.num_registered:
+            self._round += 1
+
+    def _new_locked(
+        self, store: TieredStore, size: int, homes: Sequence[str], max_bytes: int | None
+    ) -> ActivationBlock | None:
+        if not homes or (max_bytes is not None and self.registered_bytes + size > max_bytes):
+            return None
+        key = f"activations/{self._num_names}"
+        try:
+            home = ledger_of(store).register(store, key, size, torch.uint8, homes, durable=False)
+        except CapacityError:
+            return None
+        self._num_names += 1
+        self.num_registered += 1
+        self.registered_bytes += size
+        return ActivationBlock(key, home, size)
+
+    def _give_up_locked(self, store: TieredStore, blocks: Sequence[ActivationBlock]) -> None:
+        for block in blocks:
+            self._kept[block.nbytes].remove(block)
+            self.num_registered -= 1
+            self.registered_bytes -= block.nbytes
+            store.unregister(block.key)
+
+
+def _take_best(blocks: list[ActivationBlock], homes: Sequence[str], nbytes: int = 0) -> ActivationBlock | None:
+    """Take a block out of a list: in the most wanted home, and there the last one, whose memory is the warmest."""
+    for home in homes:
+        for index in range(len(blocks) - 1, -1, -1):
+            if blocks[index].home == home and nbytes in (0, blocks[index].nbytes):
+                return blocks.pop(index)
+    return None
+
+
+def rounded_bytes(nbytes: int) -> int:
+    """Return the size of a block for ``nbytes``: one of eight per power of two, so that near sizes share blocks."""
+    step = max(PAGE_BYTES, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
+    return round_up(max(nbytes, 1), step)
+
+
+_POOLS: WeakKeyDictionary[TieredStore, BlockPool] = WeakKeyDictionary()
+
+
+def pool_of(store: TieredStore) -> BlockPool:
+    """Return the pool of a store; made at the first call, and kept as long as the store."""
+    return _POOLS.setdefault(store, BlockPool())
+
+
+#: A tensor for which no room comes free in the fast tier for so long stays where it is.
+_MAX_WAIT_S = 60.0
+#: How far the look-ahead goes back in the order of the forward, and how many fetches it asks for at a time.
+_MAX_STEPS_BACK = 64
+_MAX_FETCHES = 16
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def witness_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory whose ``_version`` is that of ``tensor``, now and after it is gone."""
+    witness = tensor.detach()
+    witness.data = _nothing(tensor.dtype, tensor.device)
+    return witness
+
+
+class WeakStorage:
+    """A weak reference to a storage. While it lives, no other storage gets the same address."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> torch.UntypedStorage | None:
+        """Return the storage, or None where nobody has it any more."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        return storage
+
+
+class Original:
+    """A storage, in one state of its contents, parts of which were saved for a backward. Keeps no memory.
+
+    While it lives, the address of the storage means this storage.
+
+    Attributes:
+        spans: what is stored of it, weakly.
+        kept: something that keeps the storage itself, weakly, or None.
+    """
+
+    __slots__ = ("__weakref__", "_nbytes", "_reference", "_version", "_witness", "kept", "spans")
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self._reference = WeakStorage(storage)
+        self._nbytes = storage.nbytes()
+        self._witness, self._version = witness_of(tensor), tensor._version
+        self.spans: list[ref[StoredSpan]] = []
+        self.kept: ref[Any] | None = None
+
+    def is_still(self, version: int) -> bool:
+        """Return whether contents are those that a tensor of this storage with that version has."""
+        return self._witness._version == self._version == version
+
+    def memory(self) -> torch.UntypedStorage | None:
+        """Return the storage where somebody else still has it, with the contents that it had."""
+        if self._witness._version != self._version:
+            return None
+        storage = self._reference()
+        return storage if storage is not None and storage.nbytes() == self._nbytes else None
+
+    def find(self, place: Place) -> StoredSpan | None:
+        """Return what is stored of it and serves a tensor."""
+        found = [(reference, stored) for reference in self.spans if (stored := reference()) is not None]
+        self.spans = [reference for reference, _ in found]
+        return next((stored for _, stored in found if stored.span.serves(place)), None)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class StoredSpan:
+    """A part of an original in a block, as long as somebody holds this.
+
+    Attributes:
+        number: order of being stored.
+        device: where it came from.
+        desk: tier through which it came.
+        is_near: it is there still.
+        is_asked: it was asked to come back.
+        restored: memory that was made of it, if anybody still has it, and the stream on which it was made.
+    """
+
+    original: Original
+    span: Span
+    block: ActivationBlock
+    number: int
+    device: torch.device
+    desk: str
+    is_near: bool
+    is_asked: bool = False
+    restored: tuple[WeakStorage, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How memory of one device travels: homes, most wanted first, and addressable tiers, fastest first."""
+
+    homes: tuple[str, ...]
+    desks: tuple[str, ...]
+    lookahead_bytes: int
+
+
+class Shelf:
+    """Writes parts of storages to blocks of one store, and makes memory of them again. Thread-safe.
+
+    The last ``lookahead_bytes`` that were written stay in the fast tier as well, since the backward begins with
+    them; what is older goes on to its home while the forward goes on. When one is read, those before it are fetched.
+
+    Attributes:
+        write_wait_s: seconds in calls that waited for room to write to.
+        read_wait_s: seconds in calls that waited for bytes.
+        restored_bytes: read back.
+    """
+
+    def __init__(
+        self, store: TieredStore, tier: str | None, max_bytes: int | None, lookahead_bytes: int | None
+    ) -> None:
+        if tier is not None:
+            store.tier(tier)  # raises for a name that is not there
+        self._store, self._tier, self._max_bytes, self._lookahead_bytes = store, tier, max_bytes, lookahead_bytes
+        self._names = tuple(store.stats().tiers)
+        self._pool = pool_of(store)
+        self._routes: dict[torch.device, _Route] = {}
+        self._lock = threading.Lock()  # never held while anything waits
+        self._live: WeakValueDictionary[int, StoredSpan] = WeakValueDictionary()
+        self._near: deque[tuple[int, ref[StoredSpan]]] = deque()
+        self._near_bytes = 0
+        self._num_stored = 0
+        self.write_wait_s = self.read_wait_s = 0.0
+        self.restored_bytes = self.written_bytes = 0
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def write(self, original: Original, span: Span, storage: torch.UntypedStorage) -> StoredSpan | None:
+        """Copy a part of a storage into a block; None where no tier has room for it.
+
+        Raises:
+            TransferError: a drive refused what it had promised, or an earlier write-back failed.
+        """
+        device = storage.device
+        route = self._route(device)
+        started_s = time.perf_counter()
+        block = self._pool.take(self._store, span.nbytes, route.homes, self._max_bytes)
+        if block is None:
+            return None
+        try:
+            lease = self._acquire(block, route, "w")
+            self.write_wait_s += time.perf_counter() - started_s
+            with lease:
+                span.read(storage, lease.tensor[: span.nbytes])
+        except (CapacityError, TimeoutError):
+            self._pool.release(block)
+            return None
+        except BaseException:
+            self._pool.release(block)
+            raise
+        self.written_bytes += span.nbytes
+        return self._remember(original, span, block, lease.tier, device)
+
+    def _remember(
+        self, original: Original, span: Span, block: ActivationBlock, desk: str, device: torch.device
+    ) -> StoredSpan:
+        is_near = desk != block.home
+        with self._lock:
+            stored = StoredSpan(original, span, block, self._num_stored, device, desk, is_near)
+            self._num_stored += 1
+            self._live[stored.number] = stored
+            leaving = self._note_near(stored) if is_near else []
+        self._pool.release_with(stored, block)
+        original.spans.append(ref(stored))
+        for old in leaving:
+            old.block.transfer = self._store.evict(old.block.key, old.desk)
+        return stored
+
+    def _note_near(self, stored: StoredSpan) -> list[StoredSpan]:
+        """Return those that are no longer among the last ones."""
+        self._near.append((stored.block.nbytes, ref(stored)))
+        self._near_bytes += stored.block.nbytes
+        leaving = []
+        while self._near_bytes > self._route(stored.device).lookahead_bytes:
+            nbytes, reference = self._near.popleft()
+            self._near_bytes -= nbytes
+            old = reference()
+            if old is not None:
+                old.is_near = False
+                leaving.append(old)
+        return leaving
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def read(self, stored: StoredSpan) -> torch.UntypedStorage:
+        """Return memory with the contents of a part of a storage; the same one as long as anybody has it.
+
+        Raises:
+            CapacityError: the tiers on its way are full of what this thread holds.
+            TransferError: it could not be brought back.
+            CorruptBlockError: the drive gave other bytes than were written.
+        """
+        stream = _current_stream(stored.device)
+        with self._lock:
+            if stored.restored is not None and stored.restored[1] == stream:
+                memory = stored.restored[0]()
+                if memory is not None:
+                    return memory
+        started_s = time.perf_counter()
+        self._look_ahead(stored)
+        with self._acquire(stored.block, self._route(stored.device), "r") as lease:
+            waited_s = time.perf_counter() - started_s
+            memory = stored.span.restore(lease.tensor[: stored.span.nbytes], stored.device)
+        with self._lock:
+            stored.restored = WeakStorage(memory), stream
+            self.read_wait_s += waited_s
+            self.restored_bytes += stored.span.nbytes
+        self._pool.collect(self._store)
+        return memory
+
+    def _look_ahead(self, stored: StoredSpan) -> None:
+        """Ask for a block, and for those that the backward wants next: in reverse order of the forward."""
+        route = self._route(stored.device)
+        num_fetches, ahead_bytes = 0, 0
+        for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
+            other = stored if number == stored.number else self._live.get(number)
+            if other is None or other.block.home in route.desks[:1] or other.device != stored.device:
+                continue
+            if other is not stored:
+                ahead_bytes += other.block.nbytes
+                if ahead_bytes > route.lookahead_bytes:
+                    return
+            if other.is_near or other.is_asked or (other is not stored and other.original.memory() is not None):
+                continue
+            transfer = self._store.prefetch(other.block.key, route.desks[0])
+            if not transfer.skipped:  # else there is no room, it is still leaving, or it came half the way
+                other.is_asked, other.block.transfer = True, transfer
+            num_fetches += 1
+            if num_fetches >= _MAX_FETCHES:
+                return
+
+    # -- ways --------------------------------------------------------------------------------------------------
+
+    def _acquire(self, block: ActivationBlock, route: _Route, mode: Mode) -> Lease:
+        """Lease a block in the fastest tier on its way that has room for it."""
+        home = self._names.index(block.home)
+        desks = [desk for desk in route.desks if self._names.index(desk) <= home] or [block.home]
+        for desk in desks[:-1]:
+            try:
+                return self._store.acquire(block.key, desk, mode, timeout_s=_MAX_WAIT_S)
+            except (CapacityError, TimeoutError):
+                continue
+        return self._store.acquire(block.key, desks[-1], mode, timeout_s=_MAX_WAIT_S if mode == "w" else None)
+
+    def _route(self, device: torch.device) -> _Route:
+        route = self._routes.get(device)
+        if route is None:
+            route = self._routes[device] = self._new_route(device)
+        return route
+
+    def _new_route(self, device: torch.device) -> _Route:
+        places = [(name, self._store.tier(name).device) for name in self._names]
+        own = [name for name, place in places if place is not None and _is_same(place, device)]
+        addressable = [name for name, place in places if place is not None]
+        first = self._names.index((own or addressable)[0])
+        # A copy in the tier that the tensor comes from frees nothing: only on request.
+        slower = self._names[first + 1 :] if own else self._names[first:]
+        homes: Sequence[str] = slower[::-1] if self._tier is None else (self._tier,)
+        desks = tuple(name for name in self._names[first:] if name in addressable)
+        lookahead_bytes = self._lookahead_bytes
+        if lookahead_bytes is None:
+            lookahead_bytes = min(GiB, self._store.tier(desks[0]).capacity_bytes // 4)
+        return _Route(tuple(homes), desks, lookahead_bytes)
+
+
+def _is_same(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and (place.index is None or place.index == device.index)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatrain.embed.parameters import block_of
+from megatrain.embed.weights import block_of
 from megatrain.models.layout import UnitLayout, build_layout
 
 __all__ = ["ROOT", "Part", "TieringError", "UnitPart", "mark_optimized", "partition"]

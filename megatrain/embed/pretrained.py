@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain.embed.parameters import block_of
 from megatrain.embed.stores import compute_device
-from megatrain.embed.tiering import tier, tiered_module
+from megatrain.embed.tier import tier, tiered_module
+from megatrain.embed.weights import block_of
 from megatrain.models.folder import some
 from megatrain.models.layout import build_layout, views
 from megatrain.models.load import WeightLoader

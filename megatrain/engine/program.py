@@ -15,10 +15,76 @@ import torch
 from tiered.schedule import Access, Mode, Schedule
 
 if TYPE_CHECKING:
-    from megatrain.engine.trace import VisitTrace
+    from megatrain.models.graph import ModelGraph
+
+if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import UnitLayout
     from megatrain.optim.base import StateKind
+
+
+@dataclass(frozen=True, slots=True)
+class TracedVisit:
+    """One unit call of a forward; byte counts are those of one micro-batch, on the compute device.
+
+    Attributes:
+        unit: Index of the unit.
+        is_head: Whether it runs in the head phase, piece by piece.
+        has_backward: Whether the backward runs the unit again. False where nothing that is trained comes before its
+            output, and where the loss does not depend on it: announced, but no weights are asked for.
+        saved: `(shape, dtype)` of every activation that is put away for the backward.
+        held_nbytes: Live besides weights and gradient accumulators when the visit begins: the stream of activations,
+            masks, tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
+        forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
+        backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
+        forward_flops: Floating-point operations of the forward.
+        backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
+        graph_nbytes: What the graph of the forward holds if it is kept for the backward: all that autograd saves, the
+            inputs, and weights cast to other dtypes; not the weights themselves, nor what visits share.
+    """
+
+    unit: int
+    is_head: bool
+    has_backward: bool
+    saved: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    held_nbytes: int
+    forward_nbytes: int
+    backward_nbytes: int
+    forward_flops: int = 0
+    backward_flops: int = 0
+    graph_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VisitTrace:
+    """The visits of one forward in order, the head's last.
+
+    Attributes:
+        visits: All visits.
+        shared_nbytes: What one micro-batch keeps by reference from forward to backward: masks, rotary tables, ids.
+        head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
+            gradients, and the gradient of the trunk's output.
+        head_rows: Rows of logits at a time; 0 if the head is not chunked.
+        guesses: What had to be made up, where and why, a sentence each: counts are estimates then.
+        uncounted: Operators whose FLOPs nobody knows, and why; byte counts do not depend on it.
+        head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
+        num_tokens: Tokens of the micro-batch.
+    """
+
+    visits: tuple[TracedVisit, ...]
+    shared_nbytes: int
+    head_nbytes: int
+    head_rows: int
+    guesses: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
+    head_flops: int = 0
+    num_tokens: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether byte counts are those of the model, and not estimates."""
+        return not self.guesses
+
 
 Phase = Literal["forward", "head", "backward", "update"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]

@@ -7,103 +7,177 @@ byte counts are estimates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.arguments import tree_map
-from megatrain.engine.trace_ledger import Ledger, LedgerError
+from megatrain.engine.attention import AttentionCall
+from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.kept import reads_more_than_text
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedModel
 
+    from megatrain.engine.forward import LayerRunner
     from megatrain.engine.objective import Objective
-    from megatrain.engine.runner import LayerRunner
-    from megatrain.engine.units import BoundUnit
+    from megatrain.engine.visit import BoundUnit
     from megatrain.models.graph import ModelGraph, Unit
 
-__all__ = ["TracedVisit", "VisitTrace", "trace_visits"]
+__all__ = [
+    "Ledger",
+    "LedgerError",
+    "StepFlops",
+    "TracedVisit",
+    "VisitTrace",
+    "count_flops",
+    "step_flops",
+    "trace_visits",
+]
+
+_RAISES = 2  # mode of torch in which an operation without a deterministic kernel raises
+
+
+class LedgerError(RuntimeError):
+    """The trace failed at counting. Not the model's fault: a plan from here on would be wrong."""
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs and the bytes of live storages, and answers the questions about values that fake tensors cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self.num_flops = 0
+        self.uncounted: list[str] = []  # operators whose FLOPs nobody knows, and why
+        self.where = "the model"  # the unit that runs
+        self._guesses: dict[str, list[str]] = {}
+        self.new_nbytes: dict[int, int] = {}  # by storage: those alive that were made since this was cleared
+        self._known: dict[int, int] = {}
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is made inside: it is accounted for as blocks."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Note guesses as those of a unit."""
+        before, self.where = self.where, name
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def guess(self, what: str) -> None:
+        """Note that something is not as it will be, and why; said once, however many units it is in."""
+        names = self._guesses.setdefault(what, [])
+        if self.where not in names:
+            names.append(self.where)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """What was guessed and why, with where: a sentence each."""
+        return tuple(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
+            for what, names in self._guesses.items()
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self._result(func, args, kwargs)
+        try:
+            self._book(func, args, kwargs, result)
+        except Exception as error:
+            raise LedgerError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
+        return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator returns: fake tensors, or a number that is made up."""
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            if (known := getattr(args[0], "constant", None)) is not None:
+                return known.item()
+            self.guess("a number that it looks at is not known before it runs; taken as 0, a yes or no as yes")
+            if args[0].dtype == torch.bool:
+                return True  # validity checks pass
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is aten.nonzero.default:
+            self.guess("how many elements it finds is not known before it runs; taken as the longest side")
+            found = max(args[0].shape, default=1)
+            return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
+        if func is aten.rand.default and not args[0]:
+            # One number, drawn to leave out a layer by chance where it is below a rate. The plan is for all layers.
+            return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # torch knows the shape of the result for bf16 alone; the kernel itself takes fp32 too.
+            with self.paused():
+                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
+                shape = func(*lowered, *args[2:], **kwargs).shape
+            return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **kwargs)
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        self._count_flops(func, args, kwargs, result)
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self._count(item)
+        attention = None if self._paused else AttentionCall.of(func, args, kwargs)
+        if attention is not None:
+            is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
+            hidden = attention.hidden_nbytes(args[0].device, is_deterministic=is_deterministic)
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
+
+    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Add the FLOPs of a call. A formula of torch's that fails costs figures of speed, and no plan."""
+        try:
+            self.num_flops += count_flops(func, args, kwargs, result)
+        except Exception as error:
+            reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if reason not in self.uncounted:
+                self.uncounted.append(reason)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = 0 if self._paused else storage.nbytes()
+        self._known[key] = self.new_nbytes[key] = nbytes
+        weakref.finalize(storage, self._forget, key)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_nbytes -= self._known.pop(key)
+        self.new_nbytes.pop(key, None)
+
 
 #: Allocators give memory in units of so many bytes.
 _ALIGNMENT_BYTES = 512
 
 _TRACED_PIECES = 3  # of the head: the first, which begins the gradient, and others, which add to it
 _LOSS_NBYTES = 4  # what is left of a piece until the end of the step
-
-
-@dataclass(frozen=True, slots=True)
-class TracedVisit:
-    """One unit call of a forward; byte counts are those of one micro-batch, on the compute device.
-
-    Attributes:
-        unit: Index of the unit.
-        is_head: Whether it runs in the head phase, piece by piece.
-        has_backward: Whether the backward runs the unit again. False where nothing that is trained comes before its
-            output, and where the loss does not depend on it: announced, but no weights are asked for.
-        saved: `(shape, dtype)` of every activation that is put away for the backward.
-        held_nbytes: Live besides weights and gradient accumulators when the visit begins: the stream of activations,
-            masks, tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
-        forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
-        backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
-        forward_flops: Floating-point operations of the forward.
-        backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
-        graph_nbytes: What the graph of the forward holds if it is kept for the backward: all that autograd saves, the
-            inputs, and weights cast to other dtypes; not the weights themselves, nor what visits share.
-    """
-
-    unit: int
-    is_head: bool
-    has_backward: bool
-    saved: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    held_nbytes: int
-    forward_nbytes: int
-    backward_nbytes: int
-    forward_flops: int = 0
-    backward_flops: int = 0
-    graph_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class VisitTrace:
-    """The visits of one forward in order, the head's last.
-
-    Attributes:
-        visits: All visits.
-        shared_nbytes: What one micro-batch keeps by reference from forward to backward: masks, rotary tables, ids.
-        head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
-            gradients, and the gradient of the trunk's output.
-        head_rows: Rows of logits at a time; 0 if the head is not chunked.
-        guesses: What had to be made up, where and why, a sentence each: counts are estimates then.
-        uncounted: Operators whose FLOPs nobody knows, and why; byte counts do not depend on it.
-        head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
-        num_tokens: Tokens of the micro-batch.
-    """
-
-    visits: tuple[TracedVisit, ...]
-    shared_nbytes: int
-    head_nbytes: int
-    head_rows: int
-    guesses: tuple[str, ...] = ()
-    uncounted: tuple[str, ...] = ()
-    head_flops: int = 0
-    num_tokens: int = 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether byte counts are those of the model, and not estimates."""
-        return not self.guesses
 
 
 def trace_visits(
@@ -134,7 +208,7 @@ def trace_visits(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatrain.engine.runner import LayerRunner
+    from megatrain.engine.forward import LayerRunner
 
     device = _numbered(torch.device(device))
     access = _TraceAccess(graph, compute_dtype, device)
@@ -175,7 +249,7 @@ def _numbered(device: torch.device) -> torch.device:
 @contextmanager
 def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> Iterator[None]:
     """Have a model's buffers on the compute device for a time, without memory there."""
-    from megatrain.engine.runner import move_buffers
+    from megatrain.engine.forward import move_buffers
 
     before = [(module, dict(module._buffers)) for module in model.modules()]
     try:
@@ -398,3 +472,81 @@ class _NoSink:
 
     def add(self, name: str, gradient: Tensor, /) -> None:
         """Let go of it."""
+
+
+_NO_FLOPS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Floating-point operations of one optimizer step; 0 where the trace cannot tell.
+
+    Matrix products, convolutions and attention are counted, two for each multiplication and addition; causal attention
+    in full, as kernels are rated; the optimizer not.
+
+    Attributes:
+        model: of one forward and one backward of the tokens that are not padding.
+        hardware: of all that was computed: the second forward of layers that are recomputed and the padding too.
+    """
+
+    model: int = _NO_FLOPS
+    hardware: int = _NO_FLOPS
+
+
+def step_flops(
+    trace: VisitTrace,
+    *,
+    num_places: int,
+    num_real_tokens: int,
+    num_trained_tokens: int,
+    kept: Container[int] = (),
+) -> StepFlops:
+    """Return the FLOPs of a step from those of the micro-batch that was traced.
+
+    Layers cost the same for each place of a row, the head for each trained token; attention costs what it does in rows
+    of the traced length, and so less than is counted where rows are shorter.
+
+    Args:
+        trace: of the model.
+        num_places: tokens of all micro-batches, padding included.
+        num_real_tokens: of them without padding; with a label.
+        num_trained_tokens: of them without padding; with a label.
+        kept: visits whose graphs are kept: they are not run again.
+    """
+    if not trace.exact or trace.uncounted or not trace.num_tokens:
+        return StepFlops()
+    trunk = [visit for visit in trace.visits if not visit.is_head]
+    forward = sum(visit.forward_flops for visit in trunk)
+    backward = sum(visit.backward_flops for visit in trunk)
+    again = sum(visit.forward_flops for visit in trunk if visit.has_backward)
+    saved = sum(v.forward_flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
+    head = trace.head_flops * num_trained_tokens
+    return StepFlops(
+        model=((forward + backward - again) * num_real_tokens + head) // trace.num_tokens,
+        hardware=((forward + backward - saved) * num_places + head) // trace.num_tokens,
+    )
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the FLOPs of one call of a torch operator."""
+    if (attention := AttentionCall.of(func, args, kwargs)) is not None:
+        return attention.num_flops
+    formula = _formulas().get(getattr(func, "_overloadpacket", None))
+    return _NO_FLOPS if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """Return operator -> formula: torch's, and those of operators that it has none for."""
+    from torch.utils import flop_counter
+
+    counter: Any = flop_counter  # its functions carry no types
+
+    return {**counter.flop_registry, torch.ops.aten._grouped_mm: _grouped_mm}
+
+
+def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Products of groups of rows [M, K] with one matrix each [E, K, N], or what their backward makes of it."""
+    rows, inner = a.shape[-2:]
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return int(2 * groups * rows * inner * b.shape[-1])

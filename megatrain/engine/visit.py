@@ -1,27 +1,399 @@
-"""One visit of a unit by all micro-batches: run, keep the inputs (or the graph), and run again for the backward."""
+"""One visit of a unit: its weights are bound for as long as its forward, recompute and backward run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import is_not
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from megatrain.activity import Activity
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
-from megatrain.engine.kept import KeptGraph
+from megatrain.models.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.autograd.graph import GradientEdge
 
-    from megatrain.engine.access import BlockAccess, GradientSink
+    from megatrain.config.schema import ModelConfig
     from megatrain.engine.suspend import RandomStates, SuspendedForward, ThreadModes
-    from megatrain.engine.units import BoundUnit
+    from megatrain.models.graph import Unit
 
-__all__ = ["UnitVisit", "optional_gradients"]
+__all__ = [
+    "AbsentWeight",
+    "BlockAccess",
+    "BoundUnit",
+    "GradientSink",
+    "KeptGraph",
+    "LayerCompiler",
+    "UnitVisit",
+    "absent_weight",
+    "collected_records",
+    "installed_stubs",
+    "optional_gradients",
+]
+
+
+class GradientSink(Protocol):
+    """fp32 accumulators of one use site."""
+
+    def add(self, name: str, gradient: Tensor, /) -> None:
+        """Add one micro-batch's gradient (compute dtype, the parameter's shape); the first one of a step is copied."""
+
+
+class BlockAccess(Protocol):
+    """Blocks of one training step, in the order in which the engine asks for them. Used by one thread.
+
+    A *visit* is the ordinal of a unit call inside one forward; a unit that is called twice has two visits, and each
+    visit is a use site with gradient accumulators of its own.
+    """
+
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+        """Announce the next piece of work: forward visits 0.., the head (its first visit), backward ..0.
+
+        A visit that the loss does not depend on is announced too, and its accumulators and activations are opened
+        and closed unused, so that the order of announcements depends on the model alone.
+        """
+
+    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Owner's full parameter name -> tensor in the compute dtype on the compute device, valid inside."""
+
+    def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
+        """Accumulators of the unit's trainable parameters at this use site; asked for only if there are any."""
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
+        """Copy a tensor away; it must not be kept."""
+
+    def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
+        """The same shape, dtype and bits back, once; dead after exit."""
+
+
+_QUESTIONS = frozenset(
+    {
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "ndimension",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "__len__",
+        "__repr__",
+        "__hash__",
+    }
+)
+
+
+class AbsentWeight(Tensor):
+    """Answers for a weight's shape, dtype and device, and refuses to be computed with.
+
+    Model code may ask these of a weight at any time; the numbers are there only while the engine runs the unit.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _QUESTIONS:
+            raise UnsupportedModelError(
+                "the model",
+                f"its code uses a weight outside of the weight's own module ({getattr(func, '__name__', func)}); "
+                "such a weight cannot be streamed",
+            )
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
+    """Return a stand-in with the shape and dtype of `parameter` on `device`; it takes the memory of one number."""
+    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+    standing_in = Tensor._make_subclass(AbsentWeight, nan.expand(parameter.shape))
+    assert isinstance(standing_in, AbsentWeight)
+    return standing_in
+
+
+#: Kinds of one class of layers: shapes of micro-batches, training and evaluation, windows. torch's own limit is 8.
+_MOST_KINDS = 64
+_LONGEST_REASON = 300
+
+
+class LayerCompiler:
+    """Makes compiled forwards of layers. The first call of each kind compiles, which takes seconds to minutes.
+
+    Forward and recompute run the same compiled code, under grad mode both, so they compute the same bits.
+
+    Args:
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self._backend = backend
+        self._by_class: dict[type, Callable[..., Any]] = {}
+
+    @classmethod
+    def of(cls, table: ModelConfig) -> LayerCompiler | None:
+        """Return the compiler that a config asks for, or None."""
+        return cls(table.compile_backend) if table.compile else None
+
+    def forward_of(self, unit: Unit) -> Callable[..., Any]:
+        """Return the compiled forward of a layer.
+
+        It raises ``UnsupportedModelError`` where it cannot be compiled as one graph.
+        """
+        module = unit.module
+        compiled = self._by_class.get(type(module))
+        if compiled is None:
+            # One graph or nothing: behind a break, code would run eagerly, and nobody would notice.
+            compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
+            self._by_class[type(module)] = compiled
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code belongs to a state of autocast, whose cache forward and recompute have different uses for.
+            is_cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            try:
+                with naming_failures(unit):
+                    return compiled(module, *args, **kwargs)
+            finally:
+                torch.set_autocast_cache_enabled(is_cached)
+
+        return forward
+
+
+@contextmanager
+def naming_failures(unit: Unit) -> Iterator[None]:
+    """Run compiled code of a layer, and say which layer it was whose code cannot be compiled.
+
+    Around the backward, too, which is compiled when it first runs.
+    """
+    import torch._dynamo as dynamo
+
+    failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
+    try:
+        with dynamo.config.patch(recompile_limit=_MOST_KINDS):
+            yield
+    except failures as error:
+        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # advice that is none here
+        reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+        raise UnsupportedModelError(
+            f"{unit.name} ({type(unit.module).__name__})",
+            f"torch.compile cannot compile its forward and backward as one graph ({type(error).__name__}: {reason}). "
+            "Write model.compile = false",
+        ) from error
+
+
+def _drop(tensor: Tensor) -> None:
+    """Keep nothing of what autograd would save: the unit is run again in the backward."""
+
+
+def _unpack_dropped(_: object) -> Tensor:
+    raise AssertionError("the graph of a unit's first run was used; only its recompute has one")
+
+
+class BoundUnit:
+    """A unit's module, its parameter slots, and its own `forward`.
+
+    Args:
+        unit: The unit; its module must not be stubbed yet.
+        device: Compute device.
+        compiler: Of layers; None: they run as they are.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
+        self.unit = unit
+        self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
+        self._is_compiled = compiler is not None and unit.is_layer
+        if compiler is not None and unit.is_layer:
+            self.forward = compiler.forward_of(unit)
+        self._modules = tuple(unit.module.modules())
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        self._trainable: dict[str, bool] = {}
+        self._declared_dtype: dict[str, torch.dtype] = {}
+        self._absent: dict[str, Tensor] = {}
+        for local, owner, _ in unit.params:
+            path, _, leaf = local.rpartition(".")
+            parameters = unit.module.get_submodule(path)._parameters
+            parameter = parameters[leaf]
+            assert parameter is not None, local
+            self._slots.append((parameters, leaf, owner))
+            self._trainable[owner] = parameter.requires_grad
+            self._declared_dtype[owner] = parameter.dtype
+            self._absent[owner] = absent_weight(parameter, device)
+        self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """Forward of a container: copies of its parameters, which outlive the visit."""
+        return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Put stand-ins in the place of the parameters: right shape, dtype and device, no memory."""
+        saved = [(parameters, leaf, parameters[leaf]) for parameters, leaf, _ in self._slots]
+        try:
+            for parameters, leaf, owner in self._slots:
+                parameters[leaf] = self._absent[owner]
+            yield
+        finally:
+            for parameters, leaf, parameter in saved:
+                parameters[leaf] = parameter
+
+    @contextmanager
+    def bound(self, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Put `weights` (owner's name -> tensor) in the place of the parameters; yield the trainable ones as leaves."""
+        leaves = {
+            owner: weights[owner].detach().to(self._declared_dtype[owner]).requires_grad_(trains)
+            for owner, trains in self._trainable.items()
+        }
+        saved = [(parameters, leaf, parameters[leaf]) for parameters, leaf, _ in self._slots]
+        try:
+            for parameters, leaf, owner in self._slots:
+                parameters[leaf] = leaves[owner]
+            yield {owner: leaves[owner] for owner in self.trainable}
+        finally:
+            for parameters, leaf, parameter in saved:
+                parameters[leaf] = parameter
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return what the backward of a run is to be in: compiled code is made when it is first called."""
+        return naming_failures(self.unit) if self._is_compiled else nullcontext()
+
+    def run(
+        self,
+        captured: CapturedArguments,
+        tensors: list[Tensor | None],
+        record_keys: tuple[str, ...],
+        *,
+        keep_graph: bool,
+    ) -> CapturedResult:
+        """Run the unit once for one micro-batch, in the current grad mode.
+
+        Args:
+            captured: The call.
+            tensors: Its tensors, with leaves in the place of the activations.
+            record_keys: Keys of the output recorders that are active.
+            keep_graph: True in the recompute; False drops everything that autograd would save.
+        """
+        rebuilt = captured.rebuild(tensors)
+        records: dict[str, list[Any]] = {key: [] for key in record_keys}
+        with self._attributes_restored(), collected_records(records):
+            if keep_graph:
+                value = self.forward(*rebuilt.args, **rebuilt.kwargs)
+            else:
+                # In grad mode all the same: attention picks its kernel by requires_grad, and another kernel in
+                # the recompute could flip a router's choice.
+                with torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped):
+                    value = self.forward(*rebuilt.args, **rebuilt.kwargs)
+        captured.check_opaque()
+        return CapturedResult(value, rebuilt, records)
+
+    @contextmanager
+    def _attributes_restored(self) -> Iterator[None]:
+        """Undo what the forward stored in attributes: it would leak into the next micro-batch and the recompute."""
+        attributes = [dict(module.__dict__) for module in self._modules]
+        buffers = [
+            (module, leaf, buffer, buffer._version)
+            for module in self._modules
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for module, before in zip(self._modules, attributes, strict=True):
+                now = module.__dict__
+                if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
+                    now.clear()
+                    now.update(before)
+        for module, leaf, buffer, version in buffers:
+            if module._buffers.get(leaf) is not buffer or buffer._version != version:
+                raise UnsupportedModelError(
+                    f"{self.unit.name} ({type(module).__name__})",
+                    f"its forward changes the buffer '{leaf}', and would change it a second time when the layer is "
+                    "run again for the backward",
+                )
+
+
+@contextmanager
+def collected_records(records: dict[str, list[Any]]) -> Iterator[None]:
+    """Let Hugging Face's output recorders inside write to `records`."""
+    if not records:
+        yield
+        return
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set(records)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
+
+
+@contextmanager
+def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the `forward` of modules for a time."""
+    own = {module: module.__dict__.get("forward") for module in stubs}
+    try:
+        for module, stub in stubs.items():
+            module.__dict__["forward"] = stub
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+class KeptGraph:
+    """The graph of one micro-batch's run of a unit, from its forward to its backward.
+
+    It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
+
+    Args:
+        streams: The inputs that belong to the stream of activations: leaves of this graph.
+        outputs: What the run gave that needs a gradient.
+    """
+
+    def __init__(self, streams: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.requires_grad = tuple(stream.requires_grad for stream in streams)
+        self.wanted = [stream for stream in streams if stream.requires_grad]
+        self.edges = [get_gradient_edge(output) for output in outputs]
+        self.num_outputs = len(self.edges)
+        self._inside = [_counter(output) for output in outputs]
+        self._outside: list[Tensor] = []
+
+    def handed_out(self, aliases: Sequence[Tensor]) -> None:
+        """Note the aliases of the outputs that the rest of the model works with; it may change these in place."""
+        self._outside = [_counter(alias) for alias in aliases]
+
+    def check(self) -> None:
+        """Let autograd see what was changed in place since: it refuses the backward if the graph needs that tensor.
+
+        The graph and the rest of the model share the outputs' memory but not their version counters. So a change that
+        plain PyTorch refuses is refused here too, and every other one is allowed.
+        """
+        for inside, outside in zip(self._inside, self._outside, strict=True):
+            if outside._version:
+                increment_version(inside)
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """Return an empty tensor that shares the version counter of `tensor`, and nothing else."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.models.discover import find_layers
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.graph import find_layers
 from megatrain.models.small import small_model
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatrain.optim.adafactor import Adafactor, AdafactorConfig
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
-from megatrain.optim.lion import Lion, LionConfig
-from megatrain.optim.sgd import SGD, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:

@@ -126,7 +126,7 @@ def adamw(
     eps: np.float32,
     step_size: np.float32,
 ) -> None:
-    """AdamW; see `megatrain.optim.adamw.AdamW`."""
+    """AdamW; see `megatrain.optim.elementwise.AdamW`."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
         g = as_float32(grad[i]) * grad_scale
@@ -152,7 +152,7 @@ def lion(
     one_minus_beta2: np.float32,
     lr: np.float32,
 ) -> None:
-    """Lion; see `megatrain.optim.lion.Lion`."""
+    """Lion; see `megatrain.optim.elementwise.Lion`."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
         g = as_float32(grad[i]) * grad_scale
@@ -174,7 +174,7 @@ def sgd(
     lr: np.float32,
     nesterov: bool,
 ) -> None:
-    """SGD; see `megatrain.optim.sgd.SGD`. Without momentum `m` is None."""
+    """SGD; see `megatrain.optim.elementwise.SGD`. Without momentum `m` is None."""
     for i in range(grad.size):
         w = load_master(weight, low, i)
         g = as_float32(grad[i]) * grad_scale + w * decay

@@ -74,7 +74,7 @@ def adamw(
     step_size: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """AdamW; see `megatrain.optim.adamw.AdamW`. Programs take `block_elements` each; without a split `low` is None."""
+    """AdamW; see `elementwise.AdamW`. Programs take `block_elements` each; without a split `low` is None."""
     at = _positions(block_elements)
     inside = at < num_elements
     w = _load_master(weight, low, at, inside)
@@ -108,7 +108,7 @@ def lion(
     lr: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Lion; see `megatrain.optim.lion.Lion`. Arguments as of `adamw`."""
+    """Lion; see `megatrain.optim.elementwise.Lion`. Arguments as of `adamw`."""
     at = _positions(block_elements)
     inside = at < num_elements
     decayed = _load_master(weight, low, at, inside) * decay
@@ -137,7 +137,7 @@ def sgd(
     nesterov: tl.constexpr,
     block_elements: tl.constexpr,
 ) -> None:
-    """SGD; see `megatrain.optim.sgd.SGD`. Arguments as of `adamw`; without momentum `m` is None."""
+    """SGD; see `megatrain.optim.elementwise.SGD`. Arguments as of `adamw`; without momentum `m` is None."""
     at = _positions(block_elements)
     inside = at < num_elements
     w = _load_master(weight, low, at, inside)

@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatrain.engine.program import activations_of, keeping_graphs, layouts_of_unit, uses_of_layouts, weight_key
-from megatrain.plan.solve import DoesNotFitError, PlacementSolver
+from megatrain.plan.placement import DoesNotFitError, PlacementSolver
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from megatrain.engine.program import Kind, StepProgram
-    from megatrain.engine.trace import VisitTrace
+    from megatrain.engine.program import Kind, StepProgram, VisitTrace
     from megatrain.models.graph import ModelGraph
-    from megatrain.plan.solve import Placement, TierBudget
+    from megatrain.plan.placement import Placement, TierBudget
 
 
 @dataclass(frozen=True)

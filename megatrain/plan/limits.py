@@ -17,7 +17,7 @@ import psutil
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.sizes import Size
 from megatrain.plan import machine
-from megatrain.plan.profile import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.plan.machine import FileSystem, disk_of, file_system_of, missing_mount
 from tiered.units import GiB, MiB, format_size
 
 if TYPE_CHECKING:

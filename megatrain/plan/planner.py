@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatrain.engine.determinism import deterministic_kernels
+from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import KINDS, Kind, ProgramBuilder, StepProgram, Tick
+from megatrain.engine.program import (
+    KINDS,
+    Kind,
+    ProgramBuilder,
+    StepProgram,
+    VisitTrace,
+    layouts_of_unit,
+    state_key,
+)
 from megatrain.engine.tiled import tile_mlps
-from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.models.kept import kept_modules
 from megatrain.models.liger import check_liger_kernels
-from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
-from megatrain.plan.budgets import gradient_staging_bytes, tier_budgets, with_residents, workspace_bytes
-from megatrain.plan.cost import Estimate, estimate_step
-from megatrain.plan.drives import StepShape, measured_drive_rates
-from megatrain.plan.kept import GraphKeeper, num_layers_kept, weights_stay
-from megatrain.plan.limits import Objection, find_objections
-from megatrain.plan.profile import load_profile
-from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.plan.solve import (
-    DURABLE_KINDS,
+from megatrain.plan.estimate import estimate_step, measured_drive_rates
+from megatrain.plan.kept import GraphKeeper, weights_stay
+from megatrain.plan.limits import find_objections
+from megatrain.plan.machine import load_profile
+from megatrain.plan.placement import (
     MIN_GENERATIONS,
     DoesNotFitError,
-    Placement,
     PlacementSolver,
+    Residency,
     TierBudget,
 )
-from tiered.units import format_size
+from megatrain.plan.plan import Plan, StepShape
+from megatrain.plan.simulate import measured_rates, simulate_step
+from tiered.tiers.stripe import check_rates, plan_chunks
+from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from megatrain.config.schema import RunConfig
-    from megatrain.plan.measure import MeasuredTicks
+    from megatrain.plan.machine import MachineProfile
 
 #: Tokens that a micro-batch aims at where the config gives tokens per step only. A constant, because the cut
 #: into micro-batches is part of the numbers and must not depend on the memory of the machine.
@@ -56,194 +62,6 @@ OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
 STAY_SHARE = 0.9
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
-
-_TITLES: Mapping[Kind, str] = {
-    "weights": "weights",
-    "activations": "activations",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is decided before a run starts, and the figures a person wants to see of it.
-
-    Attributes:
-        graph: the model, its visits, the ticks of a step, the homes of its blocks.
-        trace: the model, its visits, the ticks of a step, the homes of its blocks.
-        program: the model, its visits, the ticks of a step, the homes of its blocks.
-        placement: the model, its visits, the ticks of a step, the homes of its blocks.
-        device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
-        host_updates: why all updates are made in RAM although there is a GPU tier, or "".
-        budgets_by_tier: capacities, fast to slow.
-        micro_batch_size: rows, and their number.
-        num_micro_batches: rows, and their number.
-        nvme_rates: shares of the NVMe paths in what is striped, in any unit.
-        estimate: time and wear of a step at the rates that were measured on this machine.
-        ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
-        kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
-        copies: whole copies of checkpoints that ``output_dir`` holds at most.
-        objections: what speaks against running it on this machine.
-        room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
-        kept_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
-    """
-
-    graph: ModelGraph
-    trace: VisitTrace
-    program: StepProgram
-    placement: Placement
-    optimizer: Optimizer
-    device: torch.device
-    budgets_by_tier: Mapping[str, TierBudget]
-    micro_batch_size: int
-    num_micro_batches: int
-    nvme_rates: Sequence[float]
-    headline: str
-    device_optimizer: Optimizer | None = None
-    host_updates: str = ""
-    fits: bool = True
-    estimate: Estimate | None = None
-    ticks: MeasuredTicks | None = None
-    kept_bytes: int = 0
-    copies: int = 0
-    objections: Sequence[Objection] = ()
-    room_beside_tier: str = ""
-    kept_tensors: str = ""
-
-    @property
-    def tiers(self) -> Sequence[str]:
-        return tuple(self.budgets_by_tier)
-
-    @property
-    def rows(self) -> Sequence[tuple[str, Mapping[str, int], str]]:
-        """(kind, tier -> bytes, note) for the table."""
-        notes = self._notes()
-        rows: list[tuple[str, Mapping[str, int], str]] = [
-            (_TITLES[kind], {tier: self.placement.home_bytes[tier][kind] for tier in self.tiers}, notes[kind])
-            for kind in KINDS
-        ]
-        rows.append(("working set", self.placement.working_bytes, "copies away from home that one tick needs at once"))
-        precision = "exact" if self.trace.exact else "estimated"
-        if any(self.placement.generation_bytes.values()):
-            count = max(budget.generations for budget in self.budgets_by_tier.values())
-            note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
-            rows.append(("checkpoints", self.placement.generation_bytes, note))
-        workspace = dict(self.placement.workspace_bytes)
-        if self.kept_bytes:
-            tier = self.program.compute_tier
-            workspace[tier] -= self.kept_bytes
-            kept, layers = num_layers_kept(self.graph, self.trace, self.program)
-            note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
-            rows.append(("kept graphs", {name: self.kept_bytes * (name == tier) for name in self.tiers}, note))
-        rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
-        return rows
-
-    @property
-    def totals(self) -> Mapping[str, int]:
-        return {tier: self.placement.peak_bytes(tier) for tier in self.tiers}
-
-    @property
-    def budgets(self) -> Mapping[str, int]:
-        return {tier: budget.capacity_bytes for tier, budget in self.budgets_by_tier.items()}
-
-    @property
-    def traffic(self) -> Mapping[str, int]:
-        """Bytes that cross each link in one step."""
-        return self.placement.traffic_bytes
-
-    @property
-    def checkpoint_bytes_in_output_dir(self) -> int:
-        """Bytes of one checkpoint that are written to ``output_dir``: of durable blocks at home in no file tier."""
-        homes, blocks = self.placement.homes, self.program.blocks.values()
-        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] != "nvme")
-
-    @property
-    def guesses(self) -> Sequence[str]:
-        """What of the workspace had to be guessed, and why; nothing where it is exact."""
-        return self.trace.guesses
-
-    @property
-    def checkpoint_bytes_on_drives(self) -> int:
-        """Bytes of one checkpoint that stay on the drives, and that a whole copy of it writes to ``output_dir``."""
-        homes, blocks = self.placement.homes, self.program.blocks.values()
-        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] == "nvme")
-
-    @property
-    def messages(self) -> Sequence[str]:
-        estimates = [f"the workspace is estimated: {guess}" for guess in self.guesses]
-        if self.trace.uncounted:
-            estimates.append(f"the FLOPs of a step are not known: {'; '.join(self.trace.uncounted)}")
-        beside = [self.room_beside_tier] if self.room_beside_tier else []
-        return (*self._messages_of_moves(), *beside, *estimates)
-
-    def _messages_of_moves(self) -> tuple[str, ...]:
-        compute = self.program.compute_tier
-        placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        updates: tuple[str, ...] = (self.kept_tensors,) if self.kept_tensors else ()
-        updates += () if compute == "ram" else (self._where_updates_are_made(),)
-        if self.copies and self.checkpoint_bytes_on_drives:
-            size = format_size(self.checkpoint_bytes_on_drives)
-            updates += (f"output_dir comes to hold {self.copies} whole copies of checkpoints, {size} each: save_copy",)
-        if placement.direct:
-            updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
-        if not any(self.traffic.values()):
-            return (f"every block is at home in {compute}: nothing is fetched", *updates)
-        held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
-        return (
-            f"{format_size(capacity - held)} of {compute} are open to copies; half of the ticks need at most "
-            f"{format_size(placement.median_working_bytes[compute])}, the rest is fetched ahead",
-            *updates,
-        )
-
-    @property
-    def device_updates(self) -> Sequence[Tick]:
-        """The updates that are made in GPU memory."""
-        program, homes = self.program, self.placement.homes
-        return [tick for tick in self._updates if program.tier_of(tick, homes) == program.compute_tier != "ram"]
-
-    @property
-    def _updates(self) -> Sequence[Tick]:
-        return [tick for tick in self.program.ticks if tick.phase == "update"]
-
-    def warm_up(self) -> None:
-        """Compile or load the kernels of this run's updates, of host and device, so that no step pays for it."""
-        gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
-        formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
-        self.optimizer.warm_up(formats)
-        if self.device_optimizer is not None and self.device_updates:
-            self.device_optimizer.warm_up(formats)
-        clip.warm_up()
-
-    def num_updated(self, *, on_gpu: bool) -> int:
-        """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
-        there = self.device_updates if self.device.type == "cuda" else ()
-        return self._num_elements(there if on_gpu else [tick for tick in self._updates if tick not in there])
-
-    def _num_elements(self, updates: Iterable[Tick]) -> int:
-        blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.held]
-        return sum(block.num_elements for block in blocks if block.kind == "weights")
-
-    def _where_updates_are_made(self) -> str:
-        if self.host_updates:
-            return f"updates are made in ram: {self.host_updates}"
-        there = self.device_updates
-        share = 100 * self._num_elements(there) // max(1, self._num_elements(self._updates))
-        which = f"{len(there)} of {len(self._updates)} groups of blocks, {share} % of the trained parameters,"
-        return f"{which} live in gpu and are updated there"
-
-    def _notes(self) -> dict[Kind, str]:
-        notes: dict[Kind, str] = {}
-        homes = self.placement.homes
-        elsewhere = {access.key for access in self.program.accesses(homes) if homes[access.key] != access.tier}
-        for kind in KINDS:
-            blocks = [block for block in self.program.blocks.values() if block.kind == kind]
-            dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
-            away = sum(block.key in elsewhere for block in blocks)
-            at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
-            notes[kind] = at_home if blocks else "none"
-        notes["activations"] += f"; micro-batches {self.num_micro_batches} x {self.micro_batch_size} rows"
-        return notes
 
 
 def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
@@ -471,3 +289,106 @@ def _headline(config: RunConfig, graph: ModelGraph) -> str:
     dtype = str(graph.dtype).removeprefix("torch.")
     tokens = config.rows_per_step * config.data.max_length
     return f"{name}  {size} parameters, {layers} layers   {config.task}, {dtype}, {tokens:,} tokens/step"
+
+
+GPU_ALIGNMENT_BYTES = 512
+
+
+def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
+    """Return what the compute device holds outside blocks at its fullest.
+
+    All micro-batches' streams are there between two units, each with the input of one and the output of the other;
+    one micro-batch at a time is computed.
+    """
+    streams = max((visit.held_nbytes for visit in trace.visits), default=0)
+    inside = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits), default=0)
+    return round_up(2 * num_micro_batches * streams + max(inside, trace.head_nbytes), PAGE_BYTES)
+
+
+def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, config: RunConfig) -> int:
+    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit."""
+    if config.precision.grad_dtype == "float32":
+        return 0
+    nbytes_by_visit = [
+        sum(4 * graph.layouts[name].num_elements for name in layouts_of_unit(graph, visit.unit))
+        for visit in trace.visits
+    ]
+    head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
+    return max([head, *nbytes_by_visit])
+
+
+def tier_budgets(
+    config: RunConfig, device: torch.device, workspace: int, rates: Sequence[float]
+) -> dict[str, TierBudget]:
+    """Return the tiers of the run, fast to slow, with their capacities and roundings."""
+    on_gpu = machine.compute_tier(config, device) == "gpu"
+    is_direct = machine.moves_past_ram(config, device)
+    budgets: dict[str, TierBudget] = {}
+    if on_gpu:
+        capacity = machine.gpu_capacity_bytes(config, device)
+        alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
+        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
+    capacity = machine.ram_capacity_bytes(config)
+    budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
+    if config.tiers.nvme:
+        shares = check_rates(rates, len(config.tiers.nvme))
+        capacity = machine.nvme_capacity_bytes(config)
+        file_size = config.advanced.file_size
+        budgets["nvme"] = TierBudget(
+            "nvme",
+            capacity,
+            lambda n: plan_chunks(n, shares, file_size).slot_bytes,
+            generations=max(config.checkpoint.save_total_limit, MIN_GENERATIONS) if config.checkpoint.is_on else 0,
+            direct_to=frozenset({"gpu"} if is_direct else ()),
+        )
+    return budgets
+
+
+def with_residents(
+    budgets: Mapping[str, TierBudget], config: RunConfig, program: StepProgram, profile: MachineProfile | None
+) -> dict[str, TierBudget]:
+    """Return the budgets with what decides about homes in GPU memory, and what that takes in RAM.
+
+    Args:
+        profile: of this machine, if its GPU is the compute device; where it lacks a rate, bytes decide.
+    """
+    if program.compute_tier == "ram":
+        return dict(budgets)
+    wanted = {kind: getattr(config.placement, kind) for kind in KINDS}
+    kinds = {kind for kind, tiers in wanted.items() if tiers == "auto" or "gpu" in tiers}
+    if not program.updates_in_compute_tier:
+        kinds.discard("optimizer")  # state is worth nothing where nobody can use it
+    gpu = profile.gpu if profile is not None else None
+    rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
+    residency = Residency(frozenset(kinds))
+    if gpu is not None:
+        residency = Residency(
+            frozenset(kinds),
+            bus_s_per_byte=0.5 / gpu.h2d_bytes_per_s + 0.5 / gpu.d2h_bytes_per_s,
+            host_update_s_per_element=1 / rate if rate and config.optimizer.optim == "adamw" else 0.0,
+        )
+    compute = program.compute_tier
+    return {
+        **budgets,
+        compute: replace(budgets[compute], residency=residency),
+        "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program)),
+    }
+
+
+def _master(program: StepProgram) -> str:
+    """Return the name of the weights' dtype, by which rates of updates are kept."""
+    dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights")
+    return str(dtype).removeprefix("torch.")
+
+
+def filling_bytes(program: StepProgram) -> int:
+    """Return what the weights of the largest layout take in RAM on their way in or out, with their fp32 master."""
+    most = 0
+    for key, block in program.blocks.items():
+        if block.kind == "weights":
+            parts = [block.nbytes]
+            if block.dtype.itemsize == 2:
+                low = program.blocks.get(state_key(key.rsplit("/", 1)[0], "low"))
+                parts += [4 * block.num_elements, low.nbytes if low is not None else 0]
+            most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
+    return most

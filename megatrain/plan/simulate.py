@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Kept, Op, TapeStore, compile_step
-from megatrain.plan.cost import flops_per_token
+from megatrain.plan.estimate import flops_per_token
 from tiered.policies import Belady
 from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.store import TieredStore
 from tiered.units import format_duration
 
 if TYPE_CHECKING:
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
     from tiered.events import StoreStats
 
 _NUM_WARM_STEPS = 2  # the first lacks the update, the second may still find an empty drive queue

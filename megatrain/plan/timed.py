@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatrain.plan.cost import estimate_step
-from megatrain.plan.measure import MeasuredTicks, NotMeasurableError, measure_ticks, same_ticks
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.machine import load_profile
+from megatrain.plan.measure import NotMeasurableError, measure_ticks, same_ticks
+from megatrain.plan.plan import MeasuredTicks
 from megatrain.plan.planner import step_shape
-from megatrain.plan.profile import load_profile
 from megatrain.plan.simulate import measured_rates, simulate_step
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
 
 
 class PlanTimer:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.load import load_config
 from megatrain.config.problems import ConfigError
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.plan.solve import DoesNotFitError
 from tiered.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
     from megatrain.plan.timed import PlanTimer
 
 __all__ = ["Alternative", "RunLength", "describe", "overrides_of", "plan_alternative", "run_length"]

@@ -15,7 +15,7 @@ from megatrain.config.resolved import format_value, resolved_values
 from megatrain.config.schema import RunConfig
 from megatrain.report.history import RunHistory
 from tiered.errors import TieredError
-from tiered.tiers.wear import WearCounter
+from tiered.tiers.health import WearCounter
 
 #: Steps at the start that are left out of means: files are made, and pages are touched for the first time.
 NUM_WARM_STEPS = 2

@@ -16,7 +16,7 @@ from megatrain.checkpoint.state import installed_versions, now_text
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.metrics import RunSummary
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
 
 __all__ = ["PLAN_NAME", "SUMMARY_NAME", "plan_values", "read_record", "write_plan", "write_summary"]
 
@@ -80,8 +80,7 @@ def plan_values(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
 def describe_machine(config: RunConfig, device: str) -> dict[str, Any]:
     """Return what the run is on: processor, RAM, GPU, and the drives of the config."""
-    from megatrain.plan.machine import total_ram_bytes
-    from megatrain.plan.profile import cpu_name, file_system_of, load_profile
+    from megatrain.plan.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
 
     profile = load_profile().machine
     places = {"output_dir": config.output_dir, **{str(table.path): table.path for table in config.tiers.nvme}}

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from megatrain.config.schema import RunConfig
 from megatrain.engine.program import KINDS
 from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from megatrain.run_folder import CHECKPOINTS_NAME
 from megatrain.trainer import Trainer
 from tiered.checksums import checksum
-from tiered.manifest import read_manifest
+from tiered.durable.manifest import read_manifest
 
 if TYPE_CHECKING:
     from megatrain.config.schema import OptimizerConfig
     from megatrain.data.loader import StepBatch
-    from megatrain.plan.planner import Plan
-    from megatrain.verify.small_model import SmallModel
+    from megatrain.models.small import SmallModel
+    from megatrain.plan.plan import Plan
 
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
 _AMPLE = "auto"

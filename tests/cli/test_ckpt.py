@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from megatrain.run_folder import RunFolder
 from reference.saved_run import SavedRun, command_group, make_run
-from tiered.manifest import list_generations
+from tiered.durable.manifest import list_generations
 
 CliModule = Callable[[str], ModuleType]
 SOUND = "".join(f"step {2 * number} (generation {number}): sound\n" for number in (1, 2, 3))

@@ -133,7 +133,7 @@ def test_a_run_that_starts_after_the_listing_is_not_touched(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_store(tmp_path / "a").close()
-    import tiered.tiers.leftovers as leftovers
+    import tiered.tiers.cleanup as leftovers
 
     real, stores = leftovers.measure, []
 

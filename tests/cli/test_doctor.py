@@ -11,10 +11,9 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner, Result
 
-from megatrain.doctor import examine, processor
-from megatrain.doctor.drives import DriveEffort
-from megatrain.doctor.probes import TierProbe
-from megatrain.plan.profile import load_profile, profile_path
+from megatrain.doctor import examine, processors
+from megatrain.doctor.drives import DriveEffort, TierProbe
+from megatrain.plan.machine import load_profile, profile_path
 from tiered.units import MiB
 
 Call = Callable[..., Result]
@@ -25,7 +24,7 @@ def call(cli_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
-    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
     group = cli_module("main").command_group
     return lambda *arguments: CliRunner().invoke(group, ["doctor", *map(str, arguments)])
 

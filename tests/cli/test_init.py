@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from megatrain.config import load_config
 from megatrain.config.json_schema import FILE_NAME
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
-from megatrain.plan import inventory
-from megatrain.plan.profile import FileSystem
+from megatrain.plan import machine
+from megatrain.plan.machine import FileSystem
 from reference.saved_run import QUICKSTART, command_group, make_run
 from tiered.units import GiB
 
@@ -109,14 +109,14 @@ def test_every_starter_loads_without_a_warning(
 
 
 def test_facts_of_a_model() -> None:
-    facts = inventory.model_facts("x", QUICKSTART / "model")
+    facts = machine.model_facts("x", QUICKSTART / "model")
     assert facts.num_parameters == 0 and facts.max_positions > 1, "it has a config and no weights"
-    assert inventory.model_facts("x", None) == inventory.model_facts("x", QUICKSTART) == ModelFacts("x")
+    assert machine.model_facts("x", None) == machine.model_facts("x", QUICKSTART) == ModelFacts("x")
 
 
 def test_drives_that_are_none() -> None:
     tmpfs, nfs, ext4 = (FileSystem("0:1", kind, "source", "/mnt") for kind in ("tmpfs", "nfs4", "ext4"))
-    assert "RAM" in inventory._objection(tmpfs, 99 * GiB)
-    assert "doctor" in inventory._objection(nfs, 99 * GiB)
-    assert inventory._objection(ext4, GiB) == "little room"
-    assert inventory._objection(ext4, 99 * GiB) == ""
+    assert "RAM" in machine._objection(tmpfs, 99 * GiB)
+    assert "doctor" in machine._objection(nfs, 99 * GiB)
+    assert machine._objection(ext4, GiB) == "little room"
+    assert machine._objection(ext4, 99 * GiB) == ""

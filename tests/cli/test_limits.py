@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.plan.profile import file_system_of
+from megatrain.plan.machine import file_system_of
 from reference.saved_run import NVME, SavedRun, make_run
 
 SHM = Path("/dev/shm")

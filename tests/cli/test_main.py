@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from megatrain.data.errors import DataError
+from megatrain.data.rows_report import DataError
 from megatrain.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.plan.limits import Objection
+from tiered.durable.manifest import Manifest, write_manifest
 from tiered.errors import CapacityError
-from tiered.manifest import Manifest, write_manifest
 from tiered.units import GiB, MiB
 
 CliModule = Callable[[str], ModuleType]
@@ -99,7 +99,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = ModuleType("megatrain.trainer")
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
-    monkeypatch.setattr("megatrain.plan.inventory.kept_tensors", lambda config, graph: "")
+    monkeypatch.setattr("megatrain.plan.machine.kept_tensors", lambda config, graph: "")
     return asked
 
 

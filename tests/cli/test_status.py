@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.run_folder import RunFolder, RunStatus
-from tiered.manifest import Manifest, write_manifest
+from tiered.durable.manifest import Manifest, write_manifest
 
 CliModule = Callable[[str], ModuleType]
 GIB = 1 << 30

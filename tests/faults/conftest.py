@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
-from tiered.links.posix import PosixMover
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.testing.faults import Fault, FaultyMover
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
@@ -129,7 +128,7 @@ def small_drive(make_drive: Callable[[int], Drive]) -> Drive:
 @pytest.fixture
 def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at a full drive every 20 ms."""
-    monkeypatch.setattr("tiered.tiers.full.RETRY_S", 0.02)
+    monkeypatch.setattr("tiered.tiers.health.RETRY_S", 0.02)
 
 
 FaultyLinks = Callable[..., tuple[FileReadLink, FileWriteLink, FaultyMover]]

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from megatrain.run_folder import RunFolder
 from reference.kill_checks import problems_of
 from tiered.checksums import checksum
-from tiered.manifest import generation_folder, list_generations, read_manifest
+from tiered.durable.manifest import generation_folder, list_generations, read_manifest
 from tiered.units import MiB
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"

@@ -11,7 +11,7 @@ import torch
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import CorruptBlockError, TransferError
 from tiered.testing.faults import Fault, FaultyMover, flip_bit, make_faulty
-from tiered.tiers.files import files_of
+from tiered.tiers.layout import files_of
 from tiered.tiers.nvme import Verify
 
 NUM_BYTES = 300_001

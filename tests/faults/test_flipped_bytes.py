@@ -16,8 +16,8 @@ import torch
 from reference.power_cut_runs import Contents, contents_of, same
 from reference.recorded_disk import Disk, scan
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.reader import GenerationReader
 from tiered.errors import TieredError
-from tiered.reader import GenerationReader
 
 pytestmark = pytest.mark.fault
 

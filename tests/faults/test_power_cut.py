@@ -21,8 +21,8 @@ from reference.power_cut import SURVIVALS, Survival, cut_power
 from reference.power_cut_runs import LAYOUTS, Contents, History, Layout, Trainer, check_newest, check_older
 from reference.record_files import record
 from reference.recorded_disk import Disk, Mark, Names, Recording, Sync, scan
+from tiered.durable.manifest import list_generations
 from tiered.errors import TieredError
-from tiered.manifest import list_generations
 from tiered.units import MiB
 
 pytestmark = pytest.mark.fault

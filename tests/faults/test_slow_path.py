@@ -10,7 +10,7 @@ import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier
 from tiered.testing.faults import Fault
-from tiered.tiers.rates import PathMeter
+from tiered.tiers.health import PathMeter
 
 
 class Clock:

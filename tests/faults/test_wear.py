@@ -15,7 +15,7 @@ import torch
 
 from tiered import GiB, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
-from tiered.tiers.wear import WEAR_NAME, WearCounter, WearLimitError
+from tiered.tiers.health import WEAR_NAME, WearCounter, WearLimitError
 
 NUM_BYTES = 256 * KiB
 

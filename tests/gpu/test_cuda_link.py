@@ -7,10 +7,9 @@ import torch
 
 from tiered.errors import TransferError
 from tiered.links.cuda import CudaLink
-from tiered.memory.slab import HostSlab
 from tiered.tiers.base import Slot
 from tiered.tiers.gpu import GpuTier
-from tiered.tiers.ram import RamTier
+from tiered.tiers.ram import HostSlab, RamTier
 from tiered.units import MiB
 
 pytestmark = [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatrain.engine.staging import Staging, read_numbers
+from megatrain.engine.host_io import Staging, read_numbers
 from reference.gpu_run import no_waits_allowed
 from tiered.links.cuda import CudaLink
 from tiered.store import TieredStore

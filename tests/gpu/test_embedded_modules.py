@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import megatrain
-from megatrain.engine.determinism import deterministic_kernels
+from megatrain.engine.environment import deterministic_kernels
 from reference.virtual_cuda import VirtualCuda
 from reference.virtual_embed import embedded
 from tiered.units import KiB, MiB

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.device_copies import DeviceCopies
-from megatrain.engine.determinism import deterministic_kernels
+from megatrain.embed.groups import DeviceCopies
+from megatrain.engine.environment import deterministic_kernels
 from reference.virtual_cuda import VirtualCuda
 from reference.virtual_embed import embedded
 

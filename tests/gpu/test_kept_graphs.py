@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
-from megatrain.plan.budgets import workspace_bytes
+from megatrain.plan.planner import workspace_bytes
 from reference.families import VOCAB, tiny_config
 from reference.huggingface import build_model
 from reference.memory_access import MemoryAccess

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reference.virtual_cuda import VirtualCuda
-from tiered.memory import slab as slab_module
-from tiered.memory.slab import HostSlab
+from tiered.tiers import ram as slab_module
+from tiered.tiers.ram import HostSlab
 from tiered.units import MiB
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from reference.gpu_run import deterministic, gpu_config_text

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from reference.tiered_run import TieredRun, config_text, run_config
 from reference.tiny_model import write_tiny_model
 from reference.virtual_cuda import VirtualCuda

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.optim.base import Optimizer, Segment, Update
-from megatrain.optim.triton_elementwise import TritonOptimizer
+from megatrain.optim.on_device import TritonOptimizer
 from reference.blocks import PALETTES
 from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatrain.engine.trace import VisitTrace, trace_visits
-from megatrain.flops import StepFlops, count_flops, step_flops
+from megatrain.engine.program import VisitTrace
+from megatrain.engine.trace import StepFlops, count_flops, step_flops, trace_visits
 from megatrain.models.graph import build_graph
 from reference.families import FAMILIES, VOCAB, tiny_config
 from reference.huggingface import build_model

@@ -52,7 +52,7 @@ if sys.argv[1] == "train":
     trainer.train()
 else:
     from megatrain.optim import clip
-    import megatrain.data.tokenizer
+    import megatrain.data.encoding
     trainer.make_loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
 # Not ru_maxrss: a child begins with that of the process that started it.
 peak = int(re.search(r"VmHWM:\\s+([0-9]+) kB", open("/proc/self/status").read())[1]) * 1024

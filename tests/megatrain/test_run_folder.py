@@ -29,8 +29,8 @@ from megatrain.run_folder import (
     send_signal,
 )
 from megatrain.status_writer import StatusWriter
+from tiered.durable.manifest import Manifest, write_manifest
 from tiered.errors import LockedError
-from tiered.manifest import Manifest, write_manifest
 from tiered.tiers import directory
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import torch
 import torch._dynamo as dynamo
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain.engine.compiled import LayerCompiler
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
+from megatrain.engine.visit import LayerCompiler
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from reference.memory_access import MemoryAccess
 from reference.tiered_run import TieredRun, config_text, run_config

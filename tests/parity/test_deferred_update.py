@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.engine.residency import GradientAccumulator
-from megatrain.engine.step import NonFiniteGradientError, StepEngine, StepResult
+from megatrain.engine.step import GradientAccumulator, NonFiniteGradientError, StepEngine, StepResult
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
 from reference.tiered_run import config_text, make_loader, run_config

@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
-from megatrain.data.tokenizer import load_tokenizer
-from megatrain.engine.runner import LayerRunner
+from megatrain.data.encoding import load_tokenizer
+from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.models.graph import build_graph
-from megatrain.plan.planner import Plan
+from megatrain.plan.plan import Plan
 from megatrain.trainer import Trainer
 from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from reference.huggingface import build_model, evaluate

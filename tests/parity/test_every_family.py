@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from reference.every_family import MODEL_TYPES, shrunk_config
 from reference.families import padded_batches

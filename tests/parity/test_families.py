@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.runner import LayerRunner, StepLoss
+from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.models.graph import build_graph
 from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from reference.huggingface import Reference, build_model, train_step

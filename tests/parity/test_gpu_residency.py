@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.solve import DoesNotFitError
 from reference.tiered_run import TieredRun, config_text, run_config
 from reference.tiny_model import write_tiny_model
 from tiered.units import MiB

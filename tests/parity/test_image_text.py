@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph

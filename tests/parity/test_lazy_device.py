@@ -16,7 +16,7 @@ from reference.lazy_device import LazyDevice
 from reference.tiered_run import config_text, run_config
 from tiered.links import route
 from tiered.links.cuda import CudaLink
-from tiered.links.posix import PosixMover
+from tiered.links.files import PosixMover
 from tiered.units import MiB
 
 NUM_STEPS = 3

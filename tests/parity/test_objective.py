@@ -11,8 +11,8 @@ import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
+from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Objective
-from megatrain.engine.runner import LayerRunner
 from megatrain.engine.suspend import micro_batch_seed
 from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
@@ -122,7 +122,7 @@ def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
 
 
 def test_a_loss_of_a_models_own_cannot_be_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.engine.runner.plan_head", lambda graph: None)
+    monkeypatch.setattr("megatrain.engine.forward.plan_head", lambda graph: None)
     with pytest.raises(UnsupportedModelError, match="label_smoothing_factor"):
         trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(FACTOR))
 

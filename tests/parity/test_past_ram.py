@@ -15,9 +15,10 @@ import torch
 
 from megatrain.config import ConfigError, load_config
 from megatrain.plan import machine
-from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from megatrain.plan.solve import DoesNotFitError
 from reference.tiered_run import TieredRun, config_text, run_config
 from tiered.links.probe import KvikioProbe
 

@@ -19,12 +19,13 @@ from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text, make_loader
 from reference.tiny_model import write_tiny_model
+from tiered.durable.manifest import current_generation, generation_folder, list_generations, read_manifest
 from tiered.errors import LockedError
-from tiered.manifest import current_generation, generation_folder, list_generations, read_manifest
 
 NUM_STEPS = 6
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.engine.tiled import TiledForward, tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import UnsupportedModelError, build_graph

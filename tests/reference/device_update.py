@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer, Update
-from megatrain.optim.elementwise import ElementwiseOptimizer
-from megatrain.optim.lion import Lion, LionConfig
-from megatrain.optim.sgd import SGD, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import KernelThreads
 from reference.blocks import cut_segments, gradient_block, master_blocks, master_of, random_array, same_bits
 

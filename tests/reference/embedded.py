@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import megatrain
-from megatrain.embed.parameters import block_of
+from megatrain.embed.weights import block_of
 from tiered.store import TieredStore
 
 #: Homes of weights, gradients and state. What is called auto lies in RAM, where there is room for it.

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.nn import functional
 
-from megatrain.engine import units
-from megatrain.engine.absent import AbsentWeight, absent_weight
+from megatrain.engine import visit
+from megatrain.engine.visit import AbsentWeight, absent_weight
 from reference.virtual_tensor import map_leaves
 from reference.virtual_torch import give_tensors_a_guard
 
@@ -51,7 +51,7 @@ def _in_place() -> Iterator[None]:
         return mode_dispatch(mode, func, types, _from_cpp(args), _from_cpp(kwargs or {}))
 
     stands_for = {
-        (units, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # made of real memory
+        (visit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # made of real memory
         (fake_tensor.FakeTensor, "__torch_dispatch__"): classmethod(dispatch_tensor),
         (fake_tensor.FakeTensorMode, "__torch_dispatch__"): dispatch_mode,
         (fake_tensor.FakeTensorMode, "avoid_device_init"): property(lambda mode: True),

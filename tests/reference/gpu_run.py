@@ -12,9 +12,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatrain.engine import units
-from megatrain.engine.absent import AbsentWeight, absent_weight
-from megatrain.engine.trace import VisitTrace, trace_visits
+from megatrain.engine import visit
+from megatrain.engine.program import VisitTrace
+from megatrain.engine.trace import trace_visits
+from megatrain.engine.visit import AbsentWeight, absent_weight
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.on_device import DeviceKernelError
@@ -36,7 +37,7 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
         # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process.
         mock.patch.object(planner, "trace_visits", _trace_on_cpu),
         # Made inside of torch, by its own idea of the device.
-        mock.patch.object(units, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
+        mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
     ]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.manifest import current_generation, newest_first, read_manifest
 from tiered.errors import GenerationError
-from tiered.manifest import current_generation, newest_first, read_manifest
 from tiered.tiers.base import Tier
 
 #: name -> shape, dtype; sizes that fill no file, one file, and several.

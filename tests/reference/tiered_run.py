@@ -12,10 +12,11 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
+from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
-from megatrain.data.tokenizer import load_tokenizer, pad_token_id
 from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
-from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from megatrain.session import Session
 from tiered.events import StoreStats
 

@@ -15,26 +15,26 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from megatrain.embed import parameters, weights
+from megatrain.embed import weights
 from reference.virtual_cuda import VirtualCuda
 from reference.virtual_tensor import VirtualTensor
 
 
-class _Present(parameters.PresentParameter, VirtualTensor):
+class _Present(weights.PresentParameter, VirtualTensor):
     pass
 
 
-class _Stored(parameters.StoredParameter, VirtualTensor):
+class _Stored(weights.StoredParameter, VirtualTensor):
     pass
 
 
-class _StandIn(parameters.StandIn, VirtualTensor):
+class _StandIn(weights.StandIn, VirtualTensor):
     pass
 
 
 def _stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        made: Any = parameters._no_numbers(parameter.shape, parameter.dtype, parameter.device)
+        made: Any = weights._no_numbers(parameter.shape, parameter.dtype, parameter.device)
     made.__class__ = _StandIn
     made.what, made.is_gradient = what, is_gradient
     result: Tensor = made

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd import graph
 
-from tiered import RamTier, TieredStore, callers
+from tiered import RamTier, TieredStore, leasing
 from tiered.errors import CapacityError, LeaseError
 from tiered.tiers.nvme import NvmeTier
 from tiered.units import KiB
@@ -61,7 +61,7 @@ def _innermost(thread: threading.Thread) -> object:
 
 @pytest.mark.usefixtures("caller")
 def test_in_its_backward_a_callers_leases_are_ones_own(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "_CAN_SEE_FRAMES", True)
+    monkeypatch.setattr(leasing, "_CAN_SEE_FRAMES", True)
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
     with pytest.raises(CapacityError):
         store.acquire("two", "ram", "r")

@@ -7,7 +7,7 @@ import xxhash
 
 from tiered.block import BlockSpec
 from tiered.checksums import PIECE_BYTES, PieceDigest, checksum, pieces
-from tiered.contents import array_bytes
+from tiered.durable.arrays import array_bytes
 from tiered.units import PAGE_BYTES, MiB
 
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from tiered.links.base import Link
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
-from tiered.links.posix import PosixMover
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.route import direct_links
-from tiered.memory import slab as slab_module
 from tiered.policies import LRU, Belady, EvictionPolicy
 from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite
 from tiered.testing.manual import MemoryTier
+from tiered.tiers import ram as slab_module
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier

@@ -11,8 +11,8 @@ import torch
 
 from tiered import KiB, MiB
 from tiered.checksums import PieceDigest, checksum
-from tiered.direct import opened, read_range, write_range
-from tiered.memory.slab import HostSlab
+from tiered.durable.arrays import opened, read_range, write_range
+from tiered.tiers.ram import HostSlab
 
 SIZES = [1, 4095, 4096, 4097, 70_000, 4 * MiB, 4 * MiB + 1, 9 * MiB + 4096 + 17]
 

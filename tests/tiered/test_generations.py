@@ -17,12 +17,12 @@ import zarr
 
 import tiered
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
+from tiered.durable.ownership import StoreIdentity
+from tiered.durable.reader import GenerationReader
 from tiered.errors import CorruptBlockError, GenerationError, LeaseError, LockedError, TransferError
-from tiered.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
-from tiered.reader import GenerationReader
 from tiered.tiers.base import Tier
 from tiered.tiers.nvme import Verify
-from tiered.tiers.ownership import StoreIdentity
 
 KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]
 SHAPE = (30, 1000)  # 120 000 bytes: not a multiple of 4096
@@ -212,7 +212,7 @@ def test_an_unfinished_generation_is_removed(make_tiers: MakeTiers, kind: str, t
 
 _KILLED = """
 import os, signal, sys, torch, tiered
-from tiered import generations
+from tiered.durable import generations
 root = sys.argv[1]
 store = tiered.TieredStore([tiered.RamTier(2**20, pin_memory=False), tiered.NvmeTier([root], 2**20)])
 for key, home in (("a", "ram"), ("b", "nvme")):
@@ -248,7 +248,7 @@ def test_a_failed_commit_is_told_and_removed(
             raise TransferError("no space", tier="ram", errno=28)
 
         with monkeypatch.context() as patch:
-            patch.setattr("tiered.generations.write_manifest", refuse)
+            patch.setattr("tiered.durable.generations.write_manifest", refuse)
             failing = store.commit()
             with pytest.raises(TransferError, match="no space"):
                 failing.wait(60)
@@ -282,14 +282,14 @@ def test_a_failure_nobody_waited_for_is_warned_of(tmp_path: Path, monkeypatch: p
         raise TransferError("no space", tier="ram", errno=28)
 
     store = filled([ram()], "ram", tmp_path)
-    monkeypatch.setattr("tiered.generations.write_manifest", refuse)
+    monkeypatch.setattr("tiered.durable.generations.write_manifest", refuse)
     store.commit()
     with pytest.warns(RuntimeWarning, match="generation 1 was not committed: no space"):
         store.close()
 
 
 def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiered import commit as module
+    from tiered.durable import commit as module
 
     go, write = threading.Event(), module.write_contents
 

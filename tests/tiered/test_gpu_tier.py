@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiered.links.base import HostLink
 from tiered.links.cuda import CudaLink
 from tiered.links.files import FileReadLink, FileWriteLink
-from tiered.links.host import HostLink
 from tiered.links.route import default_links
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of

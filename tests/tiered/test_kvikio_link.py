@@ -19,10 +19,10 @@ import torch
 from tiered.errors import TieredError
 from tiered.links import probe as probe_module
 from tiered.links import route
-from tiered.links.posix import PosixMover
+from tiered.links.files import PosixMover
 from tiered.links.probe import KvikioProbe, probe_kvikio
 from tiered.links.route import default_links, make_mover
-from tiered.tiers.files import files_of
+from tiered.tiers.layout import files_of
 from tiered.tiers.nvme import Engine, NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.units import MiB

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiered.checksums import checksum
-from tiered.errors import GenerationError
-from tiered.manifest import (
+from tiered.durable.manifest import (
     MANIFEST_NAME,
     BlockRecord,
     Manifest,
@@ -24,6 +23,7 @@ from tiered.manifest import (
     unfinished_generations,
     write_manifest,
 )
+from tiered.errors import GenerationError
 
 
 def sample(generation: int) -> Manifest:

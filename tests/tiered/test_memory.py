@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered.memory import slab as slab_module
-from tiered.memory.pool import SlabPool
-from tiered.memory.slab import HostSlab, huge_pages_allowed
+from tiered.tiers import ram as slab_module
+from tiered.tiers.ram import HostSlab, SlabPool, huge_pages_allowed
 from tiered.units import MiB
 
 

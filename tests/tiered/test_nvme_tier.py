@@ -15,11 +15,10 @@ import zarr
 from tiered.errors import CapacityError, LockedError, TieredError, TransferError
 from tiered.tiers.base import Slot
 from tiered.tiers.directory import TierDirectory
-from tiered.tiers.files import files_of
+from tiered.tiers.health import WearLimitError
+from tiered.tiers.layout import files_of, own_attributes
 from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.wear import WearLimitError
 from tiered.units import KiB, MiB
-from tiered.zarr_layout import own_attributes
 
 
 def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:

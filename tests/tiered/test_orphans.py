@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.manifest import forget_generation, list_generations
+from tiered.durable.ownership import StoreIdentity
+from tiered.durable.reader import GenerationReader
 from tiered.errors import LockedError
-from tiered.manifest import forget_generation, list_generations
-from tiered.reader import GenerationReader
-from tiered.tiers.orphans import find_orphans, remove_orphans
-from tiered.tiers.ownership import StoreIdentity
+from tiered.tiers.cleanup import find_orphans, remove_orphans
 
 SLOT_BYTES = 48 * KiB
 

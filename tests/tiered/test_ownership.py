@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.manifest import list_generations, newest_first
+from tiered.durable.ownership import StoreIdentity, read_owner, read_store_id
+from tiered.durable.reader import GenerationReader, remove_generation_everywhere
 from tiered.errors import GenerationError
-from tiered.manifest import list_generations, newest_first
-from tiered.reader import GenerationReader, remove_generation_everywhere
-from tiered.tiers.ownership import StoreIdentity, read_owner, read_store_id
 
 KEYS = ["a/weight", "b"]
 
@@ -64,7 +64,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_ownership import commit, make_store
-from tiered import generations
+from tiered.durable import generations
 with make_store(Path(sys.argv[1]), sys.argv[2]) as store:
     store.load()
     generations.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

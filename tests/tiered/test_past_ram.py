@@ -13,11 +13,10 @@ import torch
 
 from reference.lazy_device import LazyDevice
 from tiered.errors import TieredError, TransferError
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
-from tiered.links.posix import PosixMover
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.probe import probe_kvikio
 from tiered.links.route import default_links, direct_links
-from tiered.relay import route
+from tiered.movement import route
 from tiered.schedule import Access, Schedule
 from tiered.store import TieredStore
 from tiered.tiers.gpu import GpuTier, buffer_of

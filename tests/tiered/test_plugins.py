@@ -11,8 +11,7 @@ import torch
 
 import tiered
 from tiered.errors import TieredError
-from tiered.links.base import Link
-from tiered.links.host import HostLink
+from tiered.links.base import HostLink, Link
 from tiered.links.route import default_links
 from tiered.testing.manual import MemoryTier
 from tiered.tiers.base import Tier

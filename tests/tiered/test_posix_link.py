@@ -15,10 +15,9 @@ import zarr
 
 from tiered.errors import TransferError
 from tiered.links.base import Link
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink
-from tiered.links.posix import PosixMover
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.tiers.base import Slot
-from tiered.tiers.files import files_of
+from tiered.tiers.layout import files_of
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 from tiered.units import KiB, MiB

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tiered import KiB, NvmeTier, RamTier, TieredStore
-from tiered.manifest import list_generations, newest_first
-from tiered.reader import GenerationReader
+from tiered.durable.manifest import list_generations, newest_first
+from tiered.durable.reader import GenerationReader
 
 KEYS, NUM_ELEMENTS = ["a/weight", "a/m", "b"], 10_000
 SLOT_BYTES = 48 * KiB  # three files of 16 KiB each
@@ -166,7 +166,7 @@ def test_old_generations_that_cannot_be_removed_do_not_fail_a_commit(
             raise OSError(5, "Input/output error")
 
         with monkeypatch.context() as patch:
-            patch.setattr("tiered.generations.remove_snapshot_folder", refuse)
+            patch.setattr("tiered.durable.generations.remove_snapshot_folder", refuse)
             store.commit().wait(60)
         assert "could not be removed" in caplog.text
         store.commit().wait(60)

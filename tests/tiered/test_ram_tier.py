@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiered.errors import TransferError
-from tiered.memory import slab as slab_module
+from tiered.tiers import ram as slab_module
 from tiered.tiers.base import Slot
 from tiered.tiers.ram import RamTier
 from tiered.units import MiB

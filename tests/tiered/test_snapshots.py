@@ -15,7 +15,7 @@ import zarr
 
 from tiered.errors import GenerationError, TransferError
 from tiered.tiers.base import Slot
-from tiered.tiers.files import files_of
+from tiered.tiers.layout import files_of
 from tiered.tiers.nvme import NvmeTier
 from tiered.units import KiB, MiB
 

@@ -34,7 +34,7 @@ from tiered import (
     UninitializedBlockError,
 )
 from tiered.schedule import Mode
-from tiered.tiers import full
+from tiered.tiers import health
 
 BLOCK_BYTES = 64 * KiB
 SHAPE = (128, 128)  # float32: 64 KiB
@@ -463,7 +463,7 @@ def test_a_write_waits_for_room_and_a_person_is_told_once(
             raise OSError(number, os.strerror(number))
         return write(*arguments)
 
-    monkeypatch.setattr(full, "RETRY_S", 0.01)
+    monkeypatch.setattr(health, "RETRY_S", 0.01)
     monkeypatch.setattr(os, "pwritev", pwritev)
     with TieredStore([RamTier(MiB, pin_memory=False), nvme]) as store:
         for value in (1, 2):

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiered.block import CopyState
 from tiered.errors import CapacityError, LeaseError, TransferError, UninitializedBlockError
-from tiered.lease import Lease
 from tiered.policies import LRU, Belady
+from tiered.records import Lease
 from tiered.schedule import Access, Schedule
 from tiered.store import TieredStore
 from tiered.testing.manual import ManualLink, MemoryTier

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tiered.errors import CapacityError
-from tiered.links.base import Link
-from tiered.links.host import HostLink
+from tiered.links.base import HostLink, Link
 from tiered.policies import LRU, Candidate, EvictionPolicy
 from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite, link_suite
 from tiered.testing.manual import MemoryTier

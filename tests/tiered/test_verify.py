@@ -18,7 +18,7 @@ from tiered import MiB, NvmeTier, RamTier, TieredStore
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError
 from tiered.testing.faults import flip_bit
 from tiered.tiers.base import Tier
-from tiered.tiers.files import HomeFiles, files_of
+from tiered.tiers.layout import HomeFiles, files_of
 from tiered.tiers.nvme import Verify
 
 SIZES = {"large": 18 * MiB + 4321, "layer.0/weight": 300_001, "layer.0/m": 4096, "layer.1/weight": 70_000, "tiny": 1}

@@ -13,10 +13,10 @@ import torch
 from reference.power_cut import SURVIVALS, cut_power
 from reference.record_files import record
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.manifest import MANIFEST_NAME, list_generations, newest_first
+from tiered.durable.reader import GenerationReader
+from tiered.durable.whole_copies import WholeCopies
 from tiered.errors import CorruptBlockError, GenerationError
-from tiered.manifest import MANIFEST_NAME, list_generations, newest_first
-from tiered.reader import GenerationReader
-from tiered.whole_copies import WholeCopies
 
 BLOCKS = {
     "embedding": ((12_345,), torch.uint8, "nvme"),
@@ -127,7 +127,7 @@ def test_damage_is_found_before_a_copy_counts(
         flip(tmp_path / "disk/drive/snap/00000001/embedding/c/0")
         expected = "disk/drive/snap/00000001/embedding/c/0"
     else:  # the drive of the copy returns another byte than it was given
-        from tiered import whole_copies
+        from tiered.durable import whole_copies
 
         real = whole_copies.read_piece
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tiered.links.workers import Workers
+from tiered.links.base import Workers
 
 
 def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:

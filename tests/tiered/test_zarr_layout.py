@@ -8,7 +8,7 @@ import pytest
 import torch
 import zarr
 
-from tiered.zarr_layout import (
+from tiered.tiers.layout import (
     array_document,
     document_chunk_bytes,
     dtype_from_name,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
+
+from tiered.errors import TieredError, TransferError
 from tiered.tiers.base import Slot, Tier
 from tiered.transfer import Transfer
 
@@ -66,3 +73,173 @@ class LinkedTier(Protocol):
         Starts no thread and touches no device: links do so with their first transfer.
         """
         ...
+
+
+class Meter:
+    """Counts transfers as they start and end. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._num_transfers = 0
+        self._num_active = 0
+        self._inflight_bytes = 0
+        self._busy_s = 0.0
+        self._busy_since_s = 0.0
+
+    def start(self, nbytes: int) -> None:
+        """Count a transfer as under way."""
+        with self._lock:
+            if self._num_active == 0:
+                self._busy_since_s = time.perf_counter()
+            self._num_active += 1
+            self._inflight_bytes += nbytes
+
+    def end(self, nbytes: int, *, moved: bool) -> None:
+        """Count a transfer as ended; ``moved`` is False when it failed. Call it before ``Transfer.finish``."""
+        with self._lock:
+            self._num_active -= 1
+            self._inflight_bytes -= nbytes
+            if moved:
+                self._num_bytes += nbytes
+                self._num_transfers += 1
+            if self._num_active == 0:
+                self._busy_s += time.perf_counter() - self._busy_since_s
+
+    def usage(self, path: str) -> LinkUsage:
+        """Return the counters now, the present busy time included."""
+        with self._lock:
+            busy_s = self._busy_s + (time.perf_counter() - self._busy_since_s if self._num_active else 0.0)
+            return LinkUsage(self._num_bytes, busy_s, self._inflight_bytes, self._num_transfers, path)
+
+
+class Workers:
+    """Runs jobs on ``num_threads`` daemon threads: urgent ones first, else in order of submission.
+
+    A job that raises is reported through ``threading.excepthook`` and costs neither the thread nor other jobs.
+
+    Args:
+        num_patient: threads that urgent jobs leave to others that wait. A drive reads and writes at the same time: with
+            all threads on one of the two, half of it idles.
+    """
+
+    def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:
+        assert 0 <= num_patient < num_threads, (num_patient, num_threads)
+        self._num_threads = num_threads
+        self._max_urgent = num_threads - num_patient
+        self._num_urgent_running = 0
+        self._name = name
+        self._changed = threading.Condition()
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._patient: deque[Callable[[], None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def submit(self, job: Callable[[], None], *, urgent: bool = True) -> None:
+        """Queue a job; never blocks."""
+        with self._changed:
+            assert not self._is_closed, f"{self._name}: job submitted after close"
+            (self._urgent if urgent else self._patient).append(job)
+            if len(self._threads) < self._num_threads:
+                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._urgent and not self._patient and not self._is_closed:
+                    self._changed.wait()
+                if not self._urgent and not self._patient:
+                    return
+                is_urgent = bool(self._urgent) and (self._num_urgent_running < self._max_urgent or not self._patient)
+                job = (self._urgent if is_urgent else self._patient).popleft()
+                self._num_urgent_running += is_urgent
+            try:
+                job()
+            except BaseException:
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            del job  # it may hold the memory of a slot
+            with self._changed:
+                self._num_urgent_running -= is_urgent
+
+    def close(self) -> None:
+        """Run what is queued, then stop the threads. Idempotent; not to be called from a job."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+
+#: Copies the first so many bytes of a slot of the source into one of the destination; raises what went wrong.
+Move = Callable[[Slot, Slot, int], None]
+
+
+class ThreadedLink:
+    """One direction between two tiers, moved by a few threads that start with the first transfer. Thread-safe.
+
+    Whatever ``move`` raises ends the transfer: a ``TieredError`` as it is, anything else as a ``TransferError``.
+
+    Args:
+        src: names of the tiers.
+        dst: names of the tiers.
+        path: what to call the way, in statistics.
+        move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``; several at once, for different
+            slots.
+        num_threads: how many.
+    """
+
+    def __init__(self, src: str, dst: str, move: Move, *, path: str, num_threads: int = 2) -> None:
+        self.src = src
+        self.dst = dst
+        self.path = path
+        self._move = move
+        self._meter = Meter()
+        self._workers = Workers(num_threads, f"tiered-{src}-{dst}")
+
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        """Start copying the first ``nbytes`` and return at once."""
+        transfer = Transfer(self.src, self.dst, nbytes, self.path)
+        self._meter.start(nbytes)
+        self._workers.submit(lambda: self._run(src_slot, dst_slot, nbytes, transfer))
+        return transfer
+
+    def _run(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
+        error: TieredError | None = None
+        try:
+            self._move(src_slot, dst_slot, nbytes)
+        except TieredError as cause:
+            error = cause
+        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+            number = cause.errno if isinstance(cause, OSError) else None
+            text = f"copy of {nbytes} bytes failed: {cause}"
+            error = TransferError(text, tier=f"{self.src}->{self.dst}", errno=number)
+            error.__cause__ = cause
+        self._meter.end(nbytes, moved=error is None)
+        transfer.finish(error)
+
+    def usage(self) -> LinkUsage:
+        """Return the counters of this direction."""
+        return self._meter.usage(self.path)
+
+    def close(self) -> None:
+        """Finish what is under way and stop the threads. Idempotent."""
+        self._workers.close()
+
+
+class HostLink(ThreadedLink):
+    """Copies one way between two addressable CPU tiers, on threads that start with the first transfer."""
+
+    def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
+        for tier in (src_tier, dst_tier):
+            if tier.device is None or tier.device.type != "cpu":
+                raise ValueError(f"a host link needs tiers in host memory; tier '{tier.name}' is on {tier.device}")
+        super().__init__(src_tier.name, dst_tier.name, self._copy, path="host")
+        self._src_tier = src_tier
+        self._dst_tier = dst_tier
+
+    def _copy(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> None:
+        source = self._src_tier.tensor(src_slot, (nbytes,), torch.uint8)
+        self._dst_tier.tensor(dst_slot, (nbytes,), torch.uint8).copy_(source)

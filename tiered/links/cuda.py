@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from tiered.errors import TransferError
-from tiered.links.base import LinkUsage
-from tiered.links.meter import Meter
-from tiered.links.workers import Workers
+from tiered.links.base import LinkUsage, Meter, Workers
 from tiered.tiers.base import Slot
 from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
 from tiered.tiers.ram import RamTier

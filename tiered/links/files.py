@@ -5,6 +5,8 @@ How one part is moved is the business of a ``PartMover``: plain system calls (``
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,16 +16,12 @@ from typing import Protocol
 
 from tiered.checksums import PIECE_BYTES, checksum, pieces
 from tiered.errors import CorruptBlockError, TieredError, TransferError
-from tiered.links.advice import explain
-from tiered.links.base import LinkUsage
-from tiered.links.meter import Meter
-from tiered.links.workers import Workers
-from tiered.memory.slab import HostSlab
+from tiered.links.base import LinkUsage, Meter, Workers
 from tiered.tiers.base import Slot
-from tiered.tiers.files import ChunkFile, HomeFiles, files_of, place_of
 from tiered.tiers.gpu import DeviceBuffer, GpuTier
+from tiered.tiers.layout import ChunkFile, HomeFiles, files_of, place_of
 from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
+from tiered.tiers.ram import HostSlab, RamTier
 from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, MiB, round_up
 
@@ -360,3 +358,99 @@ class FileWriteLink(_FileLink):
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
         self.engine.start(dst_slot, src_slot, transfer, self._meter, is_write=True)
         return transfer
+
+
+class PosixMover:
+    """``PartMover`` with ``preadv`` and ``pwritev``. Thread-safe.
+
+    A file is opened for every part: 1.5 microseconds beside the 8 milliseconds that 16 MiB take, and never the file
+    that a snapshot has taken the name of meanwhile.
+    """
+
+    def __init__(self, tier: NvmeTier) -> None:
+        self._tier = tier
+
+    @property
+    def path(self) -> str:
+        """Return ``posix-direct``, or ``posix-buffered`` where a file system of the tier cannot do O_DIRECT."""
+        return self._tier.io_path
+
+    def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from the file; see ``PartMover``."""
+        self._with_fallback(file, offset, view, is_write=False)
+
+    def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
+        """Write ``view`` to the file; see ``PartMover``."""
+        self._with_fallback(file, offset, view, is_write=True)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _with_fallback(self, file: ChunkFile, offset: int, view: memoryview, *, is_write: bool) -> None:
+        was_direct = self._tier.is_direct
+        try:
+            self._move(file, offset, view, is_write)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not was_direct:
+                raise
+            # Some file systems accept O_DIRECT when a file is opened and refuse it when it is used.
+            self._tier.stop_direct_io()
+            self._move(file, offset, view, is_write)
+
+    def _move(self, file: ChunkFile, offset: int, view: memoryview, is_write: bool) -> None:
+        fd = self._tier.open_for_write(file) if is_write else self._tier.open_for_read(file)
+        try:
+            if is_write:
+                _write_all(fd, view, offset)
+            else:
+                self._read_all(fd, view, offset, file)
+            if not self._tier.is_direct:  # else the kernel would keep a copy of what the RAM tier accounts for
+                os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def _read_all(self, fd: int, view: memoryview, offset: int, file: ChunkFile) -> None:
+        done = 0
+        while done < len(view):
+            with view[done:] as rest:
+                count = os.preadv(fd, [rest], offset + done)
+            if count == 0:
+                raise TransferError(
+                    f"file ends {len(view) - done} bytes before the block does: it was cut off",
+                    tier=self._tier.name,
+                    path=str(file.path),
+                    offset=offset + done,
+                )
+            done += count
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        with view[done:] as rest:
+            done += os.pwritev(fd, [rest], offset + done)
+
+
+_DEAD = "The drive, or the way to it, is failing: look into the kernel's log (dmesg) and check the drive"
+_ADVICE = {
+    errno.ENOSPC: "Free space on that drive",
+    errno.EDQUOT: "Free space there, or raise the quota",
+    errno.EROFS: "The file system became read-only, mostly after an error of the drive: look into the kernel's log "
+    "(dmesg), mend it and mount it again",
+    errno.EIO: _DEAD,
+    errno.ENXIO: _DEAD,
+    errno.ENODEV: _DEAD,
+    errno.EREMOTEIO: _DEAD,
+    errno.ENOTCONN: _DEAD,
+    errno.ESTALE: _DEAD,
+    errno.ENOENT: "Somebody removed the file while it was in use",
+    errno.EACCES: "Somebody changed the rights of the file",
+}
+
+
+def explain(cause: OSError) -> str:
+    """Return the system's words with the name of the error, and what to do."""
+    code = cause.errno or 0
+    text = f"{cause.strerror or cause} ({errno.errorcode.get(code, f'error {code}')})"
+    advice = _ADVICE.get(code)
+    return text if advice is None else f"{text}. {advice}; generations committed before are untouched"

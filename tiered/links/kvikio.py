@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tiered.errors import TieredError, TransferError
-from tiered.tiers.files import ChunkFile
+from tiered.tiers.layout import ChunkFile
 from tiered.tiers.nvme import NvmeTier
 from tiered.units import PAGE_BYTES, MiB
 

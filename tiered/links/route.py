@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from tiered.errors import TieredError
-from tiered.links.base import Link, LinkedTier
+from tiered.links.base import HostLink, Link, LinkedTier
 from tiered.links.cuda import CudaLink
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover
-from tiered.links.host import HostLink
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover, PosixMover
 from tiered.links.kvikio import KvikioMover
-from tiered.links.posix import PosixMover
 from tiered.links.probe import may_open_driver, probe_kvikio
 from tiered.tiers.base import Tier
 from tiered.tiers.gpu import GpuTier

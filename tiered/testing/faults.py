@@ -11,7 +11,7 @@ from typing import Literal
 
 from tiered.links.base import Link
 from tiered.links.files import FileEngine, PartMover
-from tiered.tiers.files import ChunkFile
+from tiered.tiers.layout import ChunkFile
 from tiered.units import PAGE_BYTES
 
 

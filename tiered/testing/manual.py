@@ -9,8 +9,7 @@ import torch
 
 from tiered.errors import TieredError, TransferError
 from tiered.links.base import LinkUsage
-from tiered.tiers.base import Slot, TierUsage
-from tiered.tiers.ledger import Ledger
+from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.tiers.ram import view_as
 from tiered.transfer import Transfer
 

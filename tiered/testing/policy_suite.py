@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from tiered.policies.base import Candidate, EvictionPolicy
+from tiered.policies import Candidate, EvictionPolicy
 from tiered.schedule import NEVER
 
 _NUM_CASES = 50

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tiered.block import CopyState
-from tiered.contents import byte_view
+from tiered.durable.arrays import byte_view
 from tiered.errors import CapacityError, TransferError, UninitializedBlockError
 from tiered.store import TieredStore
 from tiered.testing.subjects import TIMEOUT_S, PairSubject, raised_by, random_bytes

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tiered.errors import LockedError, UnusableDirectoryError
-from tiered.tiers.wear import WEAR_NAME, WearCounter
+from tiered.tiers.health import WEAR_NAME, WearCounter
+from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 from tiered.units import PAGE_BYTES, format_size
-from tiered.zarr_layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 
 LOCK_NAME = "LOCK"
 #: In a directory of generations: whose they are (``ownership.py``).

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from tiered.errors import CapacityError, TransferError
-from tiered.memory.pool import SlabPool
 from tiered.tiers.base import Slot, TierUsage
-from tiered.tiers.ram import view_as
+from tiered.tiers.ram import SlabPool, view_as
 from tiered.units import format_size, round_up
 
 _ALIGNMENT_BYTES = 512  # what the device's copy engines and torch's own allocator use

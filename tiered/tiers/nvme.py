@@ -12,19 +12,15 @@ from typing import Literal
 
 import torch
 
+from tiered.durable.ownership import StoreIdentity
 from tiered.errors import CapacityError, TieredError
 from tiered.tiers import snapshots
 from tiered.tiers.base import Slot, TierUsage
 from tiered.tiers.directory import TierDirectory, make_groups, open_directories, remove_array, write_document
-from tiered.tiers.files import ChunkFile, HomeFiles, files_of, no_files_error
-from tiered.tiers.full import FullDrives, OnFull
-from tiered.tiers.keys import ArrayKeys
-from tiered.tiers.ownership import StoreIdentity
-from tiered.tiers.rates import PathMeter, PathRates
+from tiered.tiers.health import FullDrives, OnFull, PathMeter, PathRates, count_writes
+from tiered.tiers.layout import ArrayKeys, ChunkFile, HomeFiles, array_document, files_of, no_files_error
 from tiered.tiers.stripe import check_rates, plan_chunks
-from tiered.tiers.wear import count_writes
 from tiered.units import PAGE_BYTES
-from tiered.zarr_layout import array_document
 
 #: When contents are compared with their checksums; ``off``: they have none.
 Verify = Literal["off", "resume", "always"]

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiered.durable.manifest import MANIFEST_NAME
+from tiered.durable.ownership import StoreIdentity, remove_snapshot_folder
 from tiered.errors import GenerationError, TransferError
-from tiered.manifest import MANIFEST_NAME
 from tiered.tiers.base import Slot
 from tiered.tiers.directory import (
     documents_and_folders,
@@ -26,10 +27,8 @@ from tiered.tiers.directory import (
     sync_paths,
     write_document,
 )
-from tiered.tiers.files import ChunkFile, HomeFiles, files_of
-from tiered.tiers.ownership import StoreIdentity, remove_snapshot_folder
+from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, HomeFiles, document_chunk_bytes, files_of, group_document
 from tiered.units import PAGE_BYTES
-from tiered.zarr_layout import DOCUMENT_NAME, document_chunk_bytes, group_document
 
 if TYPE_CHECKING:
     from tiered.tiers.nvme import NvmeTier

@@ -22,7 +22,7 @@ from megatrain.models.folder import ModelFolderError
 from megatrain.run_folder import RunFolder
 from reference.saved_run import NVME, ON_NVME, QUICKSTART, SavedRun, make_run
 from tests.megatrain.models.tiny import build_model
-from tiered.manifest import generation_folder
+from tiered.durable.manifest import generation_folder
 
 PLACES: dict[str, dict[str, Any]] = {
     "fp32 in RAM": {},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.data.encoding import load_tokenizer
 
 TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"
 TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"

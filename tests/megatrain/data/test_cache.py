@@ -20,9 +20,9 @@ from megatrain.data import cache as cache_module
 from megatrain.data import encoding
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.dataset import TokenDataset, content_checksum, load_dataset
-from megatrain.data.errors import DataError
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.data.rows_report import DataError
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.errors import DataError, RowError
 from megatrain.data.formats import Completion, Conversation, Document, Tokenized
+from megatrain.data.rows_report import DataError, RowError
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"

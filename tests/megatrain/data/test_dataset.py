@@ -10,8 +10,8 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
-from megatrain.data.errors import DataError
-from megatrain.data.tokenizer import load_tokenizer, pad_token_id
+from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.rows_report import DataError
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 CHATML = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}\n{% endfor %}"

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.errors import DataError, RowError
 from megatrain.data.files import _PIECE_CHARACTERS, find_files, read_text
 from megatrain.data.formats import Completion, Conversation, Document
-from megatrain.data.hub import fetch_dataset, is_hub_name
-from megatrain.data.sources import read_rows, rows_of_files
+from megatrain.data.rows_report import DataError, RowError
+from megatrain.data.sources import fetch_dataset, is_hub_name, read_rows, rows_of_files
 
 ROWS = [{"prompt": "p\u00e9", "completion": 'c,\n"d"'}, {"prompt": "q", "completion": "e"}]
 EXPECTED = [("p\u00e9", 'c,\n"d"'), ("q", "e")]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.errors import DataError
 from megatrain.data.files import find_files
 from megatrain.data.formats import Completion, Conversation, Document
+from megatrain.data.rows_report import DataError
 from megatrain.data.sources import read_rows
 
 

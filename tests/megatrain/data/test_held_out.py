@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import RunConfig
-from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.errors import DataError
-from megatrain.data.held_out import describe, held_out_part, hold_out
+from megatrain.data.dataset import TokenDataset, describe, held_out_part, hold_out, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.preview import dataset_stats
-from megatrain.data.report import DataReport
+from megatrain.data.rows_report import DataError, DataReport
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 

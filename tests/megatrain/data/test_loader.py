@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import DataReport, TokenDataset, encode_rows
-from megatrain.data.errors import DataError
 from megatrain.data.formats import Completion, Document
 from megatrain.data.loader import IGNORED, BatchLoader, LoaderPosition, StepBatch
+from megatrain.data.rows_report import DataError
 
 PAD = 0
 

@@ -10,8 +10,7 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
-from megatrain.data.errors import DataError
-from megatrain.data.report import DataReport, SourceCounts, check_losses, source_names
+from megatrain.data.rows_report import DataError, DataReport, SourceCounts, check_losses, source_names
 
 SHORT = {"prompt": "Who? ", "completion": "Ishmael"}
 BAD = {"messages": [{"role": "nobody", "content": "x"}]}

@@ -10,8 +10,8 @@ import pytest
 
 from megatrain.config import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.errors import DataError, RowError
 from megatrain.data.preview import dataset_stats, preview_rows
+from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import read_rows
 
 DATA = Path(__file__).parents[2] / "data"

@@ -11,10 +11,10 @@ import pytest
 
 from megatrain.config import RunConfig
 from megatrain.data.dataset import load_dataset
-from megatrain.data.errors import DataError
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.preview import RowPreview, dataset_stats, preview_rows
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.data.rows_report import DataError
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"

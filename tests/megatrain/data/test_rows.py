@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.errors import DataError
 from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized, to_row
+from megatrain.data.rows_report import DataError
 
 HELLO = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.errors import RowError
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.data.rows_report import RowError
 
 FOLDER = Path(__file__).parents[2] / "data/chat_templates"
 TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"

@@ -13,10 +13,9 @@ import pytest
 
 from megatrain.config import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.errors import DataError
 from megatrain.data.loader import BatchLoader
 from megatrain.data.preview import dataset_stats
-from megatrain.data.report import DataReport
+from megatrain.data.rows_report import DataError, DataReport
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.doctor import drives, probes
-from megatrain.doctor.drives import DriveEffort, is_rotational, measure_drive
-from megatrain.doctor.probes import PART_BYTES, BareFile, TierProbe
+from megatrain.doctor import drives
+from megatrain.doctor.drives import PART_BYTES, BareFile, DriveEffort, TierProbe, is_rotational, measure_drive
 from tiered.units import MiB
 
 BRIEF = DriveEffort(span_bytes=64 * MiB, turn_s=0.0, mixed_s=0.0)
@@ -90,7 +89,7 @@ def test_the_bare_file_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError(22, "Invalid argument")
         return open_file(path, flags, mode)
 
-    monkeypatch.setattr(probes.os, "open", refuse)
+    monkeypatch.setattr(drives.os, "open", refuse)
     with BareFile(tmp_path / "bare", 64 * MiB) as bare:
         assert not bare.is_direct
         assert bare.run(lambda number: False) > 0

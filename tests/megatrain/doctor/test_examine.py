@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.doctor import drives, examine, processor
-from megatrain.doctor.drives import DriveEffort
-from megatrain.doctor.gpu import measure_gpu
-from megatrain.doctor.processor import matmul_flops_per_s, measure_processor
-from megatrain.doctor.scratch import UnusablePathError
+from megatrain.doctor import drives, examine, processors
+from megatrain.doctor.drives import DriveEffort, UnusablePathError
+from megatrain.doctor.processors import matmul_flops_per_s, measure_gpu, measure_processor
 from megatrain.optim.threads import KernelThreads
 from tiered.units import MiB
 
@@ -22,7 +20,7 @@ from tiered.units import MiB
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
-    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
 
 
 @pytest.mark.usefixtures("_brief")
@@ -56,7 +54,7 @@ def test_paths_are_looked_at_before_anything_is_measured(tmp_path: Path, monkeyp
 
 
 def test_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64, 128))
+    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64, 128))
     threads = KernelThreads(1)
     found = measure_processor(span_bytes=8 * MiB, seconds=0.0, threads=threads)
     assert found.num_threads == 1
@@ -67,7 +65,7 @@ def test_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that says that every run takes a second, the rate is the FLOPs of one product."""
-    monkeypatch.setattr(processor, "_best_s", lambda work, seconds: 1.0)
+    monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     assert matmul_flops_per_s(torch.device("cpu"), torch.float32, 1.0) == 2 * 512**3
 
 

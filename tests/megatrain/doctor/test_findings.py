@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.doctor.drives import DriveResult, Rates
+from megatrain.doctor.drives import DriveResult, Rates, SustainedWrite
 from megatrain.doctor.findings import (
     Finding,
+    SystemFacts,
     drive_findings,
     gpu_findings,
     processor_findings,
+    read_system,
     system_findings,
 )
-from megatrain.doctor.gpu import GdsResult, GpuResult, check_gds
-from megatrain.doctor.probes import SustainedWrite
-from megatrain.doctor.processor import ADAMW_BYTES_PER_PARAM, ProcessorResult
-from megatrain.doctor.system import SystemFacts, read_system
-from megatrain.plan.profile import FileSystem
+from megatrain.doctor.processors import ADAMW_BYTES_PER_PARAM, GdsResult, GpuResult, ProcessorResult, check_gds
+from megatrain.plan.machine import FileSystem
 from tiered.units import GB, GiB, MiB
 
 FACTS = SystemFacts(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.doctor import scratch
-from megatrain.doctor.scratch import UnusablePathError, check_path, scratch_folder, terminated_as_interrupted
+from megatrain.doctor import drives
+from megatrain.doctor.drives import UnusablePathError, check_path, scratch_folder, terminated_as_interrupted
 
 
 def test_the_folder_goes_with_all_it_holds(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_signal_while_it_is_made_or_removed_waits(
 
         return interrupted
 
-    module, name = (scratch.tempfile, "mkdtemp") if where == "made" else (shutil, "rmtree")
+    module, name = (drives.tempfile, "mkdtemp") if where == "made" else (shutil, "rmtree")
     monkeypatch.setattr(module, name, then_interrupt(getattr(module, name)))
     with pytest.raises(KeyboardInterrupt), scratch_folder(tmp_path) as folder:
         assert folder.exists()
@@ -100,8 +100,8 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check_path(tmp_path / "file")
     with pytest.raises(UnusablePathError, match="cannot be written"):
         check_path(Path("/proc"))
-    assert check_path(tmp_path) > scratch.MIN_FREE_BYTES
-    monkeypatch.setattr(scratch, "MIN_FREE_BYTES", 1 << 60)
+    assert check_path(tmp_path) > drives.MIN_FREE_BYTES
+    monkeypatch.setattr(drives, "MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(UnusablePathError, match=r"has .* free, measuring needs"):
         check_path(tmp_path)
     assert os.listdir(tmp_path) == ["file"]

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from megatrain.embed.activation_shelf import WeakStorage
-from megatrain.embed.activations import offload_activations
+from megatrain.embed.activations import WeakStorage, offload_activations
 from reference.tiny_model import write_tiny_model
 from tiered import CapacityError, GpuTier, NvmeTier, RamTier, TieredError, TieredStore
 from tiered.units import KiB, MiB

@@ -13,7 +13,7 @@ import torch
 
 import megatrain as mt
 from reference.tiny_model import write_tiny_model
-from tiered.reader import GenerationReader
+from tiered.durable.reader import GenerationReader
 from tiered.store import TieredStore
 
 pytest.importorskip("accelerate")

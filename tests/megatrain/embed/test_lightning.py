@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatrain import TieredAdamW, TieredLion, open_store
-from megatrain.embed.parameters import block_of
 from megatrain.embed.partition import TieringError
+from megatrain.embed.weights import block_of
 from tiered import TieredStore
 
 lightning = pytest.importorskip("lightning")

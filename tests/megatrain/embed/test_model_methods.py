@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.parameters import AbsentWeightError, StoredParameter, block_of
 from megatrain.embed.partition import TieringError
-from megatrain.embed.weights import WeightInUseError
+from megatrain.embed.weights import AbsentWeightError, StoredParameter, WeightInUseError, block_of
 from reference.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
 from tiered.store import TieredStore
 

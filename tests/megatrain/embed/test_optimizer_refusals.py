@@ -214,7 +214,7 @@ def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr("megatrain.optim.adamw.AdamW.update", interrupt)
+            patched.setattr("megatrain.optim.elementwise.AdamW.update", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.finish_updates()
         with pytest.raises(RuntimeError, match="ended halfway"):

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.embed.behind import InterruptedUpdateError
-from megatrain.embed.groups import UntieredGroup
+from megatrain.embed.groups import InterruptedUpdateError, UntieredGroup
 
 WIDTH, NUM_LAYERS = 800, 4  # 0.64 M elements each: more than are put together, so every layer is a group
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megatrain
-from megatrain.embed.parameters import block_of
+from megatrain.embed.weights import block_of
 from megatrain.models.folder import ModelFolderError
 from reference.embedded import assert_same_gradients, assert_same_weights, small_store
 from reference.families import VOCAB, tiny_config

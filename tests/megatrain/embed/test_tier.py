@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.parameters import block_of
+from megatrain.embed.weights import block_of
 from reference.embedded import (
     HOMES,
     ZOO,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.engine.determinism import DeterminismError, deterministic_kernels
+from megatrain.engine.environment import DeterminismError, deterministic_kernels
 from megatrain.models.errors import UnsupportedModelError
 from reference.gpu_run import virtual_gpu
 

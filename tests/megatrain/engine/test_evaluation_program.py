@@ -10,7 +10,7 @@ import torch
 from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
-from megatrain.optim.adamw import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW, AdamWConfig
 from reference.families import tiny_config
 
 

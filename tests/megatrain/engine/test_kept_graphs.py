@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatrain.engine.kept import KeptGraph
+from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import ProgramBuilder, StepProgram, activations_of, keeping_graphs
-from megatrain.engine.runner import LayerRunner, StepLoss
-from megatrain.engine.trace import VisitTrace, trace_visits
-from megatrain.engine.trace_ledger import Ledger
+from megatrain.engine.program import ProgramBuilder, StepProgram, VisitTrace, activations_of, keeping_graphs
+from megatrain.engine.trace import Ledger, trace_visits
+from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit, build_graph
-from megatrain.optim.adamw import AdamW, AdamWConfig
-from megatrain.plan.budgets import workspace_bytes
+from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.plan.planner import workspace_bytes
 from reference.families import FAMILIES, padded_batches, tiny_config
 from reference.huggingface import build_model
 from reference.memory_access import MemoryAccess

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.mirror import HostMirror
+from megatrain.engine.host_io import HostMirror
 from reference.waits import counted_waits
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.residency import zero_gaps
+from megatrain.engine.step import zero_gaps
 from megatrain.engine.tape import Release, compile_step
 from megatrain.models.layout import build_layout, views
 from tiered.schedule import Access

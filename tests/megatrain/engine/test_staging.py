@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.engine.labels import count_labels, labelled_rows
-from megatrain.engine.staging import MicroBatches, Staging, read_numbers
-from tiered.memory.slab import HostSlab
+from megatrain.engine.head import count_labels, labelled_rows
+from megatrain.engine.host_io import MicroBatches, Staging, read_numbers
+from tiered.tiers.ram import HostSlab
 from tiered.units import MiB
 
 CPU = torch.device("cpu")

@@ -12,12 +12,11 @@ import torch
 from click.testing import CliRunner
 from torch.utils import flop_counter
 
-from megatrain.engine import attention, trace_ledger
+from megatrain.engine import attention
 from megatrain.engine.attention import AttentionCall
-from megatrain.engine.determinism import deterministic_kernels
-from megatrain.engine.trace import VisitTrace, trace_visits
-from megatrain.engine.trace_ledger import Ledger, LedgerError
-from megatrain.flops import StepFlops, count_flops, step_flops
+from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.program import VisitTrace
+from megatrain.engine.trace import Ledger, LedgerError, StepFlops, count_flops, step_flops, trace_visits
 from megatrain.models.graph import build_graph
 from megatrain_tier_cli.main import command_group
 from reference.fake_cuda import fake_cuda
@@ -212,7 +211,7 @@ def test_a_formula_that_fails_costs_figures_and_no_plan(monkeypatch: pytest.Monk
         assert func is not aten.silu.default, "no such shape"
         return 1
 
-    monkeypatch.setattr(trace_ledger, "count_flops", failing)
+    monkeypatch.setattr("megatrain.engine.trace.count_flops", failing)
     trace = trace_of()
     assert trace.exact and trace.uncounted == ("aten.silu.default: AssertionError: no such shape",)
     assert [visit.backward_nbytes for visit in trace.visits] == [visit.backward_nbytes for visit in whole.visits]

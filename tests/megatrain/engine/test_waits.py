@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.engine import residency, staging, step
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine import host_io, step
+from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
@@ -29,8 +29,8 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
-    monkeypatch.setattr(staging, "looks_are_waits", lambda device: True)
-    monkeypatch.setattr(residency, "squared_norm", lambda gradient, threads: clip.device_squared_norm(gradient))
+    monkeypatch.setattr(host_io, "looks_are_waits", lambda device: True)
+    monkeypatch.setattr(step, "squared_norm", lambda gradient, threads: clip.device_squared_norm(gradient))
 
 
 def runner_of(config: Any) -> LayerRunner:
@@ -50,7 +50,7 @@ def test_queueing_a_step_looks_at_nothing(family: str, batches: str, as_on_a_dev
     assert mirror is not None and mirror.num_answers > 0
     assert waits == {"numpy": 2 * len(micro_batches) + mirror.num_answers}
     with counted_waits() as waits:
-        staging.read_numbers(queued.terms)
+        host_io.read_numbers(queued.terms)
     assert waits == {"tolist": 1}
 
 
@@ -61,7 +61,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
     with counted_waits() as waits:
         expected = plain.forward_backward(micro_batches)
     assert waits["_local_scalar_dense"] >= len(micro_batches), "the model looks at its masks: there is something to do"
-    monkeypatch.setattr(staging, "looks_are_waits", lambda device: True)
+    monkeypatch.setattr(host_io, "looks_are_waits", lambda device: True)
     mirrored = runner_of(config)
     assert mirrored.forward_backward(micro_batches) == expected
     assert mirrored._micro_batches.mirror is not None

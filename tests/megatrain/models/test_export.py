@@ -18,13 +18,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatrain.models import export as export_module
+from megatrain.models import export as shards_module
 from megatrain.models import folder as folder_module
-from megatrain.models import shards as shards_module
-from megatrain.models.export import RECORD_FILE, ExportError, export_model
+from megatrain.models.export import RECORD_FILE, ExportError, ShardWriter, export_model, plan_shards
 from megatrain.models.folder import ModelFolder, read_config
 from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader
-from megatrain.models.shards import ShardWriter, plan_shards
 from reference.every_family import shrunk_config
 from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model, build_model_of
 

@@ -17,11 +17,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 from megatrain.config import combinations, load_config
-from megatrain.engine.head_plan import plan_head
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.head import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss
-from megatrain.engine.runner import LayerRunner
 from megatrain.engine.tiled import TiledForward, tile_mlps
-from megatrain.engine.trace_ledger import Ledger
+from megatrain.engine.trace import Ledger
 from megatrain.metrics import Observers
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels, check_liger_kernels

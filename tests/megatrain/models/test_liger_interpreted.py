@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import combinations
-from megatrain.engine.runner import LayerRunner
+from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.models.liger import _PLAIN, LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
+from megatrain.optim.elementwise import AdamW, AdamWConfig
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
 from reference.adamw import adamw_step

@@ -12,11 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
-from megatrain.optim.elementwise import ElementwiseOptimizer
-from megatrain.optim.lion import Lion, LionConfig
-from megatrain.optim.sgd import SGD, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads
 from reference.adamw import adamw_step
 from reference.blocks import (

@@ -10,11 +10,9 @@ from megatrain.config.resolved import to_toml
 from megatrain.config.schema import OptimizerConfig
 from megatrain.models.layout import build_layout, views
 from megatrain.optim.adafactor import Adafactor
-from megatrain.optim.adamw import AdamW
 from megatrain.optim.base import Update
+from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.factory import ParameterGroupError, check_groups, make_optimizer, segment_builder
-from megatrain.optim.lion import Lion
-from megatrain.optim.sgd import SGD
 from megatrain.optim.threads import KernelThreads
 
 LAYOUT = build_layout(

@@ -12,11 +12,8 @@ import torch
 
 from megatrain.optim import adafactor_kernels, clip, kernels
 from megatrain.optim.adafactor import Adafactor, AdafactorConfig
-from megatrain.optim.adamw import AdamW, AdamWConfig
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
-from megatrain.optim.elementwise import ElementwiseOptimizer
-from megatrain.optim.lion import Lion, LionConfig
-from megatrain.optim.sgd import SGD, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import KernelThreads
 
 # vfmadd213ps, vfnmsub231ss ... on x86; fmla, fmls, fmadd, fnmsub ... on ARM

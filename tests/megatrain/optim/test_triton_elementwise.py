@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
-from megatrain.optim.triton_elementwise import DeviceKernelError, TritonOptimizer
+from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer
 from reference.blocks import PALETTES
 from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.plan import profile
-from megatrain.plan.cost import Estimate, estimate_step
-from megatrain.plan.drives import StepShape, measured_drive_rates, nvme_seconds, split
-from megatrain.plan.planner import Plan, nvme_rates, plan_run, step_shape
-from megatrain.plan.profile import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, store_profile
+from megatrain.plan import machine
+from megatrain.plan.estimate import estimate_step, measured_drive_rates, nvme_seconds, split
+from megatrain.plan.machine import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, store_profile
+from megatrain.plan.plan import Estimate, Plan, StepShape
+from megatrain.plan.planner import nvme_rates, plan_run, step_shape
 from megatrain.plan.simulate import measured_rates
 from reference.tiered_run import EXAMPLES, config_text
 from tiered.units import MiB
@@ -66,11 +66,11 @@ def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfi
     )
 
 
-def machine(folder: Path, **changes: object) -> MachineProfile:
+def make_machine(folder: Path, **changes: object) -> MachineProfile:
     return MachineProfile.model_validate(
         {
             "host": platform.node(),
-            "cpu": profile.cpu_name(),
+            "cpu": machine.cpu_name(),
             "ram_bytes": psutil.virtual_memory().total,
             "measured_at": NOW,
             "is_quick": False,
@@ -80,7 +80,7 @@ def machine(folder: Path, **changes: object) -> MachineProfile:
             "ram_update_bytes_per_s": 1e10,
             "adamw_params_per_s": {"float32": 1e8, "bfloat16": 1e8},
             "matmul_flops_per_s": {"cpu/float32": 1e11},
-            "drives": {profile.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
+            "drives": {machine.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
         }
         | changes
     )
@@ -91,7 +91,7 @@ def shape_of(folder: Path, **changes: object) -> StepShape:
 
 
 def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = None, **changes: object) -> Estimate:
-    return estimate_step(plan, shape_of(folder, **(shape or {})), LoadedProfile(machine(folder, **changes)))
+    return estimate_step(plan, shape_of(folder, **(shape or {})), LoadedProfile(make_machine(folder, **changes)))
 
 
 def test_seconds_of_a_drive() -> None:
@@ -248,7 +248,7 @@ def test_old_figures_are_said_to_be_old(plan: Plan, tmp_path: Path) -> None:
     old = estimate(plan, tmp_path, measured_at=NOW - timedelta(days=31))
     assert "31 days ago" in old.notes[-1] and "measure again" in old.notes[-1]
     assert old.step_s is not None
-    key = profile.file_system_of(tmp_path).key
+    key = machine.file_system_of(tmp_path).key
     old_drive = drive(1e9, 1e9, 1e9, measured_at=NOW - timedelta(days=40))
     assert "40 days ago" in estimate(plan, tmp_path, drives={key: old_drive}).notes[-1]
 
@@ -288,12 +288,12 @@ def test_the_slowest_of_several_drives_counts(plan: Plan, tmp_path: Path, monkey
 def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every folder be a drive of its own, named as the folder."""
 
-    def file_system(path: Path) -> profile.FileSystem:
-        return profile.FileSystem("0:0", "ext4", os.path.basename(path), "/")
+    def file_system(path: Path) -> machine.FileSystem:
+        return machine.FileSystem("0:0", "ext4", os.path.basename(path), "/")
 
-    monkeypatch.setattr(profile.FileSystem, "key", property(lambda self: self.source))
-    monkeypatch.setattr(profile, "file_system_of", file_system)
-    monkeypatch.setattr("megatrain.plan.cost.file_system_of", file_system)
+    monkeypatch.setattr(machine.FileSystem, "key", property(lambda self: self.source))
+    monkeypatch.setattr(machine, "file_system_of", file_system)
+    monkeypatch.setattr("megatrain.plan.estimate.file_system_of", file_system)
 
 
 def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,14 +301,14 @@ def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     config = load_config(config_at(tmp_path, nvme=2)).config
     assert nvme_rates(config) == [1.0, 1.0]
     known = {"drive0": drive(9e9, 9e9, 3e9), "drive1": drive(9e9, 9e9, 1e9)}
-    store_profile(machine(tmp_path, drives={"drive0": known["drive0"]}))
+    store_profile(make_machine(tmp_path, drives={"drive0": known["drive0"]}))
     assert nvme_rates(config) == [1.0, 1.0]  # one measured and one unknown say nothing about each other
-    store_profile(machine(tmp_path, drives=known))
+    store_profile(make_machine(tmp_path, drives=known))
     assert nvme_rates(config) == [3e9, 1e9]
     assert step_shape(config, nvme_rates(config)).weights == [3e9, 1e9]
     given = load_config(tmp_path / "run.toml", (), ["tiers.nvme.0.rate=1GB/s", "tiers.nvme.1.rate=2GB/s"]).config
     assert nvme_rates(given) == [1e9, 2e9]
-    assert measured_drive_rates([], machine(tmp_path)) is None
+    assert measured_drive_rates([], make_machine(tmp_path)) is None
 
 
 def test_a_plan_says_it(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_plan_says_it(tmp_path: Path) -> None:
     assert before is not None
     assert any("doctor" in line for line in before.lines)
     assert any("equally fast" in line for line in before.lines)
-    stored = store_profile(machine(tmp_path))
+    stored = store_profile(make_machine(tmp_path))
     planned = plan_run(load_config(path).config)
     assert planned.estimate is not None
     assert planned.estimate.step_s is not None

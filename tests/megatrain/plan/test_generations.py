@@ -10,8 +10,9 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.plan.machine import own_drive_bytes
-from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.solve import DURABLE_KINDS, DoesNotFitError
+from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from reference.tiered_run import EXAMPLES, config_text
 from tiered.store import TieredStore
 from tiered.tiers.nvme import NvmeTier

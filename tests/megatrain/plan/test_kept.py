@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from megatrain.config import load_config
-from megatrain.flops import step_flops
-from megatrain.plan.cost import estimate_step, flops_per_token
-from megatrain.plan.drives import StepShape
+from megatrain.engine.trace import step_flops
+from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
-from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.profile import LoadedProfile, MachineProfile, cpu_name
+from megatrain.plan.machine import LoadedProfile, MachineProfile, cpu_name
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan, StepShape
+from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from megatrain.plan.solve import DoesNotFitError
 from reference.tiered_run import EXAMPLES, config_text
 
 MODEL = EXAMPLES / "quickstart" / "model"

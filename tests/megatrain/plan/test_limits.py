@@ -15,7 +15,7 @@ from megatrain.config import load_config
 from megatrain.config.problems import ConfigError
 from megatrain.plan import limits, machine
 from megatrain.plan.limits import BeyondMachineError, Objection, drive_paths, find_objections, refuse
-from megatrain.plan.profile import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.plan.machine import FileSystem, disk_of, file_system_of, missing_mount
 from tiered.units import GiB, MiB
 
 CPU = torch.device("cpu")

@@ -17,13 +17,20 @@ from click.testing import CliRunner
 
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.doctor import examine, processor
+from megatrain.doctor import examine, processors
 from megatrain.doctor.drives import DriveEffort
 from megatrain.engine.step import StepEngine
 from megatrain.plan import measure
-from megatrain.plan.measure import MeasuredTicks, NotMeasurableError, made_up_batches, measure_ticks, same_ticks
-from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.shared_memory import SharedMemoryTier, shared_bytes
+from megatrain.plan.measure import (
+    NotMeasurableError,
+    SharedMemoryTier,
+    made_up_batches,
+    measure_ticks,
+    same_ticks,
+    shared_bytes,
+)
+from megatrain.plan.plan import MeasuredTicks, Plan
+from megatrain.plan.planner import plan_run
 from megatrain.plan.timed import PlanTimer
 from megatrain.plan.what_if import plan_alternative
 from reference.tiered_run import EXAMPLES, config_text
@@ -198,7 +205,7 @@ def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
 def test_the_command(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0, beside_s=0.1))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
-    monkeypatch.setattr(processor, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
     group = importlib.import_module(f"{PACKAGE}.main").command_group
     path = write(ram="6MiB", placement='optimizer = ["nvme"]')
     plain = CliRunner().invoke(group, ["plan", str(path), "--measure"])

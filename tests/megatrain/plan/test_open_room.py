@@ -10,8 +10,9 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.plan import planner
-from megatrain.plan.planner import Plan, plan_run, with_open_room
-from megatrain.plan.profile import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
+from megatrain.plan.machine import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run, with_open_room
 from megatrain.plan.simulate import measured_rates, simulate_step
 from reference.tiered_run import EXAMPLES, config_text
 from tiered.units import MiB

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatrain.plan import profile
-from megatrain.plan.profile import DriveProfile, MachineProfile, load_profile, profile_path, store_profile
+from megatrain.plan import machine
+from megatrain.plan.machine import DriveProfile, MachineProfile, load_profile, profile_path, store_profile
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -23,10 +23,10 @@ def drive(path: str = "/somewhere", **rates: float) -> DriveProfile:
     return DriveProfile(path=path, filesystem="ext4", measured_at=NOW, is_quick=True, is_direct=True, **values)
 
 
-def machine(**changes: object) -> MachineProfile:
+def make_machine(**changes: object) -> MachineProfile:
     values: dict[str, object] = {
         "host": platform.node(),
-        "cpu": profile.cpu_name(),
+        "cpu": machine.cpu_name(),
         "ram_bytes": psutil.virtual_memory().total,
         "measured_at": NOW,
         "is_quick": False,
@@ -45,7 +45,7 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
     assert load_profile(path).machine is None
     assert load_profile(path).note is None
-    stored = machine()
+    stored = make_machine()
     assert store_profile(stored, path) == path
     assert load_profile(path).machine == stored
     assert os.listdir(path.parent) == ["profile.json"]
@@ -63,9 +63,9 @@ def test_the_file_lies_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_other_machines_and_other_drives_stay(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    store_profile(machine(host="another"), path)
-    store_profile(machine(), path)
-    store_profile(machine(drives={"3:4 /dev/y": drive("/y")}, num_threads=7), path)
+    store_profile(make_machine(host="another"), path)
+    store_profile(make_machine(), path)
+    store_profile(make_machine(drives={"3:4 /dev/y": drive("/y")}, num_threads=7), path)
     loaded = load_profile(path).machine
     assert loaded is not None
     assert sorted(loaded.drives) == ["1:2 /dev/x", "3:4 /dev/y"]
@@ -75,7 +75,7 @@ def test_other_machines_and_other_drives_stay(tmp_path: Path) -> None:
 
 def test_the_figures_of_another_machine_are_not_used(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    store_profile(machine(host="another", ram_bytes=7 << 30), path)
+    store_profile(make_machine(host="another", ram_bytes=7 << 30), path)
     loaded = load_profile(path)
     assert loaded.machine is None
     assert loaded.note is not None
@@ -100,14 +100,14 @@ def test_a_damaged_file_is_named_and_replaced(tmp_path: Path, contents: bytes) -
     loaded = load_profile(path)
     assert loaded.machine is None
     assert loaded.note is not None and loaded.note.startswith(f"{path} is not used: ")
-    store_profile(machine(), path)
-    assert load_profile(path).machine == machine()
+    store_profile(make_machine(), path)
+    assert load_profile(path).machine == make_machine()
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, "fast", None, float("inf"), float("nan")])
 def test_a_rate_that_is_none_makes_the_file_damaged(tmp_path: Path, rate: object) -> None:
     path = tmp_path / "profile.json"
-    store_profile(machine(), path)
+    store_profile(make_machine(), path)
     values = json.loads(path.read_text())
     next(iter(values["machines"].values()))["ram_read_bytes_per_s"] = rate
     path.write_text(json.dumps(values))
@@ -125,26 +125,26 @@ def test_a_folder_in_its_place_is_no_traceback(tmp_path: Path) -> None:
 
 def test_a_failed_store_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
-    store_profile(machine(), path)
+    store_profile(make_machine(), path)
 
     def refuse(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space"):
-        store_profile(machine(num_threads=9), path)
-    assert load_profile(path).machine == machine()
+        store_profile(make_machine(num_threads=9), path)
+    assert load_profile(path).machine == make_machine()
     assert os.listdir(tmp_path) == ["profile.json"]
 
 
 def test_the_drive_of_a_path(tmp_path: Path) -> None:
-    here = profile.file_system_of(tmp_path)
+    here = machine.file_system_of(tmp_path)
     number = tmp_path.stat().st_dev
     assert here.device == f"{os.major(number)}:{os.minor(number)}"
-    assert here == profile.file_system_of(tmp_path / "not" / "made" / "yet")
-    known = machine(drives={here.key: drive(str(tmp_path))})
+    assert here == machine.file_system_of(tmp_path / "not" / "made" / "yet")
+    known = make_machine(drives={here.key: drive(str(tmp_path))})
     assert known.drive_of(tmp_path / "later") == drive(str(tmp_path))
-    assert machine().drive_of(tmp_path) is None
+    assert make_machine().drive_of(tmp_path) is None
 
 
 def test_mounts_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
@@ -158,12 +158,12 @@ def test_mounts_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
         "23 21 8:3 / /elsewhere rw - btrfs /dev/other rw\n"
         "a line of another kind\n"
     )
-    found = profile.file_system_of(folder, mounts)
+    found = machine.file_system_of(folder, mounts)
     assert (found.kind, found.source, found.mount_point) == ("xfs", "/dev/my disk", str(folder.resolve()))
-    assert profile.file_system_of(tmp_path, mounts).kind == "ext4"
-    assert profile.file_system_of(tmp_path, tmp_path / "none").kind == "unknown"
+    assert machine.file_system_of(tmp_path, mounts).kind == "ext4"
+    assert machine.file_system_of(tmp_path, tmp_path / "none").kind == "unknown"
 
 
 def test_age() -> None:
-    assert profile.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
-    assert profile.age_days(datetime.now(UTC) + timedelta(days=1)) == 0
+    assert machine.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
+    assert machine.age_days(datetime.now(UTC) + timedelta(days=1)) == 0

@@ -11,11 +11,9 @@ from click.testing import CliRunner
 
 from megatrain.config import load_config
 from megatrain.engine.program import StepProgram
-from megatrain.plan.planner import Plan, plan_run
-from megatrain.plan.resident import Residency, ResidentChooser
-from megatrain.plan.solve import PlacementSolver
-from megatrain.plan.stays import choose_stays
-from megatrain.plan.traffic import Traffic
+from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser, Traffic, choose_stays
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from reference.saved_run import command_group
 from reference.tiered_run import EXAMPLES, config_text
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from reference.tiered_run import EXAMPLES, config_text
 

@@ -11,9 +11,8 @@ import torch
 from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
-from megatrain.plan.budgets import filling_bytes, workspace_bytes
-from megatrain.plan.solve import DoesNotFitError, Placement, PlacementSolver, TierBudget
-from megatrain.plan.traffic import Traffic
+from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, TierBudget, Traffic
+from megatrain.plan.planner import filling_bytes, workspace_bytes
 from reference.families import tiny_config
 from tiered.schedule import Mode
 from tiered.units import PAGE_BYTES

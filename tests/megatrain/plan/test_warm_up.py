@@ -13,7 +13,8 @@ import torch
 from bench.sides import Ours
 from megatrain.config import load_config
 from megatrain.optim.base import FORMATS, Format
-from megatrain.plan.planner import Plan, plan_run
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
 from reference.tiered_run import config_text
 from reference.tiny_model import write_tiny_model
 

@@ -18,13 +18,11 @@ from transformers import CONFIG_MAPPING
 from megatrain.config import load_config
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder
-from megatrain.models.small import LARGEST_NUM_PARAMETERS
-from megatrain.optim.adamw import AdamW
+from megatrain.models.small import LARGEST_NUM_PARAMETERS, write_small_model
 from megatrain.optim.base import Update
-from megatrain.optim.sgd import SGD
+from megatrain.optim.elementwise import SGD, AdamW
 from megatrain.verify import proof
 from megatrain.verify.proof import Tolerances, Verdict, verify
-from megatrain.verify.small_model import write_small_model
 
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 FAMILIES = (

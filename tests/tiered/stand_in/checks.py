@@ -21,19 +21,17 @@ import zarr
 import tiered.links.kvikio as engine_module
 from reference.tiered_run import EXAMPLES, TieredRun, config_text, run_config
 from tiered.errors import TransferError
-from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover
+from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover, PosixMover
 from tiered.links.kvikio import KvikioMover
-from tiered.links.posix import PosixMover
 from tiered.links.probe import _DeviceMemory, may_open_driver
 from tiered.links.route import make_mover
-from tiered.memory.slab import HostSlab
 from tiered.store import TieredStore
 from tiered.testing import LinkSuite
 from tiered.tiers.base import Slot, Tier
-from tiered.tiers.files import ChunkFile, files_of
 from tiered.tiers.gpu import DeviceBuffer
+from tiered.tiers.layout import ChunkFile, files_of
 from tiered.tiers.nvme import NvmeTier, Verify
-from tiered.tiers.ram import RamTier
+from tiered.tiers.ram import HostSlab, RamTier
 from tiered.units import KiB, MiB, round_up
 
 

@@ -1,0 +1,278 @@
+"""What was read of the data, what was left out and why; errors of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.config.data_tables import DataConfig
+
+
+class DataError(Exception):
+    """Training data cannot be used; the text names the file and row, what was seen, and what to do.
+
+    Attributes:
+        where: file, and row or line where known.
+    """
+
+    def __init__(self, where: str, problem: str, remedy: str = "") -> None:
+        self.where = where
+        super().__init__((f"{where}: " if where else "") + problem + (f". {remedy}" if remedy else ""))
+
+
+class RowError(DataError):
+    """One row cannot be trained, others may: it is left out and counted, unless ``data.bad_rows`` says "error".
+
+    Attributes:
+        reason: the problem without what is special about this row, for counting.
+    """
+
+    def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
+        super().__init__(where, problem, remedy or "Fix or remove the row")
+        self.reason = reason or problem
+
+
+#: Up to this share of a source may be dropped or cut without a word beside the counts.
+WARN_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Rows, or turns of conversations, that are not trained for one reason.
+
+    Attributes:
+        reason: a sentence.
+        count: how many.
+        example: file and row of the first.
+    """
+
+    reason: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What became of the rows of one source.
+
+    Attributes:
+        num_rows: rows read.
+        num_truncated: conversations cut to max_length.
+        num_too_long: dropped for their length.
+        num_untrained: dropped because no token of theirs would be trained.
+        num_bad: dropped as they cannot be trained.
+        num_rows_lost: rows that are dropped or cut, each once.
+        num_tokens: of the rows that could be tokenized, whole.
+        num_tokens_lost: of these, in no document.
+    """
+
+    num_rows: int = 0
+    num_truncated: int = 0
+    num_too_long: int = 0
+    num_untrained: int = 0
+    num_bad: int = 0
+    num_rows_lost: int = 0
+    num_tokens: int = 0
+    num_tokens_lost: int = 0
+
+    @property
+    def share_lost(self) -> float:
+        """Return the share of the rows, or of the tokens if that is more, that is dropped or cut."""
+        return max(self.num_rows_lost / max(1, self.num_rows), self.num_tokens_lost / max(1, self.num_tokens))
+
+    def __sub__(self, before: SourceCounts) -> SourceCounts:
+        return SourceCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    def __str__(self) -> str:
+        rows, tokens = self.num_rows_lost / max(1, self.num_rows), self.num_tokens_lost / max(1, self.num_tokens)
+        parts = [
+            f"{count:,} {what}"
+            for count, what in (
+                (self.num_truncated, "cut to data.max_length"),
+                (self.num_too_long, "dropped as too long"),
+                (self.num_untrained, "dropped without a trained token"),
+                (self.num_bad, "dropped as they cannot be trained"),
+            )
+            if count
+        ]
+        text = (
+            f"{self.num_rows_lost:,} of {_some(self.num_rows, 'row')} ({rows:.1%}) and {tokens:.1%} of the tokens are "
+        )
+        return f"{text}dropped or cut: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What became of the rows.
+
+    Attributes:
+        num_rows: rows read.
+        num_documents: what is trained on (rows, or pieces of long text).
+        num_truncated: conversations cut to max_length.
+        num_too_long: conversations dropped for their length.
+        num_untrained: rows dropped because no token of theirs would be trained.
+        num_tokens: in all documents together.
+        num_trained_tokens: in all documents together.
+        first_untrained: file and row of the first of those, or "".
+        dropped: rows that cannot be trained, by reason, the most frequent first.
+        untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
+        sources: the same for each source, in order.
+    """
+
+    num_rows: int
+    num_documents: int
+    num_truncated: int
+    num_too_long: int
+    num_untrained: int
+    num_tokens: int
+    num_trained_tokens: int
+    dropped: tuple[Dropped, ...] = ()
+    untrained_turns: tuple[Dropped, ...] = ()
+    first_untrained: str = ""
+    sources: tuple[SourceCounts, ...] = ()
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows of which nothing is trained, for whatever reason."""
+        return self.num_too_long + self.num_untrained + sum(each.count for each in self.dropped)
+
+    def __str__(self) -> str:
+        share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
+        text = f"{_some(self.num_rows, 'row')}, {_some(self.num_documents, 'document')}, {self.num_tokens:,} tokens"
+        text += f" ({share:.1f}% trained)"
+        for count, what in (
+            (self.num_truncated, "truncated"),
+            (self.num_too_long, "dropped as too long"),
+            (self.num_untrained, "dropped without a trained token"),
+        ):
+            if count:
+                text += f", {count:,} {what}"
+        for each in self.dropped:
+            text += f"\n  {each.count:,} rows dropped: {each.reason} (first: {each.example})"
+        for each in self.untrained_turns:
+            text += f"\n  {each.count:,} turns not trained: {each.reason} (first: {each.example})"
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as values of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> DataReport:
+        """Return the report that :meth:`to_json` wrote."""
+        lists = {name: tuple(Dropped(**each) for each in values[name]) for name in ("dropped", "untrained_turns")}
+        sources = tuple(SourceCounts(**each) for each in values["sources"])
+        return cls(**{**values, **lists, "sources": sources})
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """Return what messages call each ``[[data.train]]``."""
+    return [f"data.train.{number} ({source.path})" for number, source in enumerate(data.train)]
+
+
+def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
+    """Compare what is dropped or cut of each source with what is usual, and with what the config allows.
+
+    Args:
+        names: of the sources, for messages.
+        max_dropped: ``data.max_dropped``.
+
+    Returns:
+        A warning for each source of which more than ``WARN_SHARE`` is lost.
+
+    Raises:
+        DataError: more than ``max_dropped`` of a source is lost.
+    """
+    warnings = []
+    for name, counts in zip(names, report.sources, strict=True):
+        share = counts.share_lost
+        is_cut = counts.num_truncated + counts.num_too_long > 0
+        mend = "Raise data.max_length" if is_cut else "Fix the rows"
+        if share > max_dropped:
+            raise DataError(
+                name,
+                f"{counts}. That is more than data.max_dropped = {max_dropped:g}",
+                f"{mend} (`megatrain-tier data stats CONFIG` says why), or accept it: write max_dropped = "
+                f"{math.ceil(100 * share) / 100:g} in [data]",
+            )
+        if share > WARN_SHARE:
+            warnings.append(f"{name}: {counts}. {mend}: `megatrain-tier data stats CONFIG` says why")
+    return warnings
+
+
+@dataclass
+class RowCounts:
+    """Counts that grow while rows are encoded."""
+
+    num_rows: int = 0
+    num_truncated: int = 0
+    num_too_long: int = 0
+    num_untrained: int = 0
+    first_untrained: str = ""
+    first_error: RowError | None = None
+    num_rows_lost: int = 0
+    num_tokens: int = 0
+    num_tokens_lost: int = 0
+    sources: list[SourceCounts] = field(default_factory=list)
+    _sources_before: SourceCounts = SourceCounts()
+    _dropped: dict[str, list[Any]] = field(default_factory=dict)
+    _turns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def drop(self, error: RowError) -> None:
+        """Count a row that cannot be trained."""
+        self.num_rows += 1
+        self.num_rows_lost += 1
+        self.first_error = self.first_error or error
+        self._dropped.setdefault(error.reason, [0, error.where])[0] += 1
+
+    def leave_untrained(self, where: str) -> None:
+        """Count a row of which no token would be trained."""
+        self.num_untrained += 1
+        self.first_untrained = self.first_untrained or where
+
+    def leave_turn(self, reason: str, where: str) -> None:
+        """Count a turn that is not trained in a row that is."""
+        self._turns.setdefault(reason, [0, where])[0] += 1
+
+    def end_source(self) -> None:
+        """Say that the rows from here on are of the next source."""
+        now = SourceCounts(
+            self.num_rows,
+            self.num_truncated,
+            self.num_too_long,
+            self.num_untrained,
+            sum(count for count, _ in self._dropped.values()),
+            self.num_rows_lost,
+            self.num_tokens,
+            self.num_tokens_lost,
+        )
+        self.sources.append(now - self._sources_before)
+        self._sources_before = now
+
+    def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
+        """Return the counts as they stand."""
+
+        def listed(counts: dict[str, list[Any]]) -> tuple[Dropped, ...]:
+            found = [Dropped(reason, count, example) for reason, (count, example) in counts.items()]
+            return tuple(sorted(found, key=lambda each: -each.count))
+
+        return DataReport(
+            self.num_rows,
+            num_documents,
+            self.num_truncated,
+            self.num_too_long,
+            self.num_untrained,
+            num_tokens,
+            num_trained_tokens,
+            listed(self._dropped),
+            listed(self._turns),
+            self.first_untrained,
+            tuple(self.sources),
+        )
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,269 @@
+"""Rates of the processors: CPU kernels, GPU kernels and buses."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatrain.optim.base import Segment, Update
+from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.threads import KernelThreads, cut
+from megatrain.plan.machine import available_ram_bytes
+from tiered.tiers.ram import HostSlab
+from tiered.units import MiB
+
+#: Bytes of RAM that an update of a parameter touches: master, m and v read and written, the gradient read.
+ADAMW_BYTES_PER_PARAM = 2 * 12 + 4
+
+_FLOAT_BYTES = 4
+_MIN_REPEATS = 3
+_MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorResult:
+    """Bytes, parameters and FLOPs per second, the best of several runs; all with ``num_threads`` threads.
+
+    Attributes:
+        ram_read: as in `megatrain.plan.machine.MachineProfile`.
+        ram_copy: as in `megatrain.plan.machine.MachineProfile`.
+        ram_update: as in `megatrain.plan.machine.MachineProfile`.
+        adamw_params: dtype of the weights -> parameters per second.
+        matmul_flops: dtype -> FLOP/s on the CPU.
+    """
+
+    num_threads: int
+    ram_read: float
+    ram_copy: float
+    ram_update: float
+    adamw_params: Mapping[str, float]
+    matmul_flops: Mapping[str, float]
+
+    def adamw_share(self, dtype: str) -> float:
+        """Return the kernel's bytes per second as a share of the most that RAM gave to any of the three."""
+        return self.adamw_params[dtype] * ADAMW_BYTES_PER_PARAM / max(self.ram_read, self.ram_copy, self.ram_update)
+
+
+def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads | None = None) -> ProcessorResult:
+    """Measure RAM, the AdamW kernels and matrix products of the CPU.
+
+    Args:
+        span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
+        seconds: about how long each of the seven measurements takes.
+        threads: of the kernels; default: one per usable CPU, as in a run.
+    """
+    kernel_threads = threads or KernelThreads()
+    num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
+    try:
+        with _arrays(num_elements) as (weight, m, v, gradient):
+            for array in (weight, m, gradient):
+                array.uniform_(-1.0, 1.0)
+            v.uniform_(0.0, 1.0)
+            nbytes = num_elements * _FLOAT_BYTES
+            ram_read = 2 * nbytes / _best_s(lambda: torch.dot(weight, m), seconds)
+            ram_copy = 2 * nbytes / _best_s(lambda: _copy(m, weight, kernel_threads), seconds)
+            ram_update = 3 * nbytes / _best_s(lambda: _add(weight, gradient, kernel_threads), seconds)
+            adamw = {
+                dtype: num_elements / _best_s(update, seconds)
+                for dtype, update in _updates(weight, m, v, gradient, kernel_threads).items()
+            }
+    finally:
+        if threads is None:
+            kernel_threads.close()
+    flops = {
+        str(dtype).removeprefix("torch."): matmul_flops_per_s(torch.device("cpu"), dtype, seconds)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw, flops)
+
+
+def matmul_flops_per_s(
+    device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
+) -> float:
+    """Return the rate of square matrix products, of the largest size that a tenth of the time does.
+
+    Args:
+        synchronize: waits for the device; None where products are done when they return.
+    """
+    rate = 0.0
+    for size in _MATMUL_SIZES:
+        left, right = torch.ones(2, size, size, device=device, dtype=dtype).unbind()
+        product = torch.empty(size, size, device=device, dtype=dtype)
+
+        def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = product) -> None:
+            torch.mm(left, right, out=out)
+            if synchronize is not None:
+                synchronize()
+
+        rate = max(rate, 2 * size**3 / _best_s(multiply, seconds / 3))
+        if 2 * (2 * size) ** 3 / rate > seconds / 10:
+            break
+    return rate
+
+
+@contextmanager
+def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
+    """Yield four fp32 arrays in memory like that of the RAM tier."""
+    slabs: list[HostSlab] = []
+    try:
+        slabs.extend(HostSlab(num_elements * _FLOAT_BYTES) for _ in range(4))  # those before a failure are kept, too
+        yield [slab.tensor.view(torch.float32)[:num_elements] for slab in slabs]
+    finally:
+        for slab in slabs:
+            slab.close()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, threads: KernelThreads) -> None:
+    to, of = target.numpy(), source.numpy()
+    threads.run(partial(np.copyto, to[start:stop], of[start:stop]) for start, stop in cut(0, to.size))
+
+
+def _add(total: torch.Tensor, addend: torch.Tensor, threads: KernelThreads) -> None:
+    from megatrain.optim.kernels import add_in_place
+
+    to, of = total.numpy(), addend.numpy()
+    threads.run(partial(add_in_place, to[start:stop], of[start:stop]) for start, stop in cut(0, to.size))
+
+
+def _updates(
+    weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, threads: KernelThreads
+) -> dict[str, Callable[[], None]]:
+    """Return an AdamW step over the arrays, by dtype of the weight block."""
+    optimizer = AdamW(AdamWConfig(), threads)
+    segments = (Segment(0, gradient.numel(), 0.1),)
+    halves = weight.view(torch.int16).chunk(2)  # the same bytes hold either form of the master
+    split = {"weight": halves[0].view(torch.bfloat16), "low": halves[1], "m": m, "v": v}
+    whole = {"weight": weight, "m": m, "v": v}
+    now = Update(step=1, lr=1e-5)
+    return {
+        "float32": lambda: optimizer.update(whole, gradient, segments, now),
+        "bfloat16": lambda: optimizer.update(split, gradient, segments, now),
+    }
+
+
+def _best_s(work: Callable[[], object], seconds: float) -> float:
+    """Return the least time of some runs, after a first one, which may compile or make room.
+
+    Not the median: what else runs on the machine makes some of them longer, nothing makes them shorter.
+    """
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < _MIN_REPEATS or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+_COPY_BYTES = 256 * MiB
+_NUM_COPIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GpuResult:
+    """What one CUDA device did.
+
+    Attributes:
+        h2d: bytes per second from and to RAM.
+        d2h: bytes per second from and to RAM.
+        is_pinned: that RAM could be page-locked.
+        matmul_flops: dtype -> FLOP/s.
+        update: bytes per second of an addition in place, in its own memory.
+    """
+
+    name: str
+    memory_bytes: int
+    is_pinned: bool
+    h2d: float
+    d2h: float
+    matmul_flops: Mapping[str, float]
+    update: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GdsResult:
+    """What GPUDirect Storage needs: ``missing`` names it, empty where all is there."""
+
+    has_kvikio: bool
+    has_driver: bool
+    missing: tuple[str, ...]
+
+
+def measure_gpu(*, seconds: float) -> GpuResult | None:
+    """Measure the current CUDA device; None where there is none.
+
+    Args:
+        seconds: about how long each matrix product is repeated.
+    """
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    slab = HostSlab(_COPY_BYTES, pin=True)
+    try:
+        host = slab.tensor
+        buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+        flops = {
+            str(dtype).removeprefix("torch."): matmul_flops_per_s(
+                device, dtype, seconds, lambda: torch.cuda.synchronize(device)
+            )
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        return GpuResult(
+            name=torch.cuda.get_device_name(device),
+            memory_bytes=torch.cuda.mem_get_info(device)[1],
+            is_pinned=slab.is_pinned,
+            h2d=_copy_rate(buffer, host),
+            d2h=_copy_rate(host, buffer),
+            matmul_flops=flops,
+            update=_update_rate(buffer),
+        )
+    finally:
+        torch.cuda.synchronize(device)
+        slab.close()
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    return target.numel() / _median_s(lambda: target.copy_(source, non_blocking=True))
+
+
+def _update_rate(buffer: torch.Tensor) -> float:
+    """Return the bytes per second of two reads and a write per element, as an optimizer streams its blocks."""
+    total, addend = buffer.zero_().view(torch.float32).chunk(2)
+    return 3 * total.numel() * total.itemsize / _median_s(lambda: total.add_(addend))
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    times: list[float] = []
+    for number in range(_NUM_COPIES + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        if number:  # the first one may set the link up
+            times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult:
+    """Return what of GPUDirect Storage is there. Imports nothing: kvikio is only looked for."""
+    has_kvikio = importlib.util.find_spec("kvikio") is not None
+    has_driver = (proc / "driver" / "nvidia-fs").exists()
+    missing = []
+    if not has_kvikio:
+        missing.append("the package kvikio (pip install 'megatrain-tier[gds]')")
+    if not has_driver:
+        missing.append("the kernel module nvidia-fs (package nvidia-fs or nvidia-gds, then modprobe nvidia-fs)")
+    if not (run / "udev").exists():
+        missing.append("/run/udev, by which cuFile finds the drive behind a path (in a container: mount it)")
+    return GdsResult(has_kvikio, has_driver, tuple(missing))

@@ -1,0 +1,1 @@
+"""The embedded parts inside other libraries' trainers."""

@@ -1,0 +1,165 @@
+"""Hugging Face ``Trainer``, and trainers made of it (TRL's ``SFTTrainer``, ``DPOTrainer``): one mixin, one callback.
+
+Written against transformers 5: ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``; of its private
+methods only ``_load_from_checkpoint``, whose absence costs memory at a resume and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
+from megatrain.embed.partition import TieringError
+from megatrain.embed.stores import ledger_of
+from megatrain.embed.tier import TieredModule, tiered_module
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tiered.store import TieredStore
+
+__all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "tiered"]
+
+#: Beside the optimizer's state in a checkpoint of the trainer: which generation of which store belongs to it.
+RECORD_NAME = "tiered.json"
+
+
+def tiered(trainer: type[Any]) -> type[Any]:
+    """Return a trainer's class with the mixin before it: ``SFTTrainer = megatrain.hf.tiered(SFTTrainer)``."""
+    return type(f"Tiered{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
+
+
+class TierTrainerMixin:
+    """Put before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
+
+    The optimizer that the arguments ask for (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) is made as
+    a tiered one, with the trainer's own parameter groups; the trainer's clipping is the optimizer's, exact; its
+    checkpoints name a generation of the store, which is kept as long as the checkpoint's folder; resuming brings back
+    weights and state from there.
+
+    Args:
+        store: of the optimizer's state, where the model is an ordinary one; a tiered model brings its own.
+        tier_options: more for the optimizer, e.g. ``{"offload_gradients": True}``.
+    """
+
+    optimizer: Any
+    args: Any
+    model: Any
+    accelerator: Any
+
+    def __init__(
+        self,
+        *positional: Any,
+        store: TieredStore | None = None,
+        tier_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._store, self._tier_options = store, dict(tier_options or {})
+        super().__init__(*positional, **options)
+        self._store = _store_of(self.model) or store
+        if self._store is None:
+            raise TieringError("the model is not tiered: call megatrain.tier(model, store) before, or pass store=...")
+        self.add_callback(TierCallback(self._store))  # type: ignore[attr-defined]
+        self._clip_elsewhere = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self._measure_norm
+
+    def get_optimizer_cls_and_kwargs(
+        self, args: Any, model: Any = None
+    ) -> tuple[type[TieredOptimizer], dict[str, Any]]:
+        """Return the tiered optimizer of the kind that ``args.optim`` names.
+
+        Raises:
+            ValueError: there is no tiered one of that kind.
+        """
+        options = {"store": self._store, "max_grad_norm": args.max_grad_norm or 0.0, **self._tier_options}
+        adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+        name = str(getattr(args.optim, "value", args.optim))
+        if name in ("adamw_torch", "adamw_torch_fused"):
+            return TieredAdamW, {**adam, "eps": args.adam_epsilon, **options}
+        if name in ("lion_32bit", "lion"):
+            return TieredLion, {**adam, **options}
+        if name == "sgd":
+            return TieredSGD, {"lr": args.learning_rate, **options}
+        if name == "adafactor":
+            return TieredAdafactor, {"lr": args.learning_rate, **options}
+        raise ValueError(f'optim="{name}" has no tiered optimizer; there are adamw_torch, lion_32bit, sgd, adafactor')
+
+    def _measure_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Return the norm of the gradients; the optimizer clips by it in the step that follows."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        if not isinstance(optimizer, TieredOptimizer):
+            return self._clip_elsewhere(parameters, max_norm, norm_type=norm_type)
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: the tiered optimizers clip by the 2-norm")
+        return torch.tensor(optimizer.measure_grad_norm())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Leave weights that a generation has to the optimizer, which loads both."""
+        has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
+        if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+
+class TierCallback(TrainerCallback):  # type: ignore[misc]
+    """Ties generations of a store to a trainer's checkpoints: kept as long as a folder of ``output_dir`` names them.
+
+    Comes with ``TierTrainerMixin``; give it to a ``Trainer`` without the mixin.
+    """
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Look after the generations from now on."""
+        output_dir = Path(args.output_dir)
+        self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Note the generation that ``optimizer.state_dict()`` committed for the checkpoint that was just written."""
+        folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        _, generation = ledger_of(self._store).committed
+        if folder.is_dir() and generation is not None:
+            record = {"store": self._store.path, "generation": generation}
+            (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
+        """Make the last update, so that whoever has the model now finds it done."""
+        if model is not None and (tiered := _tiered(model)) is not None:
+            tiered.finish_updates()
+
+
+def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
+    """Return the generations of a store that the checkpoints of an output folder name."""
+    for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        record = _record(folder)
+        if record is not None and record.get("store") == store_path:
+            yield int(record["generation"])
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record
+
+
+def _tiered(model: Any) -> TieredModule | None:
+    try:
+        return tiered_module(model)
+    except (TieringError, AttributeError):
+        return None
+
+
+def _store_of(model: Any) -> TieredStore | None:
+    tiered = _tiered(model)
+    return None if tiered is None else tiered.store

@@ -1,0 +1,333 @@
+"""Lightning: a strategy that trains a ``LightningModule`` out of a store.
+
+Written against Lightning 2.6 (``import lightning``); its ``Strategy`` interface, and ``_forward_redirection``, which
+other strategies use in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+try:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"megatrain.lightning needs Lightning ({error.name} is missing): pip install 'megatrain-tier[lightning]'",
+        name=error.name,
+    ) from error
+
+from megatrain.embed.integrations.lightning_files import KeptGenerations, MappedCheckpointIO, file_exists, local_path
+from megatrain.embed.optimizer import TieredOptimizer, release
+from megatrain.embed.partition import TieringError
+from megatrain.embed.stores import compute_device, ledger_of, open_store
+from megatrain.embed.tier import tier
+from megatrain.embed.weights import block_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from tiered.store import TieredStore
+
+
+__all__ = ["TierStrategy"]
+
+_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+#: Optimizers that the last fit of a module left behind: they hold its parameters until the next one.
+_LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyDictionary()
+
+
+class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """``Trainer(strategy=TierStrategy(store))``, with ``TieredAdamW`` or another of them in ``configure_optimizers``.
+
+    When the trainer sets up, the module's parameters move into the store, as by ``megatrain.tier``; those that are in
+    a store already, and those that the ``LightningModule`` owns itself, stay as they are. ``gradient_clip_val`` clips
+    by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files: weights are in them, state is
+    in the generation of the store that they name, which is kept as long as the file.
+
+    Args:
+        store: None: one of its own, in RAM that is free and then in ``default_root_dir/tiers``; it is open until the
+            program ends. ``strategy="megatrain"`` means that.
+        tier_model: False leaves the module as it is: the store holds optimizer state alone.
+        options: as for ``megatrain.tier``.
+        accelerator: as for every strategy.
+        checkpoint_io: as for every strategy.
+        precision_plugin: as for every strategy.
+    """
+
+    strategy_name = "megatrain"
+    _root_device: torch.device
+    _checkpoint_io: Any
+
+    def __init__(
+        self,
+        store: TieredStore | None = None,
+        *,
+        tier_model: bool = True,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        device = torch.device("cpu") if store is None else compute_device(store)
+        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
+        self._store, self._tier_model, self._options = store, tier_model, options
+        self._kept: KeptGenerations | None = None
+        self._clipping: list[TieredOptimizer] = []
+        self._loads_late: bool | None = None
+        self._strict: bool | None = None
+
+    # -- setting up --------------------------------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        """Begin with a module."""
+        super().connect(model)
+        self._loads_late = self._strict = None
+
+    def setup_environment(self) -> None:
+        """Look whether trainer and store go together; open a store where none was given.
+
+        Raises:
+            TieringError: another device, a precision without master weights, or nowhere to save to.
+        """
+        trainer = self.lightning_module.trainer
+        if self._store is None:
+            self._store = open_store(nvme=Path(trainer.default_root_dir, "tiers"))
+        _check_trainer(trainer, self.root_device, self._store)
+        super().setup_environment()
+
+    @property
+    def store(self) -> TieredStore:
+        """The store; of one's own from ``fit`` on."""
+        assert self._store is not None, "a store of its own is opened by fit, validate, test or predict"
+        return self._store
+
+    def model_to_device(self) -> None:
+        """Move the module's parameters into the store, and what stays outside to the device that computes."""
+        model = self.lightning_module
+        if self._tier_model:
+            own = {id(parameter) for parameter in model.parameters(recurse=False)}
+            stays = [name for name, p in model.named_parameters() if id(p) in own or block_of(p) is not None]
+            if len(stays) < len(list(model.parameters())):
+                options = {**self._options, "leave": [*self._options.get("leave", ()), *map(escape, stays)]}
+                tier(model, self.store, **options)
+        super().model_to_device()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, after the state of those of an earlier fit has left the store.
+
+        Raises:
+            TieringError: an optimizer that cannot see gradients in the store, or that of an earlier fit.
+        """
+        released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
+        for optimizer in released:
+            release(optimizer)
+        super().setup_optimizers(trainer)
+        _LAST_OPTIMIZERS[self.lightning_module] = [o for o in self.optimizers if isinstance(o, TieredOptimizer)]
+        _check_optimizers(trainer, self.optimizers, released)
+
+    def setup_precision_plugin(self) -> None:
+        """Let the optimizers do the clipping."""
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if "clip_grad_by_norm" not in vars(plugin):
+            plugin.clip_grad_by_norm = partial(self._clip_by_norm, plugin.clip_grad_by_norm)
+            plugin.clip_grad_by_value = partial(_clip_by_value, plugin.clip_grad_by_value)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let modules be made in RAM: where they compute they need not fit."""
+        device, self._root_device = self._root_device, torch.device("cpu")
+        try:
+            with super().tensor_init_context(empty_init):
+                yield
+        finally:
+            self._root_device = device
+
+    def teardown(self) -> None:
+        """Leave module and optimizers where they are: in the store, ready to be used or saved."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step as its forward, in which weights may be used outside of their own modules.
+
+        Not with manual optimization: there a step would change weights that are in use.
+        """
+        if not self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._redirected("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step as its forward."""
+        with self.precision_plugin.val_step_context():
+            return self._redirected("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step as its forward."""
+        with self.precision_plugin.test_step_context():
+            return self._redirected("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step as its forward."""
+        with self.precision_plugin.predict_step_context():
+            return self._redirected("predict_step", *args, **kwargs)
+
+    def _redirected(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        model = self.lightning_module
+        return self._forward_redirection(model, model, name, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Make a step; what the trainer clips to counts for this one."""
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            while self._clipping:
+                self._clipping.pop().max_grad_norm = 0.0
+
+    def _clip_by_norm(self, otherwise: Any, optimizer: Any, clip_val: float) -> None:
+        optimizer = _unwrapped(optimizer)
+        if not isinstance(optimizer, TieredOptimizer):
+            otherwise(optimizer, clip_val)
+        elif optimizer.max_grad_norm == 0:
+            optimizer.max_grad_norm = float(clip_val)
+            self._clipping.append(optimizer)
+        elif optimizer.max_grad_norm != clip_val:
+            raise TieringError(
+                f"gradient_clip_val={clip_val} beside {type(optimizer).__name__}(max_grad_norm="
+                f"{optimizer.max_grad_norm}): give one of them"
+            )
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Lightning's, or ours that needs no memory."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+        """Return the state of an optimizer: for a tiered one plain values that name a generation."""
+        optimizer = _unwrapped(optimizer)
+        if isinstance(optimizer, TieredOptimizer):
+            ledger = ledger_of(optimizer.store)
+            # A file may be loaded after steps were made: so even a state without any is a generation.
+            ledger.num_changes = max(1, ledger.num_changes)
+            self._named_generations()
+        return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a file, and keep the generation that it names as long as it is there."""
+        kept = self._named_generations()
+        if kept is not None:
+            local = local_path(filepath)
+            for state in checkpoint.get("optimizer_states", ()):
+                generation = state.get("tiered", {}).get("generation")
+                if generation is not None:
+                    kept.note(str(filepath) if local is None else str(local.absolute()), generation)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _named_generations(self) -> KeptGenerations | None:
+        if self._kept is None and self.store.path is not None:
+            self._kept = KeptGenerations(self.store.path, file_exists)
+            self.store.keep_also(self._kept.numbers)
+        return self._kept
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether the module has no numbers before it is in the store: it was made on the meta device."""
+        if self._loads_late is None:
+            self._loads_late = any(parameter.is_meta for parameter in self.lightning_module.parameters())
+        return self._loads_late
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; where state follows, after it: its generation has weights too, with what master weights add.
+
+        Weights that differ from the generation's, since a hook changed them in ``checkpoint``, count.
+        """
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
+            self._strict = strict
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go back to the generation that a checkpoint names, or take over the state of torch's optimizer."""
+        self._named_generations()
+        super().load_optimizer_state_dict(checkpoint)
+        if self._strict is not None:
+            super().load_model_state_dict(checkpoint, self._strict)
+            self._strict = None
+
+
+StrategyRegistry.register(
+    TierStrategy.strategy_name, TierStrategy, description="A tiered store of RAM and drives", override=True
+)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _clip_by_value(otherwise: Any, optimizer: Any, clip_val: float) -> None:
+    optimizer = _unwrapped(optimizer)
+    if isinstance(optimizer, TieredOptimizer):
+        _refuse_clipping_by_value()
+    otherwise(optimizer, clip_val)
+
+
+def _refuse_clipping_by_value() -> None:
+    raise TieringError(
+        'gradient_clip_algorithm="value": the tiered optimizers clip by norm alone. Leave it out, or give "norm"'
+    )
+
+
+def _check_trainer(trainer: Any, device: torch.device, store: TieredStore) -> None:
+    precision = trainer.precision_plugin.precision
+    if precision not in _PRECISIONS:
+        raise TieringError(f'precision="{precision}": a tiered module is trained in one of {", ".join(_PRECISIONS)}')
+    accelerator = type(trainer.accelerator).__name__
+    if accelerator != f"{device.type.upper()}Accelerator":
+        raise TieringError(
+            f"the store computes on {device.type}, the trainer has a {accelerator}: "
+            'Trainer(accelerator="cpu"), or open_store(gpu="auto") for a CUDA device'
+        )
+    saves_state = any(not getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks)
+    if trainer.state.fn == TrainerFn.FITTING and saves_state and store.path is None:
+        raise TieringError(
+            "the trainer saves checkpoints and the store has no folder for state: open_store(path=...), "
+            "open_store(nvme=...), or Trainer(enable_checkpointing=False)"
+        )
+
+
+def _check_optimizers(trainer: Any, optimizers: list[Any], released: list[TieredOptimizer]) -> None:
+    for optimizer in optimizers:
+        if any(optimizer is old for old in released):
+            raise TieringError("configure_optimizers returned the optimizer of the last fit: make a new one there")
+        if isinstance(optimizer, TieredOptimizer):
+            if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+                _refuse_clipping_by_value()
+            continue
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if (block := block_of(parameter)) is not None:
+                raise TieringError(
+                    f"configure_optimizers returned {type(optimizer).__name__} for {block.name_of(parameter)}, whose "
+                    "gradient is in the store: return megatrain.TieredAdamW(self.parameters(), ...)"
+                )

@@ -1,0 +1,122 @@
+"""Checkpoint files of Lightning and the generations of the store that they name."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.plugins import TorchCheckpointIO
+
+__all__ = [
+    "KeptGenerations",
+    "MappedCheckpointIO",
+    "file_exists",
+    "local_path",
+]
+
+_RECORD = "checkpoint_files.json"
+
+
+class KeptGenerations:
+    """A list of files and the generation that each names, beside the generations. Thread-safe.
+
+    It is read again after a restart, so that files of an earlier process count. Give ``numbers`` to
+    ``TieredStore.keep_also``.
+
+    Args:
+        folder: of the store's generations.
+        exists: tells whether a checkpoint file is still there.
+    """
+
+    def __init__(self, folder: str, exists: Callable[[str], bool]) -> None:
+        self._path = Path(folder, _RECORD)
+        self._exists = exists
+        self._lock = threading.Lock()
+        self._unseen: set[str] = set()  # noted, and perhaps still being written
+        try:
+            self._files = {str(file): int(number) for file, number in json.loads(self._path.read_text()).items()}
+        except (OSError, ValueError, AttributeError):  # none yet, or damaged: what the store keeps anyway is kept
+            self._files = {}
+
+    def note(self, file: str, generation: int) -> None:
+        """Note that a checkpoint file names a generation; before or after it is written."""
+        with self._lock:
+            self._files[file] = generation
+            self._unseen.add(file)
+            self._write()
+
+    def numbers(self) -> set[int]:
+        """Return the generations that files name which are still there; the others are forgotten."""
+        with self._lock:
+            present = {file for file in self._files if self._exists(file)}
+            self._unseen -= present
+            gone = set(self._files) - present - self._unseen
+            if gone:
+                self._files = {file: number for file, number in self._files.items() if file not in gone}
+                self._write()
+            return set(self._files.values())
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(self._files, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, self._path)
+
+
+class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
+    """``TorchCheckpointIO`` that streams. The files are the same; places that are no local folder go its way."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a file that is there whole or not at all, also after a power cut."""
+        target = local_path(path)
+        if storage_options is not None or target is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part")
+        try:
+            torch.save(checkpoint, part)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the contents; tensors are read when they are used.
+
+        Args:
+            weights_only: False reads everything at once, Lightning's way.
+        """
+        source = local_path(path)
+        loaded: dict[str, Any]
+        if weights_only is False or source is None or not source.is_file():
+            loaded = super().load_checkpoint(path, weights_only=weights_only)
+        else:
+            loaded = torch.load(source, map_location=map_location or "cpu", mmap=True, weights_only=True)
+        return loaded
+
+
+def local_path(path: Any) -> Path | None:
+    """Return a checkpoint's path as that of a local file, or None where it is something else."""
+    system, inner = url_to_fs(str(path))
+    return Path(inner) if isinstance(system, LocalFileSystem) else None
+
+
+def file_exists(path: str) -> bool:
+    """Tell whether a checkpoint is there; one that nobody can be asked about now counts as there."""
+    local = local_path(path)
+    if local is not None:
+        return local.exists()
+    try:
+        system, inner = url_to_fs(path)
+        return bool(system.exists(inner))
+    except Exception:  # a service that does not answer: whatever its client raises
+        return True

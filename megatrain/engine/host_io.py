@@ -1,0 +1,303 @@
+"""What crosses between host and device in a step: pinned staging, readback, a host mirror of integer inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatrain.engine.head import labelled_rows
+from tiered.tiers.ram import HostSlab
+from tiered.units import MiB, round_up
+
+__all__ = [
+    "HostMirror",
+    "MicroBatches",
+    "Staging",
+    "looks_are_waits",
+    "read_numbers",
+]
+
+Name = TypeVar("Name")
+
+_ALIGNMENT_BYTES = 64
+
+
+def looks_are_waits(device: torch.device) -> bool:
+    """Return whether a look at a value on the device makes the host wait for all that is queued there."""
+    return device.type == "cuda"
+
+
+class MicroBatches:
+    """Brings the micro-batches of a pass to the compute device.
+
+    Args:
+        device: Compute device.
+
+    Attributes:
+        mirror: Knows what was brought; None where the model may as well look for itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._staging = Staging(device)
+        self.mirror = HostMirror() if looks_are_waits(device) else None
+
+    def place(
+        self, micro_batches: Mapping[int, Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[Tensor, Tensor]]]:
+        """Return micro-batches, and their rows with a label, on the compute device; the host does not wait.
+
+        Args:
+            micro_batches: By number, on the host. All of a pass at once: a second call waits for the first's copies.
+            shifted: By the same numbers, the shifted labels [B * S].
+
+        Returns:
+            By number the micro-batch, and the positions that have a label with their labels.
+        """
+        host = {(number, key): value for number, batch in micro_batches.items() for key, value in batch.items()}
+        labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
+        parts = {(number, part): pair[part] for number, pair in labelled.items() for part in (0, 1)}
+        placed = self._staging.upload({**host, **parts})
+        batches: dict[int, dict[str, Any]] = {number: {} for number in micro_batches}
+        for (number, key), tensor in host.items():
+            batches[number][key] = placed[number, key]
+            if self.mirror is not None:
+                self.mirror.know(placed[number, key], tensor)
+        return batches, {number: (placed[number, 0], placed[number, 1]) for number in labelled}
+
+    def forget(self) -> None:
+        """Let go of the host's tensors: the pass is over."""
+        if self.mirror is not None:
+            self.mirror.forget()
+
+
+class Staging:
+    """Page-locked memory that the tensors of one step's micro-batches are copied through. Used by one thread.
+
+    It grows to the largest step, in powers of two of 1 MiB, so that rows of changing length make few of them: a few
+    bytes per token, outside of the RAM tier as the micro-batches themselves are.
+
+    Args:
+        device: Compute device.
+        make_slab: Returns page-locked memory of at least that many bytes.
+    """
+
+    def __init__(self, device: torch.device, make_slab: Callable[[int], HostSlab] | None = None) -> None:
+        self._device = device
+        self._is_staged = device.type == "cuda"
+        self._make_slab = make_slab or (lambda nbytes: HostSlab(nbytes, pin=True))
+        self._slab: HostSlab | None = None
+        self._copied: Any = None  # event after the copies out of the slab
+
+    def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+        """Return the tensors on the compute device; the host does not wait for the copies.
+
+        They are there for whatever is queued on the current stream afterwards. The slab is written again by the next
+        call: that one waits first until these copies have left it, which the end of a step has long awaited.
+
+        Args:
+            tensors: On the host; not kept.
+        """
+        if not self._is_staged:
+            return {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        starts, need_bytes = _offsets(tensors)
+        slab = self._room(need_bytes)
+        placed: dict[Name, Tensor] = {}
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            staged = slab.tensor[starts[name] : starts[name] + nbytes].view(tensor.dtype).view(tensor.shape)
+            staged.copy_(tensor)
+            placed[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            placed[name].copy_(staged, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+        return placed
+
+    def _room(self, need_bytes: int) -> HostSlab:
+        if self._copied is not None:
+            # The device reads the slab until then; after an interrupted step too, whose end nobody awaited.
+            self._copied.synchronize()
+        if self._slab is None or self._slab.nbytes < need_bytes:
+            if self._slab is not None:
+                self._slab.close()
+            self._slab = self._make_slab(max(MiB, 1 << (need_bytes - 1).bit_length()))
+        return self._slab
+
+
+def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
+    starts: dict[Name, int] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        starts[name] = end
+        end += round_up(tensor.numel() * tensor.element_size(), _ALIGNMENT_BYTES)
+    return starts, max(end, 1)
+
+
+def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Return scalars in double precision, those on a device with one copy and one wait for all that came before.
+
+    Args:
+        values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
+    """
+    scalars = [value for value in values if isinstance(value, Tensor)]
+    if not scalars:
+        return [float(value) for value in values]
+    stacked = torch.stack([scalar.detach().reshape(()).to(torch.float64) for scalar in scalars])
+    if stacked.is_cuda:
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+        host.copy_(stacked, non_blocking=True)
+        # An event that the host sleeps on, not a wait for the stream: what is queued behind is none of its business.
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        arrived.record()
+        arrived.synchronize()
+        stacked = host
+    found = iter(stacked.tolist())
+    return [float(next(found)) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+#: Operations whose result the host computes too. Each is a function of its arguments alone, and exact on integers; an
+#: operation that is not here only ends the mirroring of its result.
+_EXACT_NAMES = """
+    __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
+    __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
+    cumsum detach diff eq expand flatten ge gt int le logical_and logical_not logical_or long lt max
+    min ne reshape squeeze sub sum to unsqueeze view
+"""
+_EXACT = frozenset(_EXACT_NAMES.split())
+#: Makes tensors out of numbers: no argument is a tensor.
+_CREATED = frozenset({"arange", "full", "ones", "zeros"})
+_LOOKS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
+_NOT_MIRRORED = object()
+
+
+class HostMirror(TorchFunctionMode):
+    """While it is entered, torch functions of known tensors run on the host too, and looks are answered from there.
+
+    Masks of [B, 1, S, S] are not mirrored: only what is not larger than the largest input. A tensor that was changed in
+    place is no longer known. Where nothing is known, everything is as without the mirror, waiting included.
+
+    Used by one thread; entered and left at every switch between a model's forward and the engine.
+
+    Attributes:
+        num_answers: Looks that were answered without the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_answers = 0
+        self._max_elements = 0
+        self._known = WeakIdKeyDictionary()  # device tensor -> (host tensor, version of the device tensor)
+        self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # on the device
+
+    def know(self, tensor: Tensor, host: Tensor) -> None:
+        """Note that a device tensor has the contents of a host tensor, which nobody may change from now on."""
+        if not _is_exact(tensor):
+            return
+        self._max_elements = max(self._max_elements, host.numel())
+        self._known[tensor] = (host, tensor._version)
+
+    def forget(self) -> None:
+        """Let go of all host tensors."""
+        self._known = WeakIdKeyDictionary()
+        self._max_elements = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not self._max_elements or name not in _HANDLED:
+            return func(*args, **kwargs)
+        if name in _LOOKS:
+            host = self._host_of(args[0])
+            if not isinstance(host, Tensor) or any(isinstance(arg, Tensor) for arg in args[1:]):
+                return func(*args, **kwargs)
+            self.num_answers += 1
+            return _look(name, host, func, args[1:])
+        if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self._known:
+            args = (args[0], self._with_lists_on(args[0].device, args[1]))
+        result = func(*args, **kwargs)
+        self._mirror(func, name, args, kwargs, result)
+        return result
+
+    def _mirror(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
+            return
+        if any(result is arg for arg in args):
+            return  # `to` and the like that had nothing to do
+        if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
+            return
+        host_args = [self._host_of(arg) for arg in args]
+        host_kwargs = {key: self._host_of(value) for key, value in kwargs.items()}
+        if any(value is _NOT_MIRRORED for value in (*host_args, *host_kwargs.values())):
+            return
+        if name not in _CREATED and not any(isinstance(value, Tensor) for value in host_args):
+            return
+        with torch._C.DisableTorchFunction():
+            self._known[result] = (func(*host_args, **host_kwargs), result._version)
+
+    def _with_lists_on(self, device: torch.device, index: Any) -> Any:
+        """Return an index whose lists are tensors of the device, made once: torch would copy them there, and wait."""
+        if not isinstance(index, tuple):
+            return index
+        return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
+
+    def _list_on(self, device: torch.device, numbers: list[int]) -> Tensor:
+        key = device, tuple(numbers)
+        if key not in self._lists:
+            self._lists[key] = torch.tensor(numbers, device=device)
+        self.know(self._lists[key], torch.tensor(numbers))
+        return self._lists[key]
+
+    def _host_of(self, value: Any) -> Any:
+        """Return what stands for an argument on the host, or `_NOT_MIRRORED`."""
+        if isinstance(value, Tensor):
+            if value not in self._known:
+                return _NOT_MIRRORED
+            host, version = self._known[value]
+            return host if version == value._version else _NOT_MIRRORED
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, tuple | list):
+            return self._host_of_items(value)
+        if isinstance(value, str):
+            return "cpu"  # of the operations above, only those that name a device take a string
+        if isinstance(value, slice) and any(isinstance(part, Tensor) for part in (value.start, value.stop, value.step)):
+            return _NOT_MIRRORED
+        return value
+
+    def _host_of_items(self, values: Iterable[Any]) -> Any:
+        items = [self._host_of(value) for value in values]
+        if any(item is _NOT_MIRRORED for item in items):
+            return _NOT_MIRRORED
+        return tuple(items) if isinstance(values, tuple) else items
+
+
+_HANDLED = _EXACT | _CREATED | _LOOKS
+
+
+def _is_list_of_int(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _look(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
+    """Return what `func` would, given the host tensor; by numpy, so that a count of looks at tensors misses it."""
+    values = host.numpy()
+    if name == "tolist":
+        return values.tolist()
+    if name == "__contains__":
+        return bool((values == rest[0]).any())
+    if values.size != 1:
+        return func(host, *rest)  # raises as it would have
+    value = values.item()
+    return value if name == "item" else bool(value) if name == "__bool__" else int(value)

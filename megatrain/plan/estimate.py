@@ -1,0 +1,295 @@
+"""What a step means for the NVMe drives: their shares of what is striped, and how long they are busy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.optim.base import bytes_per_parameter
+from megatrain.optim.elementwise import AdamW
+from megatrain.plan.kept import num_parameters_run_once
+from megatrain.plan.machine import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
+from megatrain.plan.placement import Traffic
+from megatrain.plan.plan import Estimate, StepShape
+
+if TYPE_CHECKING:
+    from megatrain.plan.plan import Plan
+
+
+def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
+    """Return how long one drive is busy with reads and writes.
+
+    Reads and writes share one ceiling, the mixed rate, as far as both go on; what is left of one of them has its own
+    rate. A drive that slows under long writes cannot write more than it sustains.
+    """
+    both = min(read_bytes, written_bytes)
+    seconds = 2 * both / drive.mixed_bytes_per_s
+    seconds += (read_bytes - both) / drive.read_bytes_per_s + (written_bytes - both) / drive.write_bytes_per_s
+    if drive.sustained_write_bytes_per_s is None:
+        return seconds
+    return max(seconds, written_bytes / drive.sustained_write_bytes_per_s)
+
+
+def split(nbytes: int, shape: StepShape) -> dict[str, int]:
+    """Return the share of each NVMe path; blocks are striped so to within one file."""
+    total = sum(shape.weights)
+    return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
+
+
+def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
+    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
+    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
+    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
+    return rates if rates and len(rates) == len(paths) else None
+
+
+#: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.
+FLOPS_PER_PARAM_TOKEN = 8
+_FORWARD_FLOPS = 2
+
+_ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
+_BOUND = (
+    "computing       at the rate of large matrix products, a bound; `plan --measure` times steps of this very model"
+)
+_PROCESSORS = ("compute", "optimizer", "gpu optimizer")
+_ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
+
+
+def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
+    """Return what a step of a plan should take on this machine.
+
+    The compute time is that of ``8 N T`` FLOPs at the rate of large matrix products, N being all parameters: attention
+    comes on top, and a mixture of experts computes less; ``2 N T`` less for layers that are not recomputed. Where steps
+    were timed it is theirs.
+    """
+    written = split(_into_nvme(plan.traffic), shape)
+    run = None
+    if shape.num_steps is not None:
+        run = split(_into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
+    is_timed = plan.ticks is not None
+    wear = Estimate(shape.tokens_per_step, {}, written_bytes=written, run_written_bytes=run, is_timed=is_timed)
+    if loaded.machine is None:
+        notes = [f"times           not measured: {_ADVICE}", *_striping(shape)]
+        return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
+    costs = _Costs(plan, shape, loaded.machine)
+    seconds, unmeasured = costs.seconds()
+    result = replace(
+        wear,
+        seconds=seconds,
+        unmeasured=unmeasured,
+        computing_s_per_nvme_byte=costs.computing_s_per_nvme_byte,
+        seconds_per_nvme_copy=max((drive.seconds_per_copy or 0.0 for drive in costs.drives), default=0.0),
+        notes=_notes(loaded.machine, costs, unmeasured),
+    )
+    if unmeasured:
+        return result
+    step_s, bound_by = costs.step(seconds)
+    return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=costs.crossing_tokens(seconds))
+
+
+def flops_per_token(plan: Plan) -> int:
+    """Return the FLOPs that a step computes for each of its tokens, by the rule of ``estimate_step``."""
+    once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
+    return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
+
+
+class _Costs:
+    """Seconds of each resource for one plan."""
+
+    def __init__(self, plan: Plan, shape: StepShape, machine: MachineProfile) -> None:
+        self._plan, self.shape, self._machine = plan, shape, machine
+        self._on_gpu = plan.device.type == "cuda"
+        self._keys = {str(path): file_system_of(path).key for path in shape.paths}
+        self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
+
+    def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Return resource -> busy seconds of a step, and the resources that are used but were not measured."""
+        found = {
+            "compute": self._compute_s(self.shape.tokens_per_step),
+            "optimizer": self._optimizer_s(),
+            "gpu optimizer": self._gpu_optimizer_s(),
+            **self._links_s(self._plan.traffic),
+        }
+        measured = {name: seconds for name, seconds in found.items() if seconds}
+        return measured, tuple(name for name, seconds in found.items() if seconds is None)
+
+    def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
+        """Return the seconds of a step and what decides them."""
+        compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
+        on_gpu = seconds.get("gpu optimizer", 0.0)
+        busy = self._busy_s(compute, optimizer) + on_gpu
+        links = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
+        slowest = max(links, key=links.__getitem__, default="")
+        if slowest and links[slowest] > busy:
+            return links[slowest], slowest
+        return busy, max(("compute", compute), ("optimizer", optimizer), ("gpu optimizer", on_gpu), key=lambda p: p[1])[
+            0
+        ]
+
+    def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
+        """Return T*: from there on computing takes longer than the slowest link.
+
+        Bytes of activations grow with the tokens, all others do not.
+        """
+        tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
+        on_gpu = seconds.get("gpu optimizer", 0.0)
+        per_token = seconds.get("compute", 0.0) / tokens
+        fixed = self._links_s(self._traffic_without_activations())
+        crossing = 0.0
+        for link, fixed_s in fixed.items():
+            moved_per_token = (seconds.get(link, 0.0) - (fixed_s or 0.0)) / tokens
+            # Computing takes longer than the link as soon as either of the two terms of ``_busy_s`` does.
+            terms = [(per_token, optimizer)]
+            if self._on_gpu:
+                terms = [(per_token, 0.0), (per_token * (1 - self._forward_share), optimizer)]
+            starts = [
+                max(0.0, (fixed_s or 0.0) - beside - on_gpu) / (slope - moved_per_token)
+                for slope, beside in terms
+                if slope > moved_per_token
+            ]
+            if not starts:
+                return None
+            crossing = max(crossing, min(starts))
+        return crossing
+
+    def _busy_s(self, compute: float, optimizer: float) -> float:
+        """Return how long the processors need: one after the other on a CPU, the update beside a GPU's forward."""
+        if not self._on_gpu:
+            return compute + optimizer
+        forward = compute * self._forward_share
+        return compute - forward + max(forward, optimizer)
+
+    @property
+    def _forward_share(self) -> float:
+        return _FORWARD_FLOPS * self._plan.graph.num_parameters / flops_per_token(self._plan)
+
+    def _timed_s(self, *, updates: bool) -> float:
+        """Return the seconds of those ticks that are updates, or of all else."""
+        plan = self._plan
+        assert plan.ticks is not None
+        timed = zip(plan.program.ticks, plan.ticks.seconds, strict=True)
+        seconds = sum(seconds for tick, seconds in timed if (tick.phase == "update") == updates)
+        return seconds if updates else seconds + plan.ticks.between_s
+
+    def _compute_s(self, tokens: int) -> float | None:
+        if self._plan.ticks is not None:
+            return self._timed_s(updates=False)
+        dtype = str(self._plan.graph.dtype).removeprefix("torch.")
+        rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/{dtype}")
+        return None if rate is None else flops_per_token(self._plan) * tokens / rate
+
+    def _optimizer_s(self) -> float | None:
+        """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
+        if self._plan.ticks is not None:
+            return self._timed_s(updates=True)
+        is_split = self._plan.graph.dtype.itemsize == 2
+        kinds = self._plan.optimizer.state_kinds(is_split)
+        if type(self._plan.optimizer) is not AdamW or bytes_per_parameter(kinds) != _ADAMW_BYTES:
+            return None
+        rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
+        trained = self._plan.num_updated(on_gpu=False)
+        return None if rate is None and trained else trained / (rate or 1.0)
+
+    def _gpu_optimizer_s(self) -> float | None:
+        """Return the seconds of updates in the memory of a GPU: all that they read and write, at its own rate."""
+        plan, gpu = self._plan, self._machine.gpu
+        if not plan.num_updated(on_gpu=True):
+            return 0.0
+        rate = gpu.update_bytes_per_s if gpu else None
+        nbytes = sum(
+            plan.program.blocks[key].nbytes * (2 if mode == "rw" else 1)
+            for tick in plan.device_updates
+            for key, mode in tick.held
+        )
+        return None if rate is None else nbytes / rate
+
+    def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
+        """Return the seconds of every link that moves something; None for one that was not measured."""
+        seconds: dict[str, float | None] = {}
+        read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
+        if read or _into_nvme(traffic):
+            seconds["nvme"] = self._nvme_s(read, _into_nvme(traffic))
+        gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
+        for link, rate in (
+            ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
+            ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
+        ):
+            if traffic.get(link):
+                seconds[link] = None if rate is None else traffic[link] / rate
+        return seconds
+
+    def _nvme_s(self, read: int, written: int) -> float | None:
+        """Return the seconds of the drive that takes longest; paths on one file system share it."""
+        reads, writes = split(read, self.shape), split(written, self.shape)
+        by_drive: dict[str, tuple[DriveProfile, int, int]] = {}
+        for path, drive in self._drives.items():
+            if drive is None:
+                return None
+            _, read_so_far, written_so_far = by_drive.get(self._keys[path], (drive, 0, 0))
+            by_drive[self._keys[path]] = (drive, read_so_far + reads[path], written_so_far + writes[path])
+        return max(nvme_seconds(r, w, drive) for drive, r, w in by_drive.values())
+
+    def _traffic_without_activations(self) -> Mapping[str, int]:
+        program, placement = self._plan.program, self._plan.placement
+        order = list(self._plan.budgets_by_tier)
+        traffic = Traffic(program, order, placement.homes, placement.stays, placement.direct)
+        return traffic.of_step(lambda key: program.blocks[key].kind != "activations")
+
+    @property
+    def computing_note(self) -> str:
+        """Where the time of computing comes from."""
+        return _BOUND if self._plan.ticks is None else self._plan.ticks.note
+
+    @property
+    def computing_s_per_nvme_byte(self) -> float:
+        """What computing loses while a byte moves: the mean over the paths, by their shares of the bytes."""
+        shares = zip(self.shape.weights, self._drives.values(), strict=True)
+        lost = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
+        return lost / sum(self.shape.weights) if lost else 0.0
+
+    @property
+    def drives(self) -> Sequence[DriveProfile]:
+        """The profiles of the paths' drives, those that there are."""
+        return [drive for drive in self._drives.values() if drive is not None]
+
+    @property
+    def unmeasured_paths(self) -> Sequence[str]:
+        """Paths whose drives were not measured."""
+        return [path for path, drive in self._drives.items() if drive is None]
+
+
+def _into_nvme(traffic: Mapping[str, int]) -> int:
+    return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
+
+
+def _notes(machine: MachineProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
+    notes = [costs.computing_note]
+    if "nvme" in unmeasured:
+        paths = ", ".join(costs.unmeasured_paths)
+        notes.append(f"times           drive of {paths} not measured: {_ADVICE}")
+        notes.extend(_striping(costs.shape))
+    others = [name for name in unmeasured if name != "nvme"]
+    if others:
+        notes.append(f"times           not measured: {', '.join(others)}; so no prediction of the step")
+    measured = [machine.measured_at, *(drive.measured_at for drive in costs.drives)]
+    age = age_days(min(measured))
+    quick = ", quick" if machine.is_quick or any(drive.is_quick for drive in costs.drives) else ""
+    line = f"rates           measured by doctor {_days(age)}{quick}"
+    if age > STALE_DAYS:
+        line += f": older than {STALE_DAYS} days, measure again"
+    return (*notes, line)
+
+
+def _striping(shape: StepShape) -> Sequence[str]:
+    """Say that paths are taken to be equally fast, where nobody knows."""
+    if len(shape.paths) < 2 or shape.has_rates:
+        return ()
+    return (
+        f"striping        the {len(shape.paths)} NVMe paths are taken to be equally fast: run doctor, or give rates",
+    )
+
+
+def _days(days: float) -> str:
+    return "today" if days < 1 else f"{int(days)} day{'s' if int(days) > 1 else ''} ago"

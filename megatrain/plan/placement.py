@@ -1,0 +1,665 @@
+"""Where every block lives: homes, residents of GPU memory, copies that stay, and the traffic that results."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+
+from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
+from megatrain.engine.tape import Access, Tape, compile_step, follow
+from tiered.movement import route
+from tiered.schedule import Mode
+from tiered.units import format_size
+
+
+class Traffic:
+    """Counts contents by ``"src->dst"``.
+
+    Args:
+        order: names of the tiers, fast to slow.
+        homes: of the placement.
+        stays: of the placement.
+        direct: pairs of tiers that are no neighbours and have a link between them.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        order: Sequence[str],
+        homes: Mapping[str, str],
+        stays: Stays,
+        direct: Collection[tuple[str, str]] = (),
+    ) -> None:
+        self._blocks, self._order, self._homes, self._direct = program.blocks, order, homes, direct
+        self._first = compile_step(program, homes, stays, updates=False)
+        kept = compile_step(program, homes, stays, kept=self._first.kept).kept
+        self._step = compile_step(program, homes, stays, kept=kept)
+        self._last = compile_step(program, homes, stays, passes=False, kept=kept)
+
+    def of_first_step(self) -> dict[str, int]:
+        """Return what a step moves that finds nothing waiting and nothing to update."""
+        return self._count(self._first)
+
+    def of_step(self, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
+        """Return what a step between the first and the last moves.
+
+        Args:
+            counts: whether a block counts, by key; default: all do.
+        """
+        return self._count(self._step, counts)
+
+    def of_last_updates(self) -> dict[str, int]:
+        """Return what the updates after the last step move, and what is left then on its way home."""
+        moved = self._count(self._last)
+        for key, kept in self._last.kept.items():
+            if kept.is_newer:
+                self._add(moved, key, kept.tier, self._homes[key])
+        return moved
+
+    def _count(self, tape: Tape, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
+        pairs = [(a, b) for a in self._order for b in self._order if a != b]
+        moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in route(self._order, src, dst, self._direct)}
+        for key, src, dst in tape.transfers(self._homes):
+            if counts is None or counts(key):
+                self._add(moved, key, src, dst)
+        return moved
+
+    def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
+        for a, b in route(self._order, src, dst, self._direct):
+            moved[f"{a}->{b}"] += self._blocks[key].nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A copy of ``key`` in ``tier`` from one use to the next one.
+
+    Attributes:
+        start: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
+        stop: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
+        held: ticks at which it takes room that it would not take anyway.
+        nbytes: of its slot.
+    """
+
+    key: str
+    tier: str
+    start: int
+    stop: int
+    held: tuple[int, ...]
+    nbytes: int
+
+
+def choose_stays(
+    program: StepProgram,
+    homes: Mapping[str, str],
+    slot_bytes: Mapping[str, Callable[[int], int]],
+    room: Mapping[str, Sequence[int]],
+) -> Stays:
+    """Return the stays that fit, those that take room for the shortest time first.
+
+    Args:
+        slot_bytes: by tier, the size of a slot for contents of so many bytes.
+        room: tier -> for every tick, the bytes that stays may take there.
+    """
+    left = {tier: list(by_tick) for tier, by_tick in room.items()}
+    chosen: dict[tuple[int, str], int] = {}
+    for stay in sorted(_possible(program, homes, slot_bytes), key=lambda stay: (len(stay.held), stay.start)):
+        if all(left[stay.tier][tick] >= stay.nbytes for tick in stay.held):
+            for tick in stay.held:
+                left[stay.tier][tick] -= stay.nbytes
+            chosen[stay.start, stay.key] = stay.stop
+    return chosen
+
+
+def _possible(
+    program: StepProgram, homes: Mapping[str, str], slot_bytes: Mapping[str, Callable[[int], int]]
+) -> Iterator[Stay]:
+    length = len(program.ticks)
+    for key, uses in _uses(program).items():
+        for (start, _), (stop, mode) in zip(uses, uses[1:] + uses[:1], strict=True):
+            tick, following = program.ticks[start], program.ticks[stop]
+            tier = program.tier_of(tick, homes)
+            if start == stop or homes[key] == tier or tier != program.tier_of(following, homes):
+                continue
+            if key in tick.spent or mode == "w":  # dead by then, or not read
+                continue
+            between = [number % length for number in range(start + 1, stop + (0 if stop > start else length))]
+            # Of what passes through a tick only one is in its working set; those that stay are all there.
+            ends = [end for end in (start, stop) if key in dict(program.ticks[end].passing)]
+            nbytes = slot_bytes[tier](program.blocks[key].nbytes)
+            yield Stay(key, tier, start, stop, (*between, *ends), nbytes)
+
+
+def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
+    uses: dict[str, list[tuple[int, str]]] = {}
+    for number, tick in enumerate(program.ticks):
+        for key, mode in (*tick.held, *tick.passing):
+            uses.setdefault(key, []).append((number, mode))
+    return uses
+
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What is given about homes in the compute tier, where that is not RAM.
+
+    Attributes:
+        kinds: of blocks whose home the planner may put there.
+        bus_s_per_byte: what a byte between it and RAM costs.
+        host_update_s_per_element: what it costs that a weight is updated in RAM. On a machine that was not measured 1
+            and 0: then bytes decide.
+    """
+
+    kinds: frozenset[Kind]
+    bus_s_per_byte: float = 1.0
+    host_update_s_per_element: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Blocks that go together. Of two that save equally much per byte the lower ``rank`` goes first."""
+
+    keys: tuple[str, ...]
+    rank: tuple[float, ...]
+
+
+class ResidentChooser:
+    """Chooses residents of the compute tier, greedily.
+
+    Args:
+        slot_bytes: of that tier, for contents of so many bytes.
+    """
+
+    def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
+        self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
+        self._tier = program.compute_tier
+        self._groups: dict[str, tuple[str, ...]] = {}
+        self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
+        for number, tick in enumerate(program.ticks):
+            for key, mode in (*tick.held, *tick.passing):
+                self._uses[key].append((number, mode))
+            if tick.phase == "update":
+                group = tuple(key for key, _ in tick.held)
+                self._groups.update(dict.fromkeys(group, group))
+        self._candidates = [
+            candidate
+            for candidate in (*self._of_groups(), *self._of_blocks())
+            if all(program.blocks[key].kind in residency.kinds for key in candidate.keys)
+        ]
+        self._of_key: dict[str, list[int]] = {}
+        for number, candidate in enumerate(self._candidates):
+            for key in candidate.keys:
+                self._of_key.setdefault(key, []).append(number)
+
+    def _of_groups(self) -> Iterator[_Candidate]:
+        """Yield the groups that can be updated there, with their gradient and without."""
+        if not self._program.updates_in_compute_tier:
+            return
+        updates = [tick for tick in self._program.ticks if tick.phase == "update"]
+        for number, tick in enumerate(updates):
+            # Spread over the model: between two layers that are fetched, one that is there leaves time for it.
+            rank = (-1.0, number * _GOLDEN % 1.0)
+            keys = tuple(key for key, _ in tick.held)
+            yield _Candidate(keys, rank)
+            yield _Candidate(tuple(key for key in keys if key not in tick.spent), rank)
+
+    def _of_blocks(self) -> Iterator[_Candidate]:
+        for number, block in enumerate(self._program.blocks.values()):
+            yield _Candidate((block.key,), (KINDS.index(block.kind), number))
+
+    def everything(self) -> Sequence[str]:
+        """Return all blocks, if a step could do without any copy then; else nothing."""
+        return list(self._program.blocks) if len(self._residency.kinds) == len(KINDS) else ()
+
+    def choose(
+        self,
+        homes: Mapping[str, str],
+        try_move: Callable[[Sequence[str]], bool],
+        is_needed: Callable[[], bool] | None = None,
+    ) -> None:
+        """Move blocks, those first that save most per byte.
+
+        Args:
+            homes: of all blocks; seen as they change.
+            try_move: makes the tier their home, or says that they do not fit.
+            is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
+        """
+        queue: list[tuple[float, tuple[float, ...], int]] = []
+        self._push(queue, range(len(self._candidates)), homes)
+        while queue and (is_needed is None or is_needed()):
+            cost, _, number = heapq.heappop(queue)
+            if is_needed is None and cost >= 0:
+                return
+            keys = self._left(number, homes)
+            if not keys:
+                continue
+            if self._cost(keys, homes) != cost:  # others of the group have moved meanwhile, and it was queued anew
+                continue
+            if try_move(keys):
+                self._push(queue, self._beside(keys), homes)
+
+    def _push(
+        self, queue: list[tuple[float, tuple[float, ...], int]], numbers: Sequence[int], homes: Mapping[str, str]
+    ) -> None:
+        for number in numbers:
+            keys = self._left(number, homes)
+            if keys:
+                heapq.heappush(queue, (self._cost(keys, homes), self._candidates[number].rank, number))
+
+    def _left(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
+
+    def _beside(self, keys: Sequence[str]) -> Sequence[int]:
+        """Return the candidates that have blocks of the same groups."""
+        related = {other for key in keys for other in self._groups.get(key, (key,))}
+        return sorted({number for key in related for number in self._of_key.get(key, ())})
+
+    def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
+        """Return the seconds per byte that a step takes longer if blocks move; negative if they are worth it."""
+        related = dict.fromkeys(other for key in keys for other in self._groups.get(key, (key,)))
+        after = {key: homes[key] for key in related} | dict.fromkeys(keys, self._tier)
+        more_s = self._seconds(related, after) - self._seconds(related, homes)
+        return more_s / max(1, sum(self._slot_bytes(self._program.blocks[key].nbytes) for key in keys))
+
+    def _seconds(self, keys: Mapping[str, None], homes: Mapping[str, str]) -> float:
+        """Return what a step spends on the bus for some blocks, and on their updates in RAM."""
+        moved = sum(self._program.blocks[key].nbytes * self._num_moves(key, homes) for key in keys)
+        updated = 0
+        for key in keys:
+            block = self._program.blocks[key]
+            if block.kind == "weights" and key in self._groups:
+                tick = self._program.ticks[next(n for n, mode in self._uses[key] if mode == "rw")]
+                updated += block.num_elements * (self._program.tier_of(tick, homes) != self._tier)
+        return moved * self._residency.bus_s_per_byte + updated * self._residency.host_update_s_per_element
+
+    def _num_moves(self, key: str, homes: Mapping[str, str]) -> int:
+        """Return how often a block crosses the bus in a step; from one tick to the very next its copy stays."""
+        program, uses = self._program, self._uses[key]
+        tiers = [program.tier_of(program.ticks[number], homes) for number, _ in uses]
+        accesses = []
+        for n, (number, mode) in enumerate(uses):
+            is_last = key in program.ticks[number].spent
+            follows = n + 1 < len(uses) and uses[n + 1][0] == number + 1
+            is_kept = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
+            accesses.append(Access(number, mode, tiers[n], is_last, is_kept))
+        found, _ = follow(key, accesses, homes[key])
+        # What moves between RAM and a drive does not cross the bus.
+        lives_there = homes[key] == self._tier
+        crosses = [lives_there != (tier == self._tier) for tier in tiers]
+        return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)
+
+
+#: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
+DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
+#: Fewest generations that a run which saves needs room for: the last one, and the one being written.
+MIN_GENERATIONS = 2
+#: Bytes that a slot of a tier takes for contents of so many bytes.
+SlotBytes = Callable[[int], int]
+
+
+class DoesNotFitError(Exception):
+    """The run cannot fit the tiers it was given. Raised before anything is allocated.
+
+    Attributes:
+        tier: the tier that is too small.
+        need_bytes: the smallest capacity that would do.
+        have_bytes: its capacity.
+    """
+
+    def __init__(self, tier: str, need_bytes: int, have_bytes: int, advice: str) -> None:
+        self.tier, self.need_bytes, self.have_bytes = tier, need_bytes, have_bytes
+        super().__init__(
+            f"does not fit: tier '{tier}' has {have_bytes} bytes ({format_size(have_bytes)}), "
+            f"this run needs at least {need_bytes} ({format_size(need_bytes)}). {advice}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierBudget:
+    """What the planner may use of a tier: its capacity, its slot rounding, and what else it must hold.
+
+    Attributes:
+        workspace_bytes: taken by what is no block.
+        generations: committed sets of the durable blocks at home there, beside the live one.
+        filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
+        residency: of the compute tier, if it is not RAM.
+        direct_to: tiers, not neighbours, that copies come from and go to without passing those between.
+    """
+
+    name: str
+    capacity_bytes: int
+    slot_bytes: SlotBytes
+    workspace_bytes: int = 0
+    generations: int = 0
+    filling_bytes: int = 0
+    residency: Residency | None = None
+    direct_to: frozenset[str] = frozenset()
+
+    def generation_bytes(self, block: BlockPlan) -> int:
+        """Return what the generations of a block take that is at home here."""
+        return self.generations * self.slot_bytes(block.nbytes) if block.kind in DURABLE_KINDS else 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The answer: homes, what each tier holds at its fullest, and the bytes each link moves per step.
+
+    Attributes:
+        homes: block key -> tier.
+        home_bytes: tier -> kind -> slot bytes.
+        working_bytes: tier -> the largest working set of a tick that is not at home; where bringing in a layout's
+            weights takes more, that.
+        median_working_bytes: tier -> what half of the ticks need at most.
+        traffic_bytes: ``"src->dst"`` -> contents moved per step, between the first and the last.
+        first_traffic_bytes: the same for a first step, which finds nothing to update.
+        last_traffic_bytes: the same for the updates after the last step.
+        lookahead: whether two consecutive ticks' copies always fit side by side (double buffering).
+        workspace_bytes: tier -> bytes outside blocks.
+        stays: copies that wait for their next use.
+        generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
+        direct: pairs of tiers that are no neighbours and have a link between them.
+    """
+
+    homes: Mapping[str, str]
+    home_bytes: Mapping[str, Mapping[Kind, int]]
+    working_bytes: Mapping[str, int]
+    median_working_bytes: Mapping[str, int]
+    traffic_bytes: Mapping[str, int]
+    first_traffic_bytes: Mapping[str, int]
+    last_traffic_bytes: Mapping[str, int]
+    lookahead: bool
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    stays: Stays = field(default_factory=dict)
+    generation_bytes: Mapping[str, int] = field(default_factory=dict)
+    direct: frozenset[tuple[str, str]] = frozenset()
+
+    def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
+        """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
+        assert num_steps >= 1, num_steps
+        return {
+            link: self.first_traffic_bytes[link] + (num_steps - 1) * nbytes + self.last_traffic_bytes[link]
+            for link, nbytes in self.traffic_bytes.items()
+        }
+
+    def peak_bytes(self, tier: str) -> int:
+        """Return the smallest capacity of ``tier`` with which this placement runs."""
+        beside = self.workspace_bytes.get(tier, 0) + self.generation_bytes.get(tier, 0)
+        return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + beside
+
+
+class PlacementSolver:
+    """Finds the placement of one program.
+
+    Args:
+        program: blocks and ticks of a step.
+        tiers: fast to slow.
+        allowed: for each kind the tiers that may be its home, preferred first.
+        open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
+        stay_share: how much of the room that homes leave beside the ticks may be taken by copies that stay.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        tiers: Sequence[TierBudget],
+        allowed: Mapping[Kind, Sequence[str]],
+        open_bytes: Mapping[str, int] | None = None,
+        stay_share: float = 0.0,
+    ) -> None:
+        self._program = program
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._order = [tier.name for tier in tiers]
+        ends = [(tier.name, other) for tier in tiers for other in tier.direct_to]
+        self._direct = frozenset(pair for a, b in ends for pair in ((a, b), (b, a)))
+        self._allowed = allowed
+        self._open_bytes = dict(open_bytes or {})
+        self._stay_share = stay_share
+        self._uses: dict[str, list[int]] = {key: [] for key in program.blocks}
+        for number, tick in enumerate(program.ticks):
+            for key, _ in (*tick.held, *tick.passing):
+                self._uses[key].append(number)
+        budget = self._tiers[program.compute_tier]
+        self._residents = (
+            None if budget.residency is None else ResidentChooser(program, budget.residency, budget.slot_bytes)
+        )
+
+    def solve(self) -> Placement:
+        """Return the placement.
+
+        Raises:
+            DoesNotFitError: some tier is too small whatever goes where; it names the capacity that would do.
+        """
+        state, ahead = self._best_fill()
+        full = state.overfull(ahead=False)
+        if full is not None:
+            raise self._does_not_fit(full, state)
+        return self._describe(state, ahead=ahead)
+
+    def _best_fill(self) -> tuple[_Fill, bool]:
+        """Return the homes that save most; where the last tier cannot hold theirs, those that leave least there."""
+        state, ahead = self._fill(self._promotion_key)
+        last = self._order[-1]
+        if self._tiers[last].generations and state.overfull(ahead=False) == last:
+            tight, tight_ahead = self._fill(self._relief_key)
+            if tight.peak(last, ahead=False) < state.peak(last, ahead=False):
+                return tight, tight_ahead
+        return state, ahead
+
+    def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> tuple[_Fill, bool]:
+        """Return every block's home, those first in ``order`` moved up first, and whether copies fit side by side."""
+        homes = {key: self._slowest(block.kind) for key, block in self._program.blocks.items()}
+        state = _Fill(self, homes)
+        for ahead in (True, False):
+            if state.overfull(ahead=ahead) in (None, self._order[-1]):
+                break
+        self._make_residents(state, ahead=ahead)
+        for block in sorted(self._program.blocks.values(), key=order):
+            if self._is_resident(block, homes):
+                continue
+            for tier in self._allowed[block.kind]:
+                if tier == homes[block.key] or state.try_move([block.key], tier, ahead=ahead):
+                    break
+        if self._residents is not None and state.overfull(ahead=False) == self._order[-1]:
+            self._residents.choose(
+                homes,
+                lambda keys: state.try_move(keys, self._program.compute_tier, ahead=ahead),
+                lambda: state.overfull(ahead=False) == self._order[-1],
+            )
+        return state, ahead
+
+    def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
+        """Make the compute tier the home of everything, if that fits, else of what saves most there."""
+        if self._residents is None:
+            return
+
+        def try_move(keys: Sequence[str]) -> bool:
+            return state.try_move(keys, self._program.compute_tier, ahead=ahead)
+
+        everything = self._residents.everything()
+        if not everything or not try_move(everything):
+            self._residents.choose(state.homes, try_move)
+
+    def _is_resident(self, block: BlockPlan, homes: Mapping[str, str]) -> bool:
+        residency = self._tiers[self._program.compute_tier].residency
+        is_there = homes[block.key] == self._program.compute_tier
+        return residency is not None and block.kind in residency.kinds and is_there
+
+    def open_bytes(self, tier: str) -> int:
+        """Return the bytes of a tier that no home may take besides what the ticks need."""
+        return self._open_bytes.get(tier, 0)
+
+    def _slowest(self, kind: Kind) -> str:
+        return max(self._allowed[kind], key=self._order.index)
+
+    def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
+        """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
+        modes = [mode for number in self._uses[block.key] for mode in _modes(self._program.ticks[number], block.key)]
+        moves = sum((mode != "w") + (mode != "r") for mode in modes)
+        return (-float(moves), KINDS.index(block.kind))
+
+    def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
+        """Blocks with generations first: these take their bytes several times."""
+        return (block.kind not in DURABLE_KINDS, *self._promotion_key(block))
+
+    def route(self, src: str, dst: str) -> list[tuple[str, str]]:
+        """Return the links that a copy takes from one tier to another."""
+        return route(self._order, src, dst, self._direct)
+
+    def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
+        have = self._tiers[tier].capacity_bytes
+        need = state.peak(tier, ahead=False)
+        if tier == self._order[-1] and len(self._order) > 1:
+            advice = f"Give tiers.{tier} that size, or a faster tier room for {format_size(need - have)} more."
+        elif "nvme" in self._order:
+            advice = f"Give tiers.{tier}.size that much, or lower data.max_length or the batch."
+        else:
+            advice = (
+                f"Give tiers.{tier}.size that much, add a [[tiers.nvme]] path, or lower data.max_length or the batch."
+            )
+        return DoesNotFitError(tier, need, have, advice + self._less_for_checkpoints(tier, state))
+
+    def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:
+        """Return what less or no checkpoints on a tier would need, as sentences."""
+        generations = self._tiers[tier].generations
+        if not state.generation_bytes(tier):
+            return ""
+        text = f" {format_size(state.generation_bytes(tier))} of it are for {generations} checkpoints:"
+        if generations > MIN_GENERATIONS:
+            need = self._need_with(MIN_GENERATIONS, tier)
+            text += f" checkpoint.save_total_limit = {MIN_GENERATIONS} would need {need} ({format_size(need)}),"
+        need = self._need_with(0, tier)
+        text += ' checkpoint.save_strategy = "no" with save_on_signal = false'
+        return f"{text} would need {need} ({format_size(need)})."
+
+    def _need_with(self, generations: int, tier: str) -> int:
+        """Return the smallest capacity of a tier if it kept so many generations."""
+        tiers = [replace(t, generations=generations) if t.name == tier else t for t in self._tiers.values()]
+        solver = PlacementSolver(self._program, tiers, self._allowed, self._open_bytes, self._stay_share)
+        return solver._best_fill()[0].peak(tier, ahead=False)
+
+    def _describe(self, state: _Fill, *, ahead: bool) -> Placement:
+        home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self._order}
+        for key, block in self._program.blocks.items():
+            home = state.homes[key]
+            home_bytes[home][block.kind] += self._tiers[home].slot_bytes(block.nbytes)
+        slot_bytes = {name: tier.slot_bytes for name, tier in self._tiers.items()}
+        room = {name: state.room_for_stays(name, self._stay_share) for name in self._order}
+        stays = choose_stays(self._program, state.homes, slot_bytes, room)
+        traffic = Traffic(self._program, self._order, state.homes, stays, self._direct)
+        return Placement(
+            homes=state.homes,
+            home_bytes=home_bytes,
+            working_bytes={name: state.largest_working_set(name, ahead=False) for name in self._order},
+            median_working_bytes={name: int(median_low(state.working_sets(name))) for name in self._order},
+            traffic_bytes=traffic.of_step(),
+            first_traffic_bytes=traffic.of_first_step(),
+            last_traffic_bytes=traffic.of_last_updates(),
+            lookahead=ahead,
+            stays=stays,
+            workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
+            generation_bytes={name: state.generation_bytes(name) for name in self._order},
+            direct=self._direct,
+        )
+
+
+class _Fill:
+    """Homes being decided, with the bytes of every tier and tick kept up to date."""
+
+    def __init__(self, solver: PlacementSolver, homes: dict[str, str]) -> None:
+        self.solver, self.homes = solver, homes
+        self._ticks = solver._program.ticks
+        self._tiers = solver._tiers
+        self._home_bytes = dict.fromkeys(solver._order, 0)
+        self._durable_bytes = dict.fromkeys(solver._order, 0)
+        self._generation_bytes = dict.fromkeys(solver._order, 0)
+        for key, block in solver._program.blocks.items():
+            self._count(block, homes[key], 1)
+        self._working = {name: [self._working_set(name, tick) for tick in self._ticks] for name in solver._order}
+
+    def _working_set(self, tier: str, tick: Tick) -> int:
+        held = sum(self._passes_through(tier, tick, key) for key, _ in tick.held)
+        return held + max((self._passes_through(tier, tick, key) for key, _ in tick.passing), default=0)
+
+    def _passes_through(self, tier: str, tick: Tick, key: str) -> int:
+        """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
+        used_in, home = self.solver._program.tier_of(tick, self.homes), self.homes[key]
+        if home in (used_in, tier):
+            return 0
+        stops = {used_in, *(b for _, b in self.solver.route(home, used_in))}
+        return self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes) if tier in stops else 0
+
+    def working_sets(self, tier: str) -> list[int]:
+        """Return the working set of every tick."""
+        return self._working[tier] or [0]
+
+    def largest_working_set(self, tier: str, *, ahead: bool) -> int:
+        sets = self._working[tier]
+        if ahead:
+            sets = [a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)]
+        of_a_step = self._home_bytes[tier] - self._durable_bytes[tier] + self._tiers[tier].workspace_bytes
+        return max([*sets, self._tiers[tier].filling_bytes - of_a_step], default=0)
+
+    def peak(self, tier: str, *, ahead: bool) -> int:
+        beside = self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
+        return self._home_bytes[tier] + beside + self.largest_working_set(tier, ahead=ahead)
+
+    def generation_bytes(self, tier: str) -> int:
+        """Return what the committed generations on a tier take beside its live blocks."""
+        return self._generation_bytes[tier]
+
+    def room_for_stays(self, tier: str, share: float) -> list[int]:
+        """Return for every tick the bytes that copies which stay may take beside it and the next one's."""
+        sets = self._working[tier]
+        pairs = [
+            a + max(before, after)
+            for before, a, after in zip(sets[-1:] + sets, sets, sets[1:] + sets[:1], strict=False)
+        ]
+        free = self._tiers[tier].capacity_bytes - self.peak(tier, ahead=False)
+        spare = max(0, int(share * (self._tiers[tier].capacity_bytes - self.peak(tier, ahead=True))))
+        most = max(pairs, default=0)
+        return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
+
+    def overfull(self, *, ahead: bool) -> str | None:
+        """Return the first tier, fast to slow, that cannot hold its share."""
+        for name in self.solver._order:
+            if self.peak(name, ahead=ahead) > self._tiers[name].capacity_bytes:
+                return name
+        return None
+
+    def try_move(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
+        """Make ``tier`` the home of blocks if everything still fits, there and below; say whether it was done."""
+        blocks = [self.solver._program.blocks[key] for key in keys]
+        before = {key: self.homes[key] for key in keys}
+        below = self.solver._order[self.solver._order.index(tier) + 1 :]
+        most = {name: max(self._tiers[name].capacity_bytes, self.peak(name, ahead=ahead)) for name in below}
+        most[tier] = self._tiers[tier].capacity_bytes - self.solver.open_bytes(tier)
+        for block in blocks:
+            self._move(block, tier)
+        if all(self.peak(name, ahead=ahead) <= nbytes for name, nbytes in most.items()):
+            return True
+        for block in blocks:
+            self._move(block, before[block.key])
+        return False
+
+    def _move(self, block: BlockPlan, tier: str) -> None:
+        before = self.homes[block.key]
+        self._count(block, before, -1)
+        self._count(block, tier, 1)
+        self.homes[block.key] = tier
+        for number in self.solver._uses[block.key]:
+            for name in self.solver._order:
+                self._working[name][number] = self._working_set(name, self._ticks[number])
+
+    def _count(self, block: BlockPlan, tier: str, times: int) -> None:
+        nbytes = times * self._tiers[tier].slot_bytes(block.nbytes)
+        self._home_bytes[tier] += nbytes
+        self._durable_bytes[tier] += nbytes if block.kind in DURABLE_KINDS else 0
+        self._generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
+
+
+def _modes(tick: Tick, key: str) -> Iterable[Mode]:
+    return (mode for other, mode in (*tick.held, *tick.passing) if other == key)

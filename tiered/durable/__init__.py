@@ -1,0 +1,1 @@
+"""What outlives a process: committed generations of the blocks on drives, and their readers."""

@@ -1,0 +1,142 @@
+"""Whose a snapshot is: a store's identity, and the note of it in every folder that it makes on a shared path.
+
+Several stores may use one path of a file tier, one after the other. ``STORE.json`` in its directory of generations
+names a store; ``OWNER.json`` in ``snap/<generation>/`` says whose that is. A store removes only what is its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiered.checksums import checksum
+from tiered.durable.manifest import SNAPSHOT_FOLDER
+from tiered.tiers.directory import STORE_NAME, write_json
+
+OWNER_NAME = "OWNER.json"
+_UNFINISHED_NOTE = Path(OWNER_NAME).with_suffix(".tmp").name
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a folder is: the store's id, and where its generations were when the folder was made ("": unreadable)."""
+
+    id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """Who a store is: 32 hexadecimal digits, and the directory of its generations, absolute."""
+
+    id: str
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path, known_id: str | None = None) -> StoreIdentity:
+        """Return the identity of the store of a directory that the caller has locked; a new store gets one.
+
+        Args:
+            known_id: taken where the directory has lost its note.
+        """
+        found = read_store_id(path)
+        if found is None:
+            found = known_id or uuid.uuid4().hex
+            write_json(path / STORE_NAME, {"id": found}, durable=True)
+        return cls(found, path)
+
+    def mark(self, folder: Path) -> None:
+        """Say that a folder is this store's, making the folder; not flushed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = str(self.path)
+        write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _seal(self.id, path)})
+
+    def owns(self, folder: Path) -> bool:
+        """Return whether a folder ``<path>/snap/<generation>`` is this store's.
+
+        One in the store's own directory is, unless it says that it is another store's. One elsewhere is if it says
+        so, or says so of a directory that was moved here since; not if this directory is a copy of that one.
+        """
+        owner = read_owner(folder)
+        is_here = _is_same(folder.parent.parent, self.path)
+        if owner is None or is_here:
+            return is_here and (owner is None or owner.id == self.id)
+        if owner.id != self.id:
+            return False
+        return _is_same(Path(owner.path), self.path) or read_store_id(Path(owner.path)) != self.id
+
+
+def read_store_id(directory: Path) -> str | None:
+    """Return the id of the store whose generations lie in a directory, None if it has none."""
+    found = _read(directory / STORE_NAME)
+    return found["id"] if found is not None and _is_id(found.get("id")) else None
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """Return whose a folder says it is, None if it says nothing; a damaged note makes it nobody's."""
+    if not (folder / OWNER_NAME).exists():
+        return None
+    found = _read(folder / OWNER_NAME) or {}
+    owner, path = str(found.get("id")), str(found.get("path"))
+    return Owner(owner, path) if _is_id(owner) and found.get("xxh3_64") == _seal(owner, path) else Owner("", "")
+
+
+def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
+    """Yield (generation, folder) of everything under ``snap/`` of these paths, whosesoever it is."""
+    for path in paths:
+        snap = Path(path, SNAPSHOT_FOLDER)
+        for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
+            if folder.name.isdigit() and folder.is_dir():
+                yield int(folder.name), folder
+
+
+def remove_snapshot_folder(folder: Path) -> None:
+    """Delete a folder of ``snap/``, the note whose it is last, so that a crash half-way leaves no nameless rest."""
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(folder.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != OWNER_NAME:
+                entry.unlink()
+        (folder / OWNER_NAME).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Delete a folder of ``snap/`` that a crash left before it said, or after it had said, whose it was."""
+    if {entry.name for entry in folder.iterdir()} <= {_UNFINISHED_NOTE}:
+        (folder / _UNFINISHED_NOTE).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _seal(owner: str, path: str) -> str:
+    return checksum(f"{owner} {path}".encode())
+
+
+def _is_id(text: object) -> bool:
+    return isinstance(text, str) and _ID.fullmatch(text) is not None
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return whether two names mean one existing directory."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False

@@ -1,0 +1,496 @@
+"""GenerationReader: a committed generation read and checked without opening a store, also beside a living run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiered.block import BlockSpec, CopyState
+from tiered.checksums import PIECE_BYTES, pieces
+from tiered.durable.arrays import (
+    ChunkPlace,
+    array_chunk_bytes,
+    byte_view,
+    chunk_files,
+    link_text,
+    missing_text,
+    no_array_text,
+    parts_of,
+    place_in,
+    read_contents,
+    read_files,
+    read_piece,
+    snapshot_of,
+)
+from tiered.durable.manifest import (
+    SNAPSHOT_FOLDER,
+    BlockRecord,
+    Manifest,
+    current_generation,
+    forget_current,
+    forget_generation,
+    generation_folder,
+    generation_name,
+    list_generations,
+    make_current,
+    newest_first,
+    read_manifest,
+)
+from tiered.durable.ownership import (
+    OWNER_NAME,
+    StoreIdentity,
+    read_owner,
+    read_store_id,
+    remove_snapshot_folder,
+    snapshot_folders,
+)
+from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
+from tiered.leasing import Grants
+from tiered.movement import Movement
+from tiered.records import Block
+from tiered.tiers.directory import STORE_NAME, lock_directory, unlock_directory
+from tiered.tiers.layout import DOCUMENT_NAME, HomeFiles, array_document, dtype_from_name, group_document, place_of
+from tiered.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    import zarr
+
+
+class GenerationReader:
+    """One committed generation, read only. It takes no lock: a living run may remove the generation meanwhile.
+
+    Args:
+        path: directory of the generations.
+        generation: its number, default the current one.
+        search: paths of file tiers, for parts that are not where they were written.
+
+    Attributes:
+        manifest: of the generation.
+        blocks: its records by key, in order of registration.
+
+    Raises:
+        GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        generation: int | None = None,
+        search: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.manifest: Manifest = read_manifest(self.path, generation)
+        self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
+        written = [path for paths in self.manifest.paths.values() for path in paths]
+        self._owners: dict[Path, str] = {}  # by folder of a generation: ours, foreign, or unknown
+        self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*search, *written]))
+
+    @property
+    def generation(self) -> int:
+        """Return the number of the generation."""
+        return self.manifest.generation
+
+    def spec(self, key: str) -> BlockSpec:
+        """Return a block as it was registered.
+
+        Raises:
+            BlockNotFoundError: the generation has none of that name.
+            GenerationError: its record makes no sense here.
+        """
+        if key not in self.blocks:
+            raise BlockNotFoundError(key, f"generation {self.generation} has {len(self.blocks)} blocks")
+        record = self.blocks[key]
+        try:
+            spec = BlockSpec(key, record.shape, dtype_from_name(record.dtype), record.home)
+        except ValueError as error:
+            raise GenerationError(f"block '{key}' of generation {self.generation}: {error}") from error
+        if spec.nbytes != record.nbytes:
+            raise GenerationError(f"block '{key}': {record.nbytes} bytes do not make {spec.shape} of {spec.dtype}")
+        return spec
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Read a block's contents into ``out`` and verify them.
+
+        Args:
+            out: contiguous, of the block's dtype and number of elements, on any device. Undefined after an error.
+
+        Raises:
+            ValueError: ``out`` does not fit.
+            CorruptBlockError: damaged.
+            GenerationError: a part is missing.
+            TransferError: the drive refused.
+        """
+        spec = self.spec(key)
+        if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
+            raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
+        files = self.files(key)
+        self.check(key, files, read_files(files, spec, byte_view(out)))
+
+    def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Read bytes ``start`` to ``stop`` of a block's contents, verified, without reading the rest.
+
+        Reads whole pieces of 16 MiB, since those have checksums.
+
+        Returns:
+            1-D uint8 in host memory.
+
+        Raises:
+            ValueError: no such range. Otherwise as ``read``.
+        """
+        spec, expected = self.spec(key), self.blocks[key].xxh3_64
+        if not 0 <= start <= stop <= spec.nbytes:
+            raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
+        files = self.files(key)
+        found = torch.empty(stop - start, dtype=torch.uint8)
+        for number, (first, last) in enumerate(pieces(spec.nbytes)):
+            if last <= start or first >= stop:
+                continue
+            # Into its place where the whole piece is asked for, else through a buffer of one piece.
+            is_inside = start <= first and last <= stop
+            piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
+            at_start = [(path, offset - first, nbytes) for path, offset, nbytes in files]
+            actual = read_piece(at_start, spec, piece, (0, last - first))
+            if number >= len(expected) or actual != expected[number]:
+                recorded = expected[number] if number < len(expected) else "none"
+                place = place_in(files, first, last)
+                raise CorruptBlockError(key, recorded, actual, place=place, generation=self.generation)
+            if not is_inside:
+                part = slice(max(start, first), min(stop, last))
+                found[part.start - start : part.stop - start] = piece[part.start - first : part.stop - first]
+        return found
+
+    def to_zarr(self) -> zarr.Group:
+        """Return the generation as a read-only ``zarr.Group``: each block an array of its shape, read when indexed.
+
+        What is read is verified, whatever drives it is striped over. bfloat16 and float8 are arrays of unsigned
+        integers of that size, with the true name in ``attrs["megatrain"]["logical_dtype"]``.
+        """
+        from tiered.zarr_views import BlockView, group_of  # zarr takes half a second to import
+
+        views = [BlockView(self.spec(key), partial(self.read_range, key)) for key in self.blocks]
+        return group_of(views, {"generation": self.generation, "meta": self.manifest.meta})
+
+    def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:
+        """Yield a sentence about every damage, with the file; nothing if the generation is sound. Reads all of it.
+
+        Args:
+            on_block: called with every block's record once it was checked.
+        """
+        yield from problems_of(self, on_block)
+
+    def files(self, key: str) -> list[ChunkPlace]:
+        """Return the chunk files of a block, in order.
+
+        Raises:
+            GenerationError: its array is nowhere.
+        """
+        place = self.place(key)
+        return chunk_files(place, self.spec(key), elsewhere=[each for each in self.folders(key) if each != place])
+
+    def place(self, key: str) -> Path:
+        """Return the folder with the document of a block's array.
+
+        Raises:
+            GenerationError: its array is nowhere.
+        """
+        self.spec(key)
+        place = next((folder for folder in self.folders(key) if array_chunk_bytes(folder) is not None), None)
+        if place is None:
+            named = Path(os.path.normpath(self.path / self.blocks[key].location))
+            raise GenerationError(no_array_text(key, named))
+        return place
+
+    def folders(self, key: str) -> list[Path]:
+        """Return where the array of a block may be, the place that the manifest names first."""
+        name, depth = generation_name(self.generation), key.count("/")
+        named = Path(os.path.normpath(self.path / self.blocks[key].location))
+        others = dict.fromkeys(path / SNAPSHOT_FOLDER / name / key for path in self._search)
+        # A folder of that number may be another store's: several may use one path, one after the other.
+        ours = [folder for folder in others if folder != named and self._owner(folder.parents[depth]) == "ours"]
+        return ours if self._owner(named.parents[depth]) == "foreign" else [named, *ours]
+
+    def paths(self) -> list[Path]:
+        """Return the paths of file tiers that have, or may have, a part of the generation."""
+        found = dict.fromkeys(self._search)
+        for key in self.blocks:
+            with contextlib.suppress(GenerationError):
+                found.update(dict.fromkeys(snapshot_of(file, key).parent.parent for file, _, _ in self.files(key)))
+        return list(found)
+
+    def _owner(self, folder: Path) -> str:
+        if folder not in self._owners:
+            owner = read_owner(folder)
+            is_known = owner is not None and owner.id != ""
+            is_ours = owner is not None and owner.id == self.manifest.store
+            self._owners[folder] = "ours" if is_ours else "foreign" if is_known else "unknown"
+        return self._owners[folder]
+
+    def check(self, key: str, files: Sequence[ChunkPlace], found: Sequence[str]) -> None:
+        """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one.
+
+        Args:
+            files: that were read.
+            found: their checksums.
+        """
+        record = self.blocks[key]
+        if tuple(found) == record.xxh3_64:
+            return
+        for number, (_, actual) in enumerate(zip_longest(pieces(record.nbytes), found)):
+            self.check_piece(key, files, number, actual or "none")
+
+    def check_piece(self, key: str, files: Sequence[ChunkPlace], number: int, found: str) -> None:
+        """Raise ``CorruptBlockError`` if the checksum of one piece, counted from 0, is not the recorded one."""
+        record = self.blocks[key]
+        expected = record.xxh3_64[number] if number < len(record.xxh3_64) else "none"
+        if found != expected:
+            start = number * PIECE_BYTES
+            place = place_in(files, start, min(start + PIECE_BYTES, record.nbytes))
+            raise CorruptBlockError(key, expected, found, place=place, generation=self.generation)
+
+
+def remove_generation_everywhere(
+    path: str | os.PathLike[str], generation: int, search: Sequence[str | os.PathLike[str]] = ()
+) -> None:
+    """Remove a committed generation, also what lies on the paths of file tiers. No store may have the directory open.
+
+    Where it is the current one, the newest of the others becomes that first.
+
+    Args:
+        search: paths of file tiers beside those that the manifests name.
+
+    Raises:
+        GenerationError: there is no such generation.
+        LockedError: a living process uses the directory.
+        OSError: a file cannot be removed; calling it again goes on.
+    """
+    directory = Path(os.path.abspath(path))
+    if generation not in list_generations(directory):
+        read_manifest(directory, generation)  # raises, and says which there are
+    fd, _ = lock_directory(directory)
+    try:
+        paths = [Path(os.path.abspath(path)) for path in search]
+        identity = StoreIdentity(read_store_id(directory) or "", directory)
+        for number in list_generations(directory):  # the paths of the others too: its own manifest may be damaged
+            with contextlib.suppress(GenerationError):
+                reader = GenerationReader(directory, number, search)
+                paths += reader.paths()
+                identity = StoreIdentity(identity.id or reader.manifest.store, directory)
+        _flip_away(directory, generation)
+        forget_generation(directory, generation)
+        # Its own folder last: what a crash leaves on other drives is found as long as that is there.
+        for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
+            if number == generation and identity.owns(folder):
+                remove_snapshot_folder(folder)
+    finally:
+        unlock_directory(fd)
+
+
+def _flip_away(directory: Path, generation: int) -> None:
+    """Let another generation be the current one where it is ``generation``, or where nobody knows which it is."""
+    others = [number for number in newest_first(directory) if number != generation]
+    try:
+        is_current = current_generation(directory) in (generation, None)
+    except GenerationError:
+        is_current = True
+    if is_current and others:
+        make_current(directory, others[0])
+    elif is_current:
+        forget_current(directory)
+
+
+_NUM_THREADS = 4
+
+
+def problems_of(reader: GenerationReader, on_block: Callable[[BlockRecord], None] | None) -> Iterator[str]:
+    """Yield a sentence about every damage of a generation; see ``GenerationReader.problems``."""
+    yield from _manifest_problems(reader)
+    inspection = _Inspection(reader)
+    yield from inspection.root_problems(generation_folder(reader.path, reader.generation))
+    for record in reader.manifest.blocks:
+        yield from inspection.block_problems(record)
+        if on_block is not None:
+            on_block(record)
+
+
+def _manifest_problems(reader: GenerationReader) -> Iterator[str]:
+    try:  # the generation's own manifest was read by the reader
+        if current_generation(reader.path) is None:
+            yield f"'{reader.path}' has no file that names the current generation"
+    except GenerationError as error:
+        yield str(error)
+    store = reader.manifest.store
+    if store and read_store_id(reader.path) != store:
+        yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"
+
+
+class _Inspection:
+    """Looks at the blocks of one generation, and once at each document that several of them have in common."""
+
+    def __init__(self, reader: GenerationReader) -> None:
+        self._reader = reader
+        self._seen: set[Path] = set()
+
+    def root_problems(self, root: Path) -> Iterator[str]:
+        """Look at a folder ``snap/<generation>`` and at what is above it."""
+        if root in self._seen:
+            return
+        self._seen.add(root)
+        yield from self._document_problems(root.parent.parent, group_document({"page_bytes": PAGE_BYTES}))
+        yield from self._document_problems(root.parent, group_document())
+        yield from self._document_problems(root, group_document())
+        yield from self._owner_problems(root)
+
+    def _owner_problems(self, root: Path) -> Iterator[str]:
+        path = Path(os.path.realpath(root), OWNER_NAME)
+        if path in self._seen:
+            return
+        self._seen.add(path)
+        owner, store = read_owner(root), self._reader.manifest.store
+        if store and (owner is None or owner.id != store):
+            yield f"'{path}' is missing or damaged: it must name the store {store}"
+
+    def block_problems(self, record: BlockRecord) -> Iterator[str]:
+        """Look at the documents, the files and the contents of a block."""
+        try:
+            spec = self._reader.spec(record.key)
+            folders = self._reader.folders(record.key)
+            if not folders:
+                self._reader.files(record.key)  # raises, and says where it should be
+        except GenerationError as error:
+            yield str(error)
+            return
+        place = next((folder for folder in folders if os.path.lexists(folder / DOCUMENT_NAME)), folders[0])
+        depth = record.key.count("/")
+        yield from self.root_problems(place.parents[depth])
+        for group in place.parents[:depth]:
+            yield from self._document_problems(group, group_document())
+        chunk_bytes = array_chunk_bytes(place)
+        wanted = array_document(spec.key, spec.shape, spec.dtype, chunk_bytes or PAGE_BYTES)
+        yield from self._document_problems(place, wanted)
+        if chunk_bytes is not None:
+            files = chunk_files(place, spec, elsewhere=[folder for folder in folders if folder != place])
+            for root in dict.fromkeys(snapshot_of(path, spec.key) for path, _, _ in files if path.exists()):
+                yield from self._owner_problems(root)
+            yield from _content_problems(record, spec, files, chunk_bytes)
+
+    def _document_problems(self, folder: Path, wanted: Mapping[str, Any]) -> Iterator[str]:
+        path = folder / DOCUMENT_NAME
+        if path in self._seen:
+            return
+        self._seen.add(path)
+        try:
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            yield f"'{path}' is missing"
+        except OSError as error:
+            yield f"'{path}' cannot be read: {error.strerror}"
+        except ValueError:
+            yield f"'{path}' is damaged: it is not JSON"
+        else:
+            if found != wanted:
+                names = [name for name in {**wanted, **_dict(found)} if wanted.get(name) != _dict(found).get(name)]
+                yield f"'{path}' is damaged: {', '.join(names) or 'all of it'} is not what it must be"
+
+
+def _dict(document: object) -> Mapping[str, Any]:
+    return document if isinstance(document, dict) else {}
+
+
+def _content_problems(
+    record: BlockRecord, spec: BlockSpec, files: Sequence[ChunkPlace], chunk_bytes: int
+) -> Iterator[str]:
+    bad: set[Path] = set()
+    for path, _, _ in files:
+        problem = _file_problem(path, chunk_bytes)
+        if problem is not None:
+            bad.add(path)
+            yield f"{problem} (block '{spec.key}')"
+
+    def check(number_and_piece: tuple[int, tuple[int, int]]) -> str | None:
+        number, piece = number_and_piece
+        if any(path in bad for path, _, _, _ in parts_of(files, *piece)):
+            return None
+        expected = record.xxh3_64[number] if number < len(record.xxh3_64) else "none"
+        try:
+            found = read_piece(files, spec, None, piece)
+        except TieredError as error:
+            return str(error)
+        place = place_in(files, *piece)
+        return None if found == expected else f"{place}: checksum {found}, expected {expected} (block '{spec.key}')"
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tiered-inspect") as threads:
+        for problem in threads.map(check, enumerate(pieces(spec.nbytes))):
+            if problem is not None:
+                yield problem
+
+
+def _file_problem(path: Path, chunk_bytes: int) -> str | None:
+    try:
+        nbytes = path.stat().st_size
+    except FileNotFoundError:
+        return f"a file is missing: {missing_text(path)}"
+    except OSError as error:
+        return f"{link_text(path)} cannot be read: {error.strerror}"
+    return (
+        None if nbytes == chunk_bytes else f"'{os.path.realpath(path)}' has {nbytes} bytes, it must have {chunk_bytes}"
+    )
+
+
+def verify_at_rest(movement: Movement, grants: Grants, keys: Sequence[str] | None = None) -> int:
+    """Read the files of blocks whose newest bytes are at home, compare them, and return the bytes compared.
+
+    Left out: blocks with newer bytes in a faster tier, those whose home is memory, and those without checksums
+    (``verify="off"`` and not committed since). Writers of a block wait while it is read. Call from any thread.
+
+    Args:
+        keys: which blocks; default all.
+
+    Raises:
+        CorruptBlockError: the first difference, with its file and range.
+        BlockNotFoundError: a key names no block.
+        TransferError: a file cannot be read, or is gone.
+        GenerationError: a file cannot be read, or is gone.
+    """
+    with movement.changed:
+        grants.check_open()
+        chosen = list(movement.blocks.values()) if keys is None else [grants.block(key) for key in keys]
+    return sum(_verify(movement, block) for block in chosen)
+
+
+def _verify(movement: Movement, block: Block) -> int:
+    with movement.changed:
+        slot = block.home.slot
+        is_there = movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
+        if not is_there or slot is None or not isinstance(slot.resource, HomeFiles) or block.writer is not None:
+            return 0
+        home, expected = slot.resource, slot.resource.checksums
+        if expected is None:
+            return 0
+        block.home.readers += 1  # nobody changes or frees it meanwhile
+    try:
+        tier: Any = movement.tiers[block.spec.home]
+        found = read_contents(Path(tier.paths[0], "live", block.spec.key), block.spec)
+    finally:
+        with movement.changed:
+            block.home.readers -= 1
+            movement.changed.notify_all()
+    check_pieces(home, block.spec.nbytes, expected, found)
+    return block.spec.nbytes
+
+
+def check_pieces(home: HomeFiles, nbytes: int, expected: Sequence[str], found: Sequence[str]) -> None:
+    """Raise ``CorruptBlockError`` naming the files and the range of the first piece whose checksum differs."""
+    assert len(expected) == len(list(pieces(nbytes))), (home.key, nbytes, expected)
+    for number, (start, stop) in enumerate(pieces(nbytes)):
+        actual = found[number] if number < len(found) else "none"
+        if actual != expected[number]:
+            raise CorruptBlockError(home.key, expected[number], actual, place=place_of(home, start, stop))

@@ -1,0 +1,263 @@
+"""Whole copies of committed generations: all their bytes in one directory, whichever drives they lay on.
+
+The directory is one of generations itself, so that ``GenerationReader`` reads, checks and removes what lies there. A
+copy counts once the directory names it as current: cut off at any instant before, it is a rest that the next removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tiered.block import BlockSpec
+from tiered.checksums import PIECE_BYTES, PieceDigest, pieces
+from tiered.durable.arrays import (
+    ChunkPlace,
+    array_bytes,
+    array_chunk_bytes,
+    chunk_bytes_written,
+    chunk_files,
+    forget_cached,
+    missing_text,
+    opened,
+    parts_of,
+    place_in,
+    read_piece,
+    read_range,
+    sync_tree,
+    write_range,
+)
+from tiered.durable.manifest import (
+    BlockRecord,
+    Manifest,
+    forget_generation,
+    generation_folder,
+    newest_first,
+    store_id_in_manifests,
+    write_manifest,
+)
+from tiered.durable.ownership import (
+    StoreIdentity,
+    read_owner,
+    read_store_id,
+    remove_if_empty,
+    remove_snapshot_folder,
+    snapshot_folders,
+)
+from tiered.durable.reader import GenerationReader
+from tiered.errors import CorruptBlockError, GenerationError, TransferError
+from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
+from tiered.tiers.layout import array_document, group_document
+from tiered.units import PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFigures:
+    """What a copy took.
+
+    Attributes:
+        generation: its number.
+        copied_bytes: size of the files that were written.
+        linked_bytes: size of those that lay in the source's own directory, on this drive, and were linked.
+    """
+
+    generation: int
+    copied_bytes: int
+    linked_bytes: int
+
+
+class WholeCopies:
+    """The copies in one directory, which this object owns until ``close``. Not thread-safe. Memory: 20 MiB.
+
+    Args:
+        path: made if missing. What a crash left of an unfinished copy is removed.
+
+    Raises:
+        LockedError: another process uses it.
+        TieredError: it holds somebody else's files.
+        OSError: the drive refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._directory = TierDirectory(self.path)
+        try:
+            known_id = store_id_in_manifests(self.path) if read_store_id(self.path) is None else None
+            self._identity = StoreIdentity.of(self.path, known_id)
+            self._remove_unfinished()
+        except BaseException:
+            self.close()
+            raise
+        self._buffer = _aligned(PIECE_BYTES)
+
+    def close(self) -> None:
+        """Give up the directory; the copies stay. Idempotent."""
+        self._directory.close()
+
+    @property
+    def newest(self) -> int | None:
+        """Return the number of the newest copy."""
+        return next(iter(newest_first(self.path)), None)
+
+    def prune(self, keep: int) -> None:
+        """Remove the oldest copies but ``keep``, at least one. Raises ``OSError``; calling it again goes on."""
+        for number in sorted(newest_first(self.path))[: -max(1, keep)]:
+            self._remove(number)
+
+    def copy(self, source: GenerationReader, on_piece: Callable[[], None] = lambda: None) -> CopyFigures:
+        """Copy a generation and make the copy the current one; return once it survives a power cut.
+
+        Every byte is compared with its checksum when it is read, and again on the drive when it was written. The
+        caller sees to it that nobody removes the generation meanwhile. After an error nothing of the copy is left.
+
+        Args:
+            source: a reader of the generation.
+            on_piece: called after each piece of at most 16 MiB was read, written or compared; what it raises ends the
+                copy.
+
+        Returns:
+            Its figures. Its number is that of the generation, or a larger one where a copy has that.
+
+        Raises:
+            CorruptBlockError: a byte of the generation, or of the copy, is another than was written.
+            GenerationError: a part is missing.
+            TransferError: a drive refused.
+        """
+        self._remove_unfinished()
+        number = max([source.generation, *(known + 1 for known, _ in snapshot_folders([self.path]))])
+        folder = generation_folder(self.path, number)
+        copied = linked = 0
+        try:
+            self._identity.mark(folder)
+            if read_document(folder.parent) != group_document():  # a power cut may have torn it
+                write_document(folder.parent, group_document(), replace=True, durable=True)
+            write_document(folder, group_document())
+            records = []
+            for record in source.manifest.blocks:
+                spec = source.spec(record.key)
+                if self._link(source, record, folder):
+                    linked += array_bytes(spec)
+                else:
+                    self._write(source, spec, folder, on_piece)
+                    copied += array_bytes(spec)
+                _compare(folder, number, record, spec, on_piece)
+                location = os.path.relpath(folder / record.key, self.path)
+                records.append(replace(record, location=location))
+            # The order that makes it atomic: contents are flushed file by file above, then every document and folder
+            # that leads to them, then the manifest, and last the file that names it. A power cut before the manifest
+            # leaves a folder without one, which the next start removes; one after it leaves the whole copy.
+            sync_tree(folder, self.path)
+            write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
+        except BaseException as failure:
+            with contextlib.suppress(OSError):  # the next start removes what the drive keeps now
+                self._remove(number)
+            if isinstance(failure, OSError) and not isinstance(failure, TransferError):
+                path = str(failure.filename or self.path)
+                text = f"generation {source.generation} cannot be copied: {failure.strerror}"
+                raise TransferError(text, tier="copies", path=path, errno=failure.errno) from failure
+            raise
+        return CopyFigures(number, copied, linked)
+
+    def _link(self, source: GenerationReader, record: BlockRecord, folder: Path) -> bool:
+        """Link a block that lies in the source's own directory; False: it lies elsewhere, or cannot be linked.
+
+        Such files are written once and never again. Those of a file tier are not linked: it counts and reuses them.
+        """
+        if record.home in source.manifest.paths:
+            return False
+        spec, target = source.spec(record.key), folder / record.key
+        chunk_bytes = array_chunk_bytes(source.place(record.key))
+        assert chunk_bytes is not None, record.key
+        make_groups(folder, record.key)
+        (target / "c").mkdir(parents=True)
+        try:
+            for path, _, _ in source.files(record.key):
+                os.link(path, target / "c" / path.name)
+        except OSError:  # another file system, or one without hard links
+            shutil.rmtree(target)
+            return False
+        write_document(target, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
+        return True
+
+    def _write(self, source: GenerationReader, spec: BlockSpec, folder: Path, on_piece: Callable[[], None]) -> None:
+        """Write a block as the array ``<folder>/<key>`` and flush its files."""
+        chunk_bytes = chunk_bytes_written(spec)
+        make_groups(folder, spec.key)
+        target = folder / spec.key
+        write_document(target, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
+        (target / "c").mkdir()
+        files = source.files(spec.key)
+        for number, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
+            stop = min(start + chunk_bytes, spec.nbytes)
+            with _told(target / "c" / str(number)) as path, opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                os.posix_fallocate(fd, 0, chunk_bytes)  # a full drive shows before the first byte
+                for first, last in pieces(stop - start):
+                    piece = self._read(source, spec, files, start + first, start + last)
+                    write_range(fd, first, piece, PieceDigest())
+                    on_piece()
+                os.fsync(fd)
+                forget_cached(fd)  # so that it is compared with what the drive has
+
+    def _read(
+        self, source: GenerationReader, spec: BlockSpec, files: list[ChunkPlace], start: int, stop: int
+    ) -> torch.Tensor:
+        """Return one piece of a block, compared with its checksum; good until the next call."""
+        digest, done = PieceDigest(), 0
+        for path, first, last, offset in parts_of(files, start, stop):
+            with _told(path), opened(path, os.O_RDONLY) as fd:
+                into = self._buffer[offset - start : offset - start + last - first]
+                done += read_range(fd, first, last - first, into, digest)
+                forget_cached(fd)
+        found = (digest.checksums() or ("nothing",))[0]
+        source.check_piece(spec.key, files, start // PIECE_BYTES, found)
+        assert done == stop - start, (spec.key, start, stop, done)
+        return self._buffer[:done]
+
+    def _remove_unfinished(self) -> None:
+        known = set(newest_first(self.path))
+        for number, folder in list(snapshot_folders([self.path])):
+            owner = read_owner(folder)  # damaged where the power went before it was flushed: nobody else is here
+            if number not in known and (owner is None or owner.id in (self._identity.id, "")):
+                self._remove(number)
+        for _, folder in snapshot_folders([self.path]):
+            remove_if_empty(folder)
+
+    def _remove(self, number: int) -> None:
+        # The manifest first: a crash half-way leaves a folder that is plainly no generation.
+        forget_generation(self.path, number)
+        remove_snapshot_folder(generation_folder(self.path, number))
+
+
+def _compare(folder: Path, generation: int, record: BlockRecord, spec: BlockSpec, on_piece: Callable[[], None]) -> None:
+    """Read a block of a copy back, and compare it with the checksums of the generation."""
+    files = chunk_files(folder / record.key, spec)
+    for expected, piece in zip(record.xxh3_64, pieces(spec.nbytes), strict=True):
+        found = read_piece(files, spec, None, piece)
+        if found != expected:
+            place = place_in(files, *piece)
+            raise CorruptBlockError(record.key, expected, found, place=place, generation=generation)
+        on_piece()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[Path]:
+    """Yield a file; an error of the system inside says which it was."""
+    try:
+        yield path
+    except FileNotFoundError as error:
+        raise GenerationError(missing_text(path)) from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    """Return memory that files are read into and written from past the kernel's cache."""
+    whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+    skip = -whole.data_ptr() % PAGE_BYTES
+    return whole[skip : skip + nbytes]

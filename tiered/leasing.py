@@ -1,0 +1,409 @@
+"""Leases: who may read or write a copy, who waits, and what may be evicted or pinned meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+from tiered.block import CopyState
+from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
+from tiered.events import Event
+from tiered.movement import Movement
+from tiered.records import NO_THREAD, Block, Copy, Lease
+from tiered.schedule import Access, Mode, Trace
+from tiered.tiers.base import Slot, Tier
+from tiered.transfer import Transfer, Waiting
+
+#: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
+Request = tuple[str, str, Mode]
+
+
+class Grants:
+    """The leases of one store. Methods named ``*_locked`` are called with ``movement.changed`` held."""
+
+    def __init__(self, movement: Movement) -> None:
+        self.movement = movement
+        self.leases: set[Lease] = set()
+        self.trace: Trace | None = None
+        self.closed = False
+
+    # -- looking up --------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise TieredError("the store is closed")
+
+    def block(self, key: str) -> Block:
+        block = self.movement.blocks.get(key)
+        if block is None:
+            raise BlockNotFoundError(key)
+        return block
+
+    def tier(self, name: str) -> Tier:
+        if name not in self.movement.tiers:
+            raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
+        return self.movement.tiers[name]
+
+    def _target(self, key: str, tier: str) -> Copy:
+        if self.tier(tier).device is None:
+            raise ValueError(f"tier '{tier}' is not addressable: acquire '{key}' in a faster tier")
+        return self.block(key).copy_in(tier)
+
+    # -- acquiring ---------------------------------------------------------------------------------------------
+
+    def acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
+        deadline = None if timeout_s is None else self.movement.time_s() + timeout_s
+        with self.movement.changed:
+            self.check_open()
+            targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]
+            for _, copy, _ in targets:
+                copy.wanted += 1
+            try:
+                has_waited = asks_again = False
+                while (waiting := self._first_obstacle(targets)) is not None:
+                    self._check_can_ever(targets, waiting)
+                    asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
+                    has_waited = True
+                return [self._grant(block, copy, mode, stream, late=has_waited) for block, copy, mode in targets]
+            finally:
+                for block, copy, mode in targets:
+                    copy.wanted -= 1
+                    has_room_taken = mode == "w" and copy.state is CopyState.FILLING
+                    if has_room_taken and block.writer is None and not block.num_transfers:
+                        self._invalidate(copy)  # room taken for a lease that was not given after all
+                        self.movement.changed.notify_all()
+
+    def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:
+        """Take the next step for every target; return the first reason to wait, None when all can be granted."""
+        first: Waiting | None = None
+        for block, copy, mode in targets:
+            waiting = self._obstacle(block, copy, mode)
+            first = first or waiting
+        return first
+
+    def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
+        if block.writer is not None:
+            return Waiting("lease")
+        if mode != "w":
+            waiting = self.movement.bring(block, copy.tier, for_use=self.movement.now, demand=True)
+            if waiting is not None:
+                return waiting
+        if mode == "r":
+            return None
+        if block.num_transfers:
+            return Waiting("drain")
+        if block.num_readers:
+            return Waiting("lease")
+        if copy.slot is None:
+            copy.slot = self.movement.make_room(block, copy.tier, for_use=self.movement.now, demand=True)
+            if copy.slot is None:
+                return self.movement.no_room(block, copy.tier)
+            copy.move(CopyState.FILLING)
+        return None
+
+    def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
+        """Wait once. Returns False, at once, where the room that was refused is there: ask again, nobody would wake us.
+
+        Raises:
+            TieredError: the caller asks again already. Other errors: those of what it waits for, or a time-out.
+        """
+        if waiting.cause == "space":
+            free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
+            if free_bytes >= waiting.need_bytes and asks_again:
+                raise TieredError(
+                    f"tier '{waiting.tier}' says that {free_bytes} bytes are free, and gives no slot of "
+                    f"{waiting.need_bytes}: its usage() and allocate() contradict each other. "
+                    "tiered.testing.TierSuite tells what a tier must do"
+                )
+            if free_bytes >= waiting.need_bytes:
+                return False
+        start_s = self.movement.time_s()
+        left_s = None if deadline is None else deadline - start_s
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
+        num_failures = len(self.movement.failed_write_backs)
+        if waiting.transfer is None or waiting.transfer.error is None:  # else it failed before anybody could wait
+            self.movement.changed.wait(left_s)
+        end_s = self.movement.time_s()
+        self.check_open()
+        self.movement.counters.stall_s[waiting.cause] += end_s - start_s
+        if self.movement.on_event is not None:
+            self.movement.on_event(Event("stall", block.spec.key, "", 0, start_s, end_s, waiting.cause))
+        transfer = waiting.transfer
+        if transfer is not None and transfer.error is not None:
+            raise transfer.error
+        if waiting.cause in ("space", "drain") and len(self.movement.failed_write_backs) > num_failures:
+            raise self.movement.failed_write_backs[-1]
+        return True
+
+    def _grant(self, block: Block, copy: Copy, mode: Mode, stream: Any, *, late: bool) -> Lease:
+        movement = self.movement
+        if copy.prefetched:
+            copy.prefetched = False
+            movement.counters.prefetch_late += late
+            movement.counters.prefetch_on_time += not late
+        movement.mark_used(copy)
+        copy.leased_at = movement.now
+        copy.drop_when_clean = False
+        access = Access(movement.now, block.spec.key, copy.tier, mode)
+        if self.trace is not None:
+            self.trace.accesses.append(access)
+        if movement.schedule is not None and not copy.is_home and access not in movement.schedule:
+            movement.counters.schedule_misses += 1
+        assert copy.slot is not None
+        tier = self.movement.tiers[copy.tier]
+        if mode == "w" and copy.state is CopyState.STALE:
+            copy.move(CopyState.FILLING)
+        tensor = tier.tensor(copy.slot, block.spec.shape, block.spec.dtype)
+        self._order(copy, tier, stream)
+        lease = Lease(self, block, copy, mode, tensor)
+        if mode == "r":
+            copy.readers += 1
+        else:
+            block.writer = lease
+        self.leases.add(lease)
+        return lease
+
+    @staticmethod
+    def _order(copy: Copy, tier: Tier, stream: Any) -> None:
+        """Order kernels that will use a copy behind what they depend on; host memory has no streams and no need."""
+        current_stream = getattr(tier, "current_stream", None)
+        if current_stream is None:
+            return
+        # A write-back under way only reads the copy: it holds up no reader.
+        filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
+        if filled_by is not None and filled_by.event is not None and filled_by.error is None:
+            filled_by.wait_stream(stream if stream is not None else current_stream())
+        if stream is not None:
+            # The tensor was ordered for the current stream. Kernels on this one must not overtake those before them,
+            # of this block or of another that the slot held.
+            tier.order_before(copy.slot, stream)  # type: ignore[attr-defined]
+
+    def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
+        block, copy = lease._block, lease._copy
+        with self.movement.changed:
+            self.leases.discard(lease)
+            record_use = getattr(self.movement.tiers[copy.tier], "record_use", None)
+            if record_use is not None and copy.slot is not None:
+                record_use(copy.slot, stream)
+            if lease.mode == "r":
+                copy.readers -= 1
+            else:
+                block.writer = None
+                if abandoned:
+                    self._invalidate(copy)
+                else:
+                    self._written(block, copy)
+            self.movement.settle(block, copy)
+            self.movement.pump()
+            self.movement.changed.notify_all()
+
+    def _written(self, block: Block, copy: Copy) -> None:
+        """The copy now holds the newest bytes: every other copy is superseded."""
+        block.version += 1
+        for other in block.copies.values():
+            if other is copy:
+                continue
+            if not other.is_home and other.slot is not None:
+                self.movement.drop(other)
+            elif other.is_home and other.state is CopyState.CLEAN:
+                other.move(CopyState.STALE)
+        if copy.is_home:
+            if copy.state is CopyState.FILLING:
+                copy.move(CopyState.CLEAN)
+        elif copy.state is not CopyState.DIRTY:
+            copy.move(CopyState.DIRTY)
+
+    def _invalidate(self, copy: Copy) -> None:
+        """An abandoned ``w`` lease: the bytes of this copy mean nothing."""
+        if copy.is_home:
+            copy.move(CopyState.STALE)
+        else:
+            self.movement.drop(copy)
+
+    # -- refusing ----------------------------------------------------------------------------------------------
+
+    def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
+        """Refuse at once what waiting can never give: room that does not exist, or the caller's own lease."""
+        if waiting.cause == "lease":
+            mine = threads_of_caller()
+            for block, _, mode in targets:
+                for lease in self.leases:
+                    if lease._block is block and lease.thread_id in mine and (mode != "r" or lease.mode != "r"):
+                        key = block.spec.key
+                        who = "this very thread" if lease.thread_id == mine[0] else "the caller of this backward"
+                        raise LeaseError(f"'{key}' is leased ('{lease.mode}') by {who}: release it first")
+        if waiting.cause == "space":
+            there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
+            need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in there) or waiting.need_bytes
+            if need > self.room_ever_locked(waiting.tier, besides=[c for _, c in there]):
+                keys = ", ".join(b.spec.key for b, _, _ in targets)
+                raise self.capacity_error_locked(waiting.tier, need, f"to acquire {keys}")
+
+    def room_ever_locked(self, tier: str, besides: Sequence[Copy] = ()) -> int:
+        """Return the bytes of ``tier`` that could be free once everybody else lets go of what they hold."""
+        usage = self.movement.tiers[tier].usage()
+        threads = threads_of_caller()
+        mine = {lease._copy for lease in self.leases if lease.thread_id in threads}
+        freeable = 0
+        for block in self.movement.blocks.values():
+            copy = block.copies.get(tier)
+            if copy is None or copy.is_home or copy.slot is None:
+                continue
+            if copy in besides or not (copy.pins or copy in mine):
+                freeable += copy.slot_bytes
+        return usage.free_bytes + freeable
+
+    def room_for_copies_locked(self, tier: str) -> int:
+        """Return the bytes of ``tier`` that neither homes nor reservations take."""
+        copies = (block.copies.get(tier) for block in self.movement.blocks.values())
+        held_bytes = sum(copy.slot_bytes for copy in copies if copy is not None and not copy.is_home)
+        return self.movement.tiers[tier].usage().free_bytes + held_bytes
+
+    def capacity_error_locked(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
+        """Return the error with the tier's numbers and its largest holders."""
+        blocks = self.movement.blocks.values()
+        held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
+        largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
+        return CapacityError(
+            tier,
+            need_bytes,
+            self.movement.tiers[tier].usage().free_bytes,
+            pinned_bytes=sum(copy.slot_bytes for _, copy in held if copy.pins),
+            leased_bytes=sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier),
+            largest_holders=[(key, copy.slot_bytes) for key, copy in largest],
+            detail=detail,
+        )
+
+    def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
+        """Return the home slot of a new block, after copies made way for it where they must."""
+        nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
+        asks_again = False
+        while need <= self.room_ever_locked(tier.name):
+            slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
+            if slot is not None:
+                return slot
+            # For copies on their way out. Raises TransferError: a write-back failed.
+            asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
+        raise self.capacity_error_locked(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
+
+    def wait_quiet_locked(self, block: Block) -> None:
+        """Wait until no movement of the block is under way and no commit holds it.
+
+        Raises:
+            LeaseError: the block is leased.
+        """
+        while block.num_transfers or block.writer is not None or block.num_readers:
+            if any(lease._block is block and lease.thread_id != NO_THREAD for lease in self.leases):
+                raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
+            self.movement.changed.wait()
+
+    def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
+        """Wait once for what stands between the newest bytes of ``block`` and its home.
+
+        Raises:
+            CapacityError: waiting could never help.
+            LeaseError: waiting could never help.
+            TransferError: a write-back failed.
+        """
+        self._check_can_ever([(block, block.home, "r")], waiting)
+        self._wait(waiting, block, None, asks_again=True)
+
+
+#: Before, a garbage collection in the call deadlocks when it frees a tensor.
+_CAN_SEE_FRAMES = sys.version_info >= (3, 12)
+
+
+def threads_of_caller() -> Sequence[int]:
+    """Return the ids of the calling thread, first, and, in a backward, of those that called one and wait for its end.
+
+    On a CPU a backward runs in the thread that calls it, on a device in one of autograd's own: that one must not wait
+    for leases of a caller that waits for it. (With Python 3.11 it does: who waits cannot be told there.) If two threads
+    are in backwards, each counts for the other: for one device autograd has a single thread, so they do wait for each
+    other.
+    """
+    own = threading.get_ident()
+    if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:
+        return (own,)
+    # The engine is C++: of a thread that waits in it, the function that called it is the innermost of Python.
+    calls_engine = getattr(graph._engine_run_backward, "__code__", None)
+    return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))
+
+
+def discard(movement: Movement, grants: Grants, keys: Sequence[str]) -> None:
+    """Drop all contents of blocks; see ``TieredStore.discard``."""
+    with movement.changed:
+        for key in keys:
+            block = grants.block(key)
+            grants.wait_quiet_locked(block)
+            for copy in block.copies.values():
+                if not copy.is_home and copy.slot is not None:
+                    movement.drop(copy)
+            if block.home.state is CopyState.CLEAN:
+                block.home.move(CopyState.STALE)
+            movement.unsaved.pop(block, None)
+        movement.pump()
+        movement.changed.notify_all()
+
+
+def pin(movement: Movement, grants: Grants, key: str, tier: str) -> None:
+    """Count one more pin; see ``TieredStore.pin``."""
+    with movement.changed:
+        block = grants.block(key)
+        need = grants.tier(tier).slot_bytes(block.spec.nbytes)
+        copy = block.copy_in(tier)
+        if not copy.is_home and copy.pins == 0:
+            if movement.pinned_bytes[tier] + need > grants.room_for_copies_locked(tier):
+                raise grants.capacity_error_locked(tier, need, f"to pin '{key}'")
+            movement.pinned_bytes[tier] += need
+        copy.pins += 1
+
+
+def unpin(movement: Movement, grants: Grants, key: str, tier: str) -> None:
+    """Count one pin less; see ``TieredStore.unpin``."""
+    with movement.changed:
+        block = grants.block(key)
+        copy = block.copy_in(tier)
+        if copy.pins == 0:
+            raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
+        copy.pins -= 1
+        if not copy.is_home and copy.pins == 0:
+            movement.pinned_bytes[tier] -= grants.tier(tier).slot_bytes(block.spec.nbytes)
+        movement.pump()
+        movement.changed.notify_all()
+
+
+def evict(movement: Movement, grants: Grants, key: str, tier: str) -> Transfer:
+    """Let a copy go as soon as it can; see ``TieredStore.evict``."""
+    with movement.changed:
+        block = grants.block(key)
+        copy = block.copy_in(tier)
+        if copy.pins:
+            raise LeaseError(f"block '{key}' is pinned in tier '{tier}': unpin it first")
+        if copy.is_home or copy.state is CopyState.ABSENT:
+            return Transfer.finished(tier, block.spec.home)
+        if copy.state is CopyState.FILLING and block.writer is None:
+            copy.drop_when_clean = True
+        elif copy.state is not CopyState.FILLING:
+            movement.evict(block, copy)
+        movement.changed.notify_all()
+        draining = copy.state is CopyState.DRAINING and copy.transfer is not None
+        return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)
+
+
+def reserve(movement: Movement, grants: Grants, tier: str, nbytes: int) -> None:
+    """Set room apart; see ``TieredStore.reserve``."""
+    owner = grants.tier(tier)
+    with movement.changed:
+        while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
+            movement.changed.wait()
+        if nbytes > owner.usage().free_bytes:
+            movement.raise_unsaved()  # why there is no room
+        owner.reserve(nbytes)
+        movement.reserved_bytes[tier] += nbytes
+        movement.changed.notify_all()

@@ -1,0 +1,229 @@
+"""The records of the store: blocks, their copies in tiers, and the leases on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiered.block import LEGAL_MOVES, BlockSpec, CopyState
+from tiered.errors import LeaseError
+from tiered.schedule import Mode
+
+if TYPE_CHECKING:
+    import torch
+
+    from tiered.tiers.base import Slot
+    from tiered.transfer import Transfer
+
+
+class Copy:
+    """One copy of one block in one tier. All fields are guarded by the store's lock.
+
+    Attributes:
+        readers: read leases plus transfers that read from this copy.
+        pins: counted long residencies.
+        wanted: acquires that wait for this copy; it is no candidate for eviction meanwhile.
+        last_use: order of its last use or arrival.
+        leased_at: tick in which it was leased last.
+        transfer: the movement that fills or drains it, while under way; the last fill afterwards.
+        prefetched: brought by the prefetcher and not used yet.
+        drop_when_clean: evict once drained.
+    """
+
+    __slots__ = (
+        "drop_when_clean",
+        "is_home",
+        "last_use",
+        "leased_at",
+        "pins",
+        "prefetched",
+        "readers",
+        "slot",
+        "state",
+        "tier",
+        "transfer",
+        "wanted",
+    )
+
+    def __init__(self, tier: str, *, is_home: bool) -> None:
+        self.tier = tier
+        self.is_home = is_home
+        self.state = CopyState.STALE if is_home else CopyState.ABSENT
+        self.slot: Slot | None = None
+        self.readers = 0
+        self.pins = 0
+        self.wanted = 0
+        self.last_use = -1
+        self.leased_at: int | None = None
+        self.prefetched = False
+        self.drop_when_clean = False
+        self.transfer: Transfer | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        return 0 if self.slot is None else self.slot.slot_bytes
+
+    def move(self, state: CopyState) -> None:
+        """Change state; every change of every copy goes through here."""
+        assert (self.state, state) in LEGAL_MOVES, f"illegal move {self.state.name} -> {state.name} in {self.tier}"
+        self.state = state
+
+
+class Block:
+    """A registered block: its spec, its copies by tier, and who may touch them."""
+
+    __slots__ = ("copies", "num_transfers", "spec", "version", "writer")
+
+    def __init__(self, spec: BlockSpec) -> None:
+        self.spec = spec
+        self.copies: dict[str, Copy] = {spec.home: Copy(spec.home, is_home=True)}
+        self.writer: Lease | None = None
+        self.num_transfers = 0  # movements under way, of any copy
+        self.version = 0  # counts released writes
+
+    def copy_in(self, tier: str) -> Copy:
+        """Return the copy record for a tier (ABSENT if it never held one)."""
+        copy = self.copies.get(tier)
+        if copy is None:
+            copy = self.copies[tier] = Copy(tier, is_home=False)
+        return copy
+
+    @property
+    def home(self) -> Copy:
+        return self.copies[self.spec.home]
+
+    @property
+    def has_contents(self) -> bool:
+        return any(copy.state.is_valid for copy in self.copies.values())
+
+    @property
+    def num_readers(self) -> int:
+        return sum(copy.readers for copy in self.copies.values())
+
+    def newest(self) -> Copy | None:
+        """Return the copy that holds bytes newer than home's, or None."""
+        for copy in self.copies.values():
+            if copy.state in (CopyState.DIRTY, CopyState.DRAINING):
+                return copy
+        return None
+
+
+#: ``thread_id`` of a lease that no caller holds but a commit under way: it ends without anybody's doing.
+NO_THREAD = -1
+
+
+class _Returner(Protocol):
+    def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None: ...
+
+
+class Lease:
+    """One copy of one block, held still. Use it as a context manager, or call ``release`` once.
+
+    The copy is neither evicted nor changed by anybody else while the lease lives. A ``w`` or ``rw`` lease is
+    exclusive over all copies of the block. Leaving the ``with`` block of a ``w`` lease by an exception abandons it.
+
+    Attributes:
+        tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device. Not
+            usable after release: the slot may then hold another block.
+        key: what was asked for.
+        tier: what was asked for.
+        mode: what was asked for.
+        version: released writes the block had seen when the lease was given.
+    """
+
+    __slots__ = ("_block", "_copy", "_grants", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
+
+    def __init__(self, grants: _Returner, block: Block, copy: Copy, mode: Mode, tensor: torch.Tensor) -> None:
+        self._grants, self._block, self._copy = grants, block, copy
+        self._released = False
+        self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
+        self.tensor = tensor
+        self.thread_id = threading.get_ident()
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the lease was given back."""
+        return self._released
+
+    def release(self, stream: Any = None) -> None:
+        """Give the copy back; after a ``w`` or ``rw`` lease its bytes are the block's newest contents.
+
+        Args:
+            stream: on a device tier, the stream whose queued work still uses the tensor (default: the current one). The
+                slot is not reused before that work is done; the host does not wait.
+
+        Raises:
+            LeaseError: released before.
+        """
+        self._return(abandoned=False, stream=stream)
+
+    def abandon(self) -> None:
+        """Give a ``w`` lease back without contents: what was written is dropped.
+
+        Raises:
+            LeaseError: not a ``w`` lease, or released before.
+        """
+        if self.mode != "w":
+            raise LeaseError(f"lease on '{self.key}' has mode '{self.mode}'; only a 'w' lease can be abandoned")
+        self._return(abandoned=True, stream=None)
+
+    def _return(self, *, abandoned: bool, stream: Any) -> None:
+        if self._released:
+            raise LeaseError(f"lease on '{self.key}' in tier '{self.tier}' was released before")
+        self._released = True
+        self._grants.return_lease(self, abandoned=abandoned, stream=stream)
+        del self.tensor
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._released:
+            return
+        if kind is not None and self.mode == "w":
+            self.abandon()
+        else:
+            self.release()
+
+    def __copy__(self) -> Lease:
+        raise LeaseError("a lease cannot be copied: acquire the block again")
+
+
+class LeaseGroup(Sequence[Lease]):
+    """Leases that were given together; released together. Index by position, or by key with ``group.of(key)``."""
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self._leases = tuple(leases)
+
+    def of(self, key: str) -> Lease:
+        for lease in self._leases:
+            if lease.key == key:
+                return lease
+        raise KeyError(key)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._leases[index]
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases)
+
+    def release(self, stream: Any = None) -> None:
+        """Release every lease of the group."""
+        for lease in self._leases:
+            lease.release(stream)
+
+    def __enter__(self) -> LeaseGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for lease in self._leases:
+            lease.__exit__(kind, error, trace)

@@ -1,0 +1,211 @@
+"""What dead processes left in a tier's folders, and its removal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiered.durable.manifest import list_generations
+from tiered.durable.ownership import Owner, read_owner, read_store_id, remove_snapshot_folder, snapshot_folders
+from tiered.tiers.directory import LOCK_NAME, lock_directory, read_document, unlock_directory
+from tiered.tiers.layout import DOCUMENT_NAME, own_attributes
+
+_DOCUMENT_NAMES = (DOCUMENT_NAME, Path(DOCUMENT_NAME).with_suffix(".tmp").name)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """The scratch in one directory.
+
+    Attributes:
+        path: the directory.
+        num_files: chunk files that can go, and the space that frees.
+        nbytes: chunk files that can go, and the space that frees.
+        num_foreign: files in their folders that no tier made, and that stay.
+        owner: the living process that uses the directory, or None; then nothing can go.
+    """
+
+    path: Path
+    num_files: int
+    nbytes: int
+    num_foreign: int
+    owner: str | None = None
+
+
+def find_directories(root: Path) -> Iterator[Path]:
+    """Yield ``root`` and the folders below it that are directories of a file tier. Follows no symbolic links."""
+    for folder, names, files in os.walk(root):
+        names.sort()
+        if LOCK_NAME in files and _is_ours(Path(folder)):
+            names.clear()
+            yield Path(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    own = own_attributes(read_document(folder))
+    return own is not None and "page_bytes" in own  # which only the document of a whole directory has
+
+
+def measure(path: Path) -> Leftovers:
+    """Return what could be removed from a directory of a file tier. Changes nothing."""
+    return replace(_measure(path), owner=living_owner(path))
+
+
+def _measure(path: Path) -> Leftovers:
+    num_files = nbytes = num_foreign = 0
+    for file, is_ours in _files(path):
+        status = file.lstat()
+        num_foreign += not is_ours
+        if is_ours and stat.S_ISREG(status.st_mode) and file.name not in _DOCUMENT_NAMES:
+            num_files += 1
+            if status.st_nlink == 1:  # else a generation has it too, and it frees nothing
+                nbytes += status.st_blocks * 512
+    return Leftovers(path, num_files, nbytes, num_foreign)
+
+
+def remove(path: Path) -> Leftovers:
+    """Remove the scratch of a directory and return what went; holds the directory's lock meanwhile.
+
+    Raises:
+        LockedError: a living process uses it; nothing was removed.
+        OSError: a file cannot be removed.
+    """
+    fd, _ = lock_directory(path)
+    try:
+        found = _measure(path)
+        for file, is_ours in list(_files(path)):
+            if is_ours and not (file.name in _DOCUMENT_NAMES and _has_foreign_below(file.parent)):
+                file.unlink()
+        for root in (path / "live", path / ".pool"):
+            for folder, _, _ in os.walk(root, topdown=False):
+                if not os.path.islink(folder) and not os.listdir(folder):
+                    os.rmdir(folder)
+    finally:
+        unlock_directory(fd)
+    return found
+
+
+def _has_foreign_below(folder: Path) -> bool:
+    return any(not _is_live_file(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+
+
+def _files(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield (file, whether a tier made it) of all there is in the scratch folders; symbolic links are files."""
+    for root, is_ours in ((path / "live", _is_live_file), (path / ".pool", _is_pool_file)):
+        if root.is_symlink():
+            continue
+        for folder, names, files in os.walk(root):
+            for name in [*files, *(name for name in names if os.path.islink(os.path.join(folder, name)))]:
+                file = Path(folder, name)
+                yield file, is_ours(file)
+
+
+def _is_live_file(file: Path) -> bool:
+    if file.parent.name == "c" and file.name.isdigit():
+        return True  # a chunk file, or a symbolic link to one on another path
+    return file.name in _DOCUMENT_NAMES and not file.is_symlink()
+
+
+def _is_pool_file(file: Path) -> bool:
+    return file.name.isdigit() and file.parent.name.isdigit() and file.parent.parent.name == ".pool"
+
+
+def living_owner(path: Path) -> str | None:
+    """Return the living process that uses a directory of a tier or a store, or None."""
+    try:
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.pread(fd, 4096, 0).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(fd)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A generation on one path that its store does not know.
+
+    Attributes:
+        folder: ``<path>/snap/<generation>``.
+        generation: its number.
+        store_path: the directory of its store.
+        nbytes: space that removing all orphans of this path frees, as far as it is this one's.
+        is_store_gone: no such store is in ``store_path`` any more. It may have been moved, or its drive may be away:
+            ask before removing; otherwise the store is there and does not name the generation.
+    """
+
+    folder: Path
+    generation: int
+    store_path: Path
+    nbytes: int
+    is_store_gone: bool
+
+
+def find_orphans(path: Path) -> list[Orphan]:
+    """Return the orphans on one path of a file tier; none while a living process uses the path. Changes nothing."""
+    return [] if living_owner(path) is not None else _find(path)
+
+
+def remove_orphans(path: Path, *, of_stores_that_are_gone: bool = False) -> list[Orphan]:
+    """Remove the orphans of one path and return them; holds the path's lock meanwhile.
+
+    Args:
+        of_stores_that_are_gone: also those whose store is not where it was.
+
+    Raises:
+        LockedError: a living process uses the path; nothing was removed.
+        OSError: a file cannot be removed.
+    """
+    fd, _ = lock_directory(path)
+    try:
+        found = [orphan for orphan in _find(path) if of_stores_that_are_gone or not orphan.is_store_gone]
+        for orphan in found:
+            remove_snapshot_folder(orphan.folder)
+    finally:
+        unlock_directory(fd)
+    return found
+
+
+def _find(path: Path) -> list[Orphan]:
+    found: list[tuple[int, Path, Owner]] = []
+    for number, folder in snapshot_folders([path]):
+        owner = read_owner(folder)
+        if owner is not None and owner.id and not _is_known(number, owner):
+            found.append((number, folder, owner))
+    num_links = Counter(status.st_ino for _, folder, _ in found for status in _chunk_files(folder))
+    counted: set[int] = set()
+    orphans = []
+    for number, folder, owner in found:
+        nbytes = 0
+        for status in _chunk_files(folder):
+            if status.st_nlink == num_links[status.st_ino] and status.st_ino not in counted:
+                counted.add(status.st_ino)
+                nbytes += status.st_blocks * 512
+        is_gone = read_store_id(Path(owner.path)) != owner.id
+        orphans.append(Orphan(folder, number, Path(owner.path), nbytes, is_gone))
+    return orphans
+
+
+def _is_known(number: int, owner: Owner) -> bool:
+    """Return whether the store names the generation, or is at work and may be about to."""
+    directory = Path(owner.path)
+    if read_store_id(directory) != owner.id:
+        return False
+    return number in list_generations(directory) or living_owner(directory) is not None
+
+
+def _chunk_files(folder: Path) -> Iterator[os.stat_result]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            status = os.lstat(os.path.join(parent, name))
+            if name.isdigit() and stat.S_ISREG(status.st_mode):
+                yield status

@@ -1,0 +1,245 @@
+"""The zarr v3 layout of blocks on a drive: documents, keys, and the files of a home."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiered.block import BlockSpec
+from tiered.errors import TransferError
+from tiered.tiers.base import Slot
+from tiered.units import PAGE_BYTES, format_size
+
+#: Version of what we write under ``attributes.megatrain``; readers refuse newer ones.
+FORMAT_VERSION = 1
+ATTRIBUTES_KEY = "megatrain"
+DOCUMENT_NAME = "zarr.json"
+
+_ZARR_NAMES = {
+    torch.bool: "bool",
+    torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.uint32: "uint32",
+    torch.uint64: "uint64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+_RAW_NAMES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the dtype as text, e.g. ``"bfloat16"``; ``dtype_from_name`` reverses it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype that ``dtype_name`` wrote.
+
+    Raises:
+        ValueError: this version of torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' is not a dtype of torch {torch.__version__}")
+    return dtype
+
+
+def zarr_data_type(dtype: torch.dtype) -> str:
+    """Return the zarr data type that stores ``dtype``: its own, or an unsigned integer of equal size.
+
+    zarr has no built-in bfloat16 or float8: those are stored as ``uint16`` and ``uint8``, with the true name
+    in the attributes.
+    """
+    return _ZARR_NAMES.get(dtype) or _RAW_NAMES[dtype.itemsize]
+
+
+def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_bytes: int) -> dict[str, Any]:
+    """Return the document of a block's array.
+
+    Args:
+        key: the block's key.
+        shape: the block's shape, kept in the attributes; the array is 1-D.
+        chunk_bytes: size of every chunk file; a multiple of 4096.
+    """
+    assert chunk_bytes > 0 and chunk_bytes % dtype.itemsize == 0, (key, chunk_bytes, dtype)
+    return _array_document(key, shape, dtype, [math.prod(shape)], [chunk_bytes // dtype.itemsize])
+
+
+def array_view_document(spec: BlockSpec, chunk_shape: Sequence[int]) -> dict[str, Any]:
+    """Return a document that shows a block in its true shape, in chunks of ``chunk_shape``."""
+    return _array_document(spec.key, spec.shape, spec.dtype, spec.shape, chunk_shape)
+
+
+def _array_document(
+    key: str, shape: Sequence[int], dtype: torch.dtype, array_shape: Sequence[int], chunk_shape: Sequence[int]
+) -> dict[str, Any]:
+    data_type = zarr_data_type(dtype)
+    # One-byte types have no byte order, and zarr refuses one.
+    codec: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        codec["configuration"] = {"endian": "little"}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array_shape),
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _fill_value(data_type),
+        "codecs": [codec],
+        "attributes": {
+            ATTRIBUTES_KEY: {
+                "format": FORMAT_VERSION,
+                "key": key,
+                "shape": list(shape),
+                "logical_dtype": dtype_name(dtype),
+            }
+        },
+    }
+
+
+def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the document of a group; ``attributes`` go under ``attributes.megatrain``."""
+    own = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
+    return {"zarr_format": 3, "node_type": "group", "attributes": own}
+
+
+def own_attributes(document: object) -> dict[str, Any] | None:
+    """Return what we wrote under ``attributes.megatrain`` of a document, or None if it is not ours."""
+    if not isinstance(document, dict) or not isinstance(document.get("attributes"), dict):
+        return None
+    own = document["attributes"].get(ATTRIBUTES_KEY)
+    return own if isinstance(own, dict) else None
+
+
+def document_chunk_bytes(document: object) -> int | None:
+    """Return the size of the chunk files that an ``array_document`` describes; None: it is damaged, or not ours."""
+    own = own_attributes(document)
+    if own is None or not isinstance(document, dict):
+        return None
+    try:
+        num_elements = int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
+        nbytes = num_elements * dtype_from_name(own["logical_dtype"]).itemsize
+    except (LookupError, TypeError, ValueError):
+        return None
+    return nbytes if nbytes > 0 and nbytes % PAGE_BYTES == 0 else None
+
+
+def _fill_value(data_type: str) -> bool | int | float | list[float]:
+    if data_type == "bool":
+        return False
+    if data_type.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if data_type.startswith("float") else 0
+
+
+class ArrayKeys:
+    """The keys in use by one tier. Guarded by its lock."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._keys: set[str] = set()
+        self._groups: Counter[str] = Counter()
+
+    def check(self, key: str) -> None:
+        """Raise ``ValueError`` if ``key`` is in use, names no folder, or lies inside a block or around one."""
+        segments = key.split("/")
+        if any(segment in ("", ".", "..", DOCUMENT_NAME) for segment in segments):
+            raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
+        if key in self._keys:
+            raise ValueError(f"tier '{self._tier}' has a slot for '{key}' already")
+        inside = next((group for group in _groups_of(key) if group in self._keys), None)
+        if inside is not None or self._groups[key]:
+            raise ValueError(f"'{key}': a block cannot lie inside another one ('{inside or key + '/...'}')")
+
+    def add(self, key: str) -> None:
+        self._keys.add(key)
+        self._groups.update(_groups_of(key))
+
+    def remove(self, key: str) -> None:
+        self._keys.remove(key)
+        self._groups.subtract(_groups_of(key))
+
+
+def _groups_of(key: str) -> list[str]:
+    """Return every group above a key: ``a/b/c`` lies in ``a`` and ``a/b``."""
+    segments = key.split("/")
+    return ["/".join(segments[:end]) for end in range(1, len(segments))]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """One file of a home slot.
+
+    Attributes:
+        path_index: which of the tier's paths it is on.
+        path: the file itself, never a symbolic link.
+        offset: where its contents start in the slot.
+        nbytes: its size.
+    """
+
+    path_index: int
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class HomeFiles:
+    """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets.
+
+    Attributes:
+        checksums: of the contents that the files hold, one per piece (``tiered.checksums``); None: not known.
+        is_flushed: whether the contents survive a power cut. Both are changed only by the one transfer that writes the
+            files, by commits, and by adopting a snapshot.
+    """
+
+    key: str
+    chunk_bytes: int
+    files: tuple[ChunkFile, ...]
+    checksums: tuple[str, ...] | None = None
+    is_flushed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk_bytes * len(self.files)
+
+
+def files_of(slot: Slot) -> HomeFiles:
+    """Return the files of an NvmeTier's slot."""
+    assert isinstance(slot.resource, HomeFiles), slot
+    return slot.resource
+
+
+def place_of(home: HomeFiles, start: int, stop: int) -> str:
+    """Return where bytes ``start`` to ``stop`` of a block lie, for a message: files and offsets in them."""
+    places = []
+    for file in home.files:
+        first, last = max(start, file.offset), min(stop, file.offset + file.nbytes)
+        if first < last:
+            places.append(f"'{file.path}' bytes {first - file.offset} to {last - file.offset}")
+    return ", ".join(places)
+
+
+def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
+    """Return what to tell when the files of a new block cannot be made. ``path``: if ``error`` names none."""
+    return TransferError(
+        f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
+        f"or give tier '{tier}' fewer bytes",
+        tier=tier,
+        path=str(error.filename or path),
+        errno=error.errno,
+    )
