@@ -103,12 +103,16 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     loaded = load(config, extra_files, overrides)
 
     from megatrain.data.preview import dataset_stats
+    from megatrain.plan.packing import packing_with_model
 
-    stats = dataset_stats(loaded.config, lambda text: click.echo(text, err=True))
+    config_of_run, warning = packing_with_model(loaded.config)
+    if warning:
+        click.echo(f"warning: {warning}", err=True)
+    stats = dataset_stats(config_of_run, lambda text: click.echo(text, err=True))
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
-    _print_stats(stats, is_packed=bool(loaded.config.data.packing), max_length=loaded.config.data.max_length)
+    _print_stats(stats, is_packed=bool(config_of_run.data.packing), max_length=config_of_run.data.max_length)
     return 0
 
 

@@ -90,6 +90,8 @@ def command(
             spinner.say("reading the data")
             training = loaded.config.training
             num_steps = trainer.make_loader().num_steps(training.num_train_epochs, training.max_steps)
+    if plan.packing_warning:
+        click.echo(f"warning: {plan.packing_warning}", err=True)
     _print(plan, loaded.config, others, as_json=as_json, simulate=simulate, num_steps=num_steps)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 

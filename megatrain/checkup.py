@@ -41,6 +41,7 @@ from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan import machine
 from megatrain.plan.limits import drive_paths, find_objections
+from megatrain.plan.packing import with_packing
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -286,6 +287,9 @@ class _Checkup:
             yield Finding("plan", "note", "not made without a model and a device for it")
             return
         self._plan = plan = plan_run(self._config)
+        self._config = with_packing(self._config, plan.packing)
+        if plan.packing_warning:
+            yield Finding("plan", "warning", plan.packing_warning)
         sizes = ", ".join(
             f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}" for tier, nbytes in plan.totals.items()
         )

@@ -33,6 +33,7 @@ from megatrain.models.export import check_target
 from megatrain.models.graph import num_learned_positions
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan.limits import refuse
+from megatrain.plan.packing import with_packing
 from megatrain.plan.planner import plan_run
 from megatrain.report.record import write_plan, write_summary
 from megatrain.run_folder import FINAL_NAME, RunFolder
@@ -77,6 +78,7 @@ class Trainer:
         self.observer = observer
         self._allow_config_change = allow_config_change
         self.plan = plan_run(config)
+        self.config = config = with_packing(config, self.plan.packing)
         positions, length = num_learned_positions(self.plan.graph), config.data.max_length
         if positions is not None and length > positions:
             message = f"data.max_length = {length}, but this model has {positions} positions"
@@ -113,6 +115,8 @@ class Trainer:
         learning_rate = self._learning_rate(num_steps)
         tell = self.observer.on_message
         sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), tell, loader.dataset, self._warn)
+        if self.plan.packing_warning:
+            self._warn(self.plan.packing_warning)
         for text in (*model_warnings(self.config, self.plan.graph), *schedule_warnings(self.config, num_steps)):
             self._warn(text)
         with ExitStack() as stack:

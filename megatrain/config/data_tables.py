@@ -78,7 +78,7 @@ class DataConfig(Table):
         default=True,
         description='true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
         "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
-        "false: one document a row, padded.",
+        "false: one document a row, padded. Default: true, but false where the model would mix documents of a row.",
     )
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = Field(
         default="assistant",

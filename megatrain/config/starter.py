@@ -117,7 +117,9 @@ def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
 def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: str | None) -> list[str]:
     length = _max_length(machine, model)
     lines = ["[data]", _line("max_length", length, "tokens in a row")]
-    lines.append(_line("packing", True, "documents share rows and never attend to each other"))
+    lines.append(
+        f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
+    )
     if task == "sft":
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
     note = "" if data is not None else "FILL IN: file, glob or folder"

@@ -52,15 +52,30 @@ _COUNTS: dict[str, int] = {
     for name in names.split()
 }
 
+#: Names of a scan's expansion, number of heads and width of a head.
+_SCANS = (
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
+    ("expand", "num_heads", "head_dim"),
+)
 
-def small_model(config: PretrainedConfig, attn_implementation: str, seed: int) -> PreTrainedModel:
+
+def small_model(
+    config: PretrainedConfig, attn_implementation: str, seed: int, *, num_layers: int = _MIN_LAYERS
+) -> PreTrainedModel:
     """Return a scaled-down copy of the model of ``config``, in fp32 on the CPU, with random weights.
+
+    Args:
+        config: of the whole model.
+        attn_implementation: as in transformers, or "auto".
+        seed: of the weights.
+        num_layers: that it has at least, if the model has as many.
 
     Raises:
         UnsupportedModelError: no small copy of it can be built and run.
     """
     problem: Exception | None = None
-    for small in _smaller_and_smaller(config):
+    for small in _smaller_and_smaller(config, num_layers):
         try:
             model = build(small, attn_implementation, seed)
             with torch.no_grad():
@@ -95,22 +110,24 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int) -> PreT
     return model
 
 
-def _smaller_and_smaller(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+def _smaller_and_smaller(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
     """Yield copies to try: narrow; narrow with the model's own head size; with all its widths."""
     for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
             values.pop(name, None)
         try:
-            _shrink(values, config, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
+            _shrink(values, config, num_layers, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
             yield type(config).from_dict(values)
         except Exception:  # this copy contradicts a rule of the family: the next keeps more of the original
             continue
 
 
-def _shrink(values: dict[str, Any], config: PretrainedConfig, *, keeps_head_dim: bool, keeps_widths: bool) -> None:
+def _shrink(
+    values: dict[str, Any], config: PretrainedConfig, num_layers: int, *, keeps_head_dim: bool, keeps_widths: bool
+) -> None:
     names = dict(getattr(config, "attribute_map", None) or {})
-    _shrink_depth(values, names.get("num_hidden_layers", "num_hidden_layers"))
+    _shrink_depth(values, names.get("num_hidden_layers", "num_hidden_layers"), num_layers)
     for name, most in _COUNTS.items():
         _lower(values, names.get(name, name), most)
     if not keeps_widths:
@@ -131,6 +148,7 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, *, keeps_head_dim:
             values["num_key_value_heads"] = new_heads if is_latent else max(1, new_heads * groups // heads)
         for name, most in _WIDTHS.items():
             _lower(values, names.get(name, name), most)
+        _match_scan(values, hidden_key)
     for name, value in list(values.items()):
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             values[name] = 0.0  # two programs draw different random numbers
@@ -138,11 +156,11 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, *, keeps_head_dim:
             values[name] = _small_token(value)
 
 
-def _shrink_depth(values: dict[str, Any], key: str) -> None:
+def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
     """Keep the first layers: as many as it takes to have every kind of layer that a list of the config tells."""
     depth = int(values[key])
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
-    kept = min(depth, _MIN_LAYERS)
+    kept = min(depth, num_layers)
     for value in lists.values():
         texts = [str(item) for item in value]
         while kept < min(depth, _MAX_LAYERS) and set(texts[:kept]) != set(texts):
@@ -150,6 +168,19 @@ def _shrink_depth(values: dict[str, Any], key: str) -> None:
     values[key] = kept
     for name, value in lists.items():
         values[name] = value[:kept]
+    for name, value in values.items():
+        if isinstance(value, dict) and value and all(str(number).isdigit() for number in value):  # layer -> what it has
+            values[name] = {number: item for number, item in value.items() if int(number) < kept}
+
+
+def _match_scan(values: dict[str, Any], hidden_key: str) -> None:
+    """Give the heads of a scan the width that some families demand: all of them together, what the layer expands to."""
+    for expand, heads, width in _SCANS:
+        if all(isinstance(values.get(name), int) for name in (expand, heads)) and width in values:
+            inner = values[expand] * values[hidden_key]
+            if isinstance(values.get("mamba_d_ssm"), int):
+                values["mamba_d_ssm"] = inner
+            values[width] = inner // values[heads]
 
 
 def _lower(values: dict[str, Any], name: str, most: int) -> None:

@@ -194,7 +194,7 @@ def same_ticks(one: Plan, config: RunConfig, other: Plan, other_config: RunConfi
         and one.trace == other.trace
         and all(getattr(config, table) == getattr(other_config, table) for table in _TABLES_THAT_DECIDE)
         and Objective.of(config.training) == Objective.of(other_config.training)
-        and (config.task, config.data.packing) == (other_config.task, other_config.data.packing)
+        and (config.task, one.packing) == (other_config.task, other.packing)
     )
 
 
@@ -387,7 +387,7 @@ def made_up_batches(plan: Plan, config: RunConfig) -> list[dict[str, torch.Tenso
     for _ in range(plan.num_micro_batches):
         ids = torch.randint(num_words, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if not config.data.packing:
+        if not plan.packing:
             batch["attention_mask"] = torch.ones_like(ids)
         else:
             positions = torch.arange(shape[1])

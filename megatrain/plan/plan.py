@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -199,6 +199,8 @@ class Plan:
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         kept_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
+        packing: ``data.packing`` as it will be, which for some models is not the default.
+        packing_warning: why ``packing`` is not the default; "": it is, or is what the config says.
     """
 
     graph: ModelGraph
@@ -222,6 +224,8 @@ class Plan:
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
     kept_tensors: str = ""
+    packing: bool | Literal["concat"] = True
+    packing_warning: str = ""
 
     @property
     def tiers(self) -> Sequence[str]:

@@ -21,9 +21,7 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import ModelGraph, build_graph
-from megatrain.models.kept import kept_modules
 from megatrain.models.liger import check_liger_kernels
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
@@ -33,6 +31,7 @@ from megatrain.plan.estimate import estimate_step, measured_drive_rates
 from megatrain.plan.kept import GraphKeeper, weights_stay
 from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import load_profile
+from megatrain.plan.packing import settle_packing
 from megatrain.plan.placement import (
     MIN_GENERATIONS,
     DoesNotFitError,
@@ -81,13 +80,7 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
     device = machine.resolve_device(config)
     dtype = machine.resolve_compute_dtype(config, device)
     graph = _make_graph(config, device, dtype)
-    if config.data.packing and kept_modules(graph.model) is not None:
-        # Several of transformers' classes let packed texts attend to each other, by positions of three dimensions, by
-        # masks of their own or by linear attention; nothing they declare tells which.
-        raise UnsupportedModelError(
-            type(graph.model).__name__,
-            "as it reads images as well, it may not keep apart the texts that share a row. Write data.packing = false",
-        )
+    config, packing_warning = settle_packing(config, graph)
     check_groups(config.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     micro_batch_size = micro_batch_rows(config)
     num_micro_batches = config.rows_per_step // micro_batch_size
@@ -126,6 +119,8 @@ def plan_run(config: RunConfig, *, padded: bool | None = None) -> Plan:
         host_updates=host_updates,
         room_beside_tier=machine.gpu_room_beside_tier(budgets[program.compute_tier].capacity_bytes, device),
         copies=copies_at_most(config),
+        packing=config.data.packing,
+        packing_warning=packing_warning,
     )
     shape = step_shape(config, rates)
     plan = replace(plan, estimate=estimate_step(plan, shape, profile))

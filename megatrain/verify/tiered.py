@@ -115,7 +115,7 @@ def make_config(
         "precision": {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype},
         "data": {
             "max_length": LENGTH,
-            "packing": given.data.packing,
+            **given.data.model_dump(include={"packing"}, exclude_unset=True),
             "cache_dir": "none",
             "train": [{"path": str(setting.model.text), "format": "text"}],
         },

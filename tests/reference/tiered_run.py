@@ -151,7 +151,7 @@ def make_loader(config: Any, plan: Plan) -> BatchLoader:
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
         max_length=config.data.max_length,
-        packing=config.data.packing,
+        packing=bool(plan.packing),
         data_seed=config.data_seed,
         pad_token_id=pad_token_id(tokenizer),
     )
