@@ -32,10 +32,10 @@ def command(run: Path, page: Path | None, as_json: bool) -> int:
     history = read_history(run)
     figures = compute_figures(history)
     if page is not None:
-        from megatrain.report.page import draw_page
+        from megatrain.report.page import render_page
 
         try:
-            page.write_text(draw_page(history, figures), encoding="utf-8")
+            page.write_text(render_page(history, figures), encoding="utf-8")
         except OSError as error:
             raise RunFailedError(f"{page}: {error.strerror}. Name another file", EXIT_FAILED) from None
     if as_json:

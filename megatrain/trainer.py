@@ -35,7 +35,7 @@ from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup
 from megatrain.plan.limits import refuse
 from megatrain.plan.packing import with_packing
 from megatrain.plan.planner import plan_run
-from megatrain.report.record import write_plan, write_summary
+from megatrain.report.history import write_plan, write_summary
 from megatrain.run_folder import FINAL_NAME, RunFolder
 from megatrain.session import Session
 from megatrain.status_writer import StatusWriter

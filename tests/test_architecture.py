@@ -275,6 +275,19 @@ def test_every_package_is_listed_for_the_wheel() -> None:
     assert with_code <= set(ALL_FOLDERS), f"no __init__.py: {sorted(map(str, with_code - set(ALL_FOLDERS)))}"
 
 
+def test_every_file_that_is_no_code_is_listed_for_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    data = project["tool"]["setuptools"]["package-data"]
+    files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
+    missing = []
+    for path in sorted(files):
+        folder = ".".join(path.parent.relative_to(ROOT).parts).replace("cli", "megatrain_tier_cli")
+        is_listed = path.suffix == ".py" or path.name in data.get(folder, [])
+        if not is_listed and "__pycache__" not in path.parts:
+            missing.append(str(path.relative_to(ROOT)))
+    assert not missing, missing
+
+
 def test_tests_are_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 

@@ -17,9 +17,9 @@ from megatrain.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.tiers.health import WearCounter
 
-#: Steps at the start that are left out of means: files are made, and pages are touched for the first time.
+#: Steps left out of means: the first ones create files and touch pages for the first time.
 NUM_WARM_STEPS = 2
-#: Cause of a stall in the metrics -> how people read it.
+#: Cause of a stall in the metrics -> its name in a report.
 CAUSES = {
     "fill": "waiting for fetches",
     "drain": "waiting for write-backs",
@@ -28,20 +28,20 @@ CAUSES = {
     "commit": "waiting for a checkpoint",
 }
 COMPUTING = "computing"
-#: Keys that every run has of its own, and that are shown elsewhere.
-_OWN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
+#: Keys that differ in every run, and that are shown elsewhere.
+_RUN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure as it was planned and as it was measured; None: not known."""
+    """A figure as planned and as measured; None: not known."""
 
     planned: float | None
     measured: float | None
 
     @property
     def error(self) -> float | None:
-        """How much more was measured than planned, as a share of what was planned."""
+        """Measured minus planned, as a share of planned."""
         if not self.planned or self.measured is None:
             return None
         return self.measured / self.planned - 1
@@ -52,16 +52,21 @@ class Drive:
     """What was written to one path.
 
     Attributes:
-        nbytes: in the steps that the metrics know.
-        bytes_per_step: planned and measured.
+        nbytes: Written in the steps that the metrics know.
+        bytes_per_step: Written in a step.
         limit_bytes: ``max_written``.
-        lifetime_bytes: written there by all runs together; None: not known.
+        lifetime_bytes: Written there by all runs together; None: not known.
     """
 
     nbytes: int
     bytes_per_step: Compared
     limit_bytes: int | None = None
     lifetime_bytes: int | None = None
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """Share of ``max_written`` that all runs together have used; None: no limit, or not known."""
+        return self.lifetime_bytes / self.limit_bytes if self.lifetime_bytes is not None and self.limit_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +80,43 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of one run. Bytes and seconds; a share is between 0 and 1.
+    """All figures of one run. Bytes and seconds; a share is between 0 and 1. None: not known.
 
     Attributes:
-        step: done, and of the whole run.
-        max_steps: done, and of the whole run.
-        seconds: of all steps, evaluations and saves.
-        first_loss: of a step.
-        last_loss: of a step.
-        evaluations: name -> (step, loss), in order.
-        step_s: median of a step after the first ones, evaluations and saves not included.
-        time_s: what a step spends its time on -> mean seconds, the largest share first.
-        tokens_per_s: over the steps in ``time_s``.
-        trained_tokens_per_s: over the steps in ``time_s``.
-        model_flops_per_s: over the steps in ``time_s``.
-        hardware_flops_per_s: over the steps in ``time_s``.
-        tiers: tier -> peak.
-        capacity_bytes: by tier.
-        links: link -> bytes per step.
-        link_paths: link -> the way its bytes took in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
-        rss_first_bytes: after the first steps, at the end, and the most.
-        rss_last_bytes: after the first steps, at the end, and the most.
-        rss_peak_bytes: after the first steps, at the end, and the most.
+        name: Of the run.
+        path: ``output_dir``.
+        state: As in ``RunHistory``.
+        message: The last one of the status, e.g. why the run failed.
+        headline: Of the plan: model, task, tokens of a step.
+        step: Steps done.
+        max_steps: Steps of the whole run.
+        seconds: Of all steps, evaluations and saves.
+        first_loss: Of the first step known.
+        last_loss: Of the last step.
+        evaluations: Name of a set -> (step, loss), in order.
+        num_real_tokens: Of all steps, without padding.
+        num_trained_tokens: Those of them that have a loss.
+        padding_share: Of packed rows; None for others.
+        step_s: Median of a step, without the first ones, evaluations and saves.
+        time_s: Part of a step -> mean seconds, the largest first.
+        tokens_per_s: Real tokens, over the steps in ``time_s``.
+        trained_tokens_per_s: Over the steps in ``time_s``.
+        model_flops_per_s: Over the steps in ``time_s``, without recomputation.
+        hardware_flops_per_s: Over the steps in ``time_s``, with recomputation.
+        tiers: Tier -> peak bytes.
+        capacity_bytes: By tier.
+        links: Link -> bytes per step.
+        drives: Path -> what was written there.
+        rss_first_bytes: Resident memory of the process after its first steps.
+        rss_last_bytes: Resident memory after the last step.
+        rss_peak_bytes: Most resident memory.
+        checkpoints: Lines of the metrics.
         restarts: (step, date and time) of each start but the first.
+        settings: Keys of the config that are not the default.
+        machine: Of the last start.
+        versions: Library -> version.
+        export_dir: Of the newest exported model.
+        link_paths: Link -> how its bytes were moved in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
     """
 
     name: str
@@ -142,7 +161,7 @@ class Figures:
 
 
 def compute_figures(history: RunHistory) -> Figures:
-    """Return the figures of a run; those that cannot be known are None or empty."""
+    """Return the figures of a run; what is not known is None or empty."""
     steps, plan = history.steps, history.plan
     warm = steps[NUM_WARM_STEPS:] or steps
     real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
@@ -180,7 +199,7 @@ def compute_figures(history: RunHistory) -> Figures:
         rss_peak_bytes=max([*rss, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
         checkpoints=history.checkpoints,
         restarts=[(start.get("first_step", 0), str(start.get("at", ""))) for start in plan.get("starts", [])[1:]],
-        settings=changed_settings(history.config) if history.config is not None else (),
+        settings=_changed_settings(history.config) if history.config is not None else (),
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
@@ -188,7 +207,7 @@ def compute_figures(history: RunHistory) -> Figures:
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
-    """Return the seconds of a replayed step, which has its waits, else of the estimate; None: nothing was measured."""
+    """Return the seconds of the simulated step, which has its stalls, else of the estimate; None: no rates measured."""
     replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
     planned = replayed.get("step_s", estimate.get("predicted_step_s"))
     return float(planned) if planned else None
@@ -201,22 +220,22 @@ def _total_seconds(history: RunHistory) -> float:
 
 
 def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
-    found: dict[str, dict[int, float]] = {}
+    sets: dict[str, dict[int, float]] = {}
     for line in history.evaluations:
-        found.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
-    for end in history.ends:  # where no metrics were kept
+        sets.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
+    for end in history.ends:  # for runs without metrics.jsonl
         for name, last in end.get("evaluations", {}).items():
-            found.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
-    return {name: sorted(losses.items()) for name, losses in found.items()}
+            sets.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
+    return {name: sorted(losses.items()) for name, losses in sets.items()}
 
 
 def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
-    """Return the share of places that held no token; only packed rows have a length that the config tells."""
+    """Return the share of positions that held no token; only packed rows have a length known from the config."""
     config = history.config
     if config is None or not history.steps or not config.data.packing:
         return None
-    places = len(history.steps) * config.rows_per_step * config.data.max_length
-    return max(0.0, 1 - num_real_tokens / places)
+    positions = len(history.steps) * config.rows_per_step * config.data.max_length
+    return max(0.0, 1 - num_real_tokens / positions)
 
 
 def _time_s(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -250,7 +269,7 @@ def _capacities(history: RunHistory) -> dict[str, int]:
 
 
 def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Compared]:
-    """Return bytes per step and link: the middle one of the steps, else the mean of the last start that ended."""
+    """Return bytes per step and link: the median of the steps, else the mean of the last start that ended."""
     planned = history.plan.get("link_bytes_per_step", {})
     measured: dict[str, float] = {}
     moved = [step["link_bytes"] for step in warm if step.get("link_bytes")]
@@ -287,9 +306,9 @@ def _lifetime_bytes(path: Path) -> int | None:
         return None
 
 
-def changed_settings(config: RunConfig) -> list[Setting]:
+def _changed_settings(config: RunConfig) -> list[Setting]:
     """Return the keys whose value is not the default, in the order of the config."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
 
     def look(value: Any, path: tuple[str | int, ...]) -> None:
         key = plain(path)
@@ -299,14 +318,14 @@ def changed_settings(config: RunConfig) -> list[Setting]:
         elif key in ARRAY_TABLES:
             for index, inner in enumerate(value):
                 look(inner, (*path, index))
-        elif key in known_keys() and key not in _OWN_KEYS and value is not None and value != {}:
+        elif key in known_keys() and key not in _RUN_KEYS and value is not None and value != {}:
             default = leaf_schema(key).get("default")
             if (list(value) if isinstance(value, tuple) else value) != default:
                 text = "" if default is None or default == {} else format_value(default)
-                found.append(Setting(".".join(map(str, path)), format_value(value), text))
+                settings.append(Setting(".".join(map(str, path)), format_value(value), text))
 
     look(resolved_values(config), ())
-    return found
+    return settings
 
 
 def _strict(value: Any) -> Any:

@@ -1,17 +1,17 @@
-"""A report as lines for a terminal."""
+"""A report as lines for a terminal, and the words that it shares with the page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from megatrain.report.figures import CAUSES, COMPUTING, Compared, Figures
+from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
-__all__ = ["cause_name", "format_flops", "perplexity", "report_lines"]
+__all__ = ["binary_unit", "cause_name", "format_flops", "perplexity", "report_lines"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
-_SMALLEST_SHARE = 0.001  # of a step; what takes less is not shown
+_SMALLEST_SHARE = 0.001  # of a step: smaller parts are left out
 _LARGEST_EXPONENT = 709.0  # of a float
 
 
@@ -55,11 +55,11 @@ def _comparison(figures: Figures) -> Iterator[str]:
         yield _row("step s", figures.step_s, 1.0, note, digits=3 if (figures.step_s.measured or 0) < 10 else 1)
     for tier, peak in figures.tiers.items():
         capacity = figures.capacity_bytes.get(tier)
-        unit, name = _unit(max(peak.planned or 0, peak.measured or 0))
+        unit, name = binary_unit(max(peak.planned or 0, peak.measured or 0))
         of = f"of {capacity / unit:,.1f}; planned: the least that it needs" if capacity else ""
         yield _row(f"{tier} {name}", peak, unit, of)
     for link, moved in figures.links.items():
-        unit, name = _unit(max(moved.planned or 0, moved.measured or 0))
+        unit, name = binary_unit(max(moved.planned or 0, moved.measured or 0))
         error = moved.error
         note = "" if error is None else "per step" if error == 0 else f"per step, {error:+.2%}"
         note = ", ".join(part for part in (note, figures.link_paths.get(link)) if part)
@@ -72,10 +72,6 @@ def _row(name: str, pair: Compared, unit: float, note: str = "", *, digits: int 
     return f"{name:<{_NAME_WIDTH}}{cells}   {note}".rstrip()
 
 
-def _unit(nbytes: float) -> tuple[int, str]:
-    return (GiB, "GiB") if nbytes >= GiB else (MiB, "MiB")
-
-
 def _times(figures: Figures) -> Sequence[str]:
     total = sum(figures.time_s.values())
     return [
@@ -86,8 +82,13 @@ def _times(figures: Figures) -> Sequence[str]:
 
 
 def cause_name(cause: str) -> str:
-    """Return what people read for a part of a step."""
+    """Return the name of a part of a step."""
     return CAUSES.get(cause, cause)
+
+
+def binary_unit(nbytes: float) -> tuple[int, str]:
+    """Return the unit in which sizes up to ``nbytes`` are written side by side, and its name."""
+    return (GiB, "GiB") if nbytes >= GiB else (MiB, "MiB")
 
 
 def perplexity(loss: float) -> float:
@@ -122,7 +123,7 @@ def _rest(figures: Figures) -> Iterator[str]:
         grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
         yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps"
     for path, drive in figures.drives.items():
-        yield f"wrote   {path}   {_wear(figures, path)}" if drive.nbytes else f"wrote   {path}   nothing in steps"
+        yield f"wrote   {path}   {_wear(drive) if drive.nbytes else 'nothing in steps'}"
     if figures.checkpoints:
         last = figures.checkpoints[-1]
         stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
@@ -138,8 +139,7 @@ def _rest(figures: Figures) -> Iterator[str]:
         yield f"model   {figures.export_dir}"
 
 
-def _wear(figures: Figures, path: str) -> str:
-    drive = figures.drives[path]
+def _wear(drive: Drive) -> str:
     text = format_decimal_size(drive.nbytes)
     per_step = drive.bytes_per_step
     if per_step.measured is not None:
@@ -147,7 +147,6 @@ def _wear(figures: Figures, path: str) -> str:
         text += f" ({format_decimal_size(per_step.measured)} per step{planned})"
     if drive.lifetime_bytes is not None:
         text += f"; all runs {format_decimal_size(drive.lifetime_bytes)}"
-        if drive.limit_bytes:
-            share = drive.lifetime_bytes / drive.limit_bytes
-            text += f", {share:.1%} of max_written {format_decimal_size(drive.limit_bytes)}"
+        if drive.share_of_limit is not None:
+            text += f", {drive.share_of_limit:.1%} of max_written {format_decimal_size(drive.limit_bytes or 0)}"
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -16,10 +17,9 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
-from megatrain.report.figures import compute_figures
-from megatrain.report.history import NotARunError, read_history
-from megatrain.report.page import draw_page
-from megatrain.report.record import read_record, write_plan, write_summary
+from megatrain.report.figures import Setting, compute_figures
+from megatrain.report.history import NotARunError, read_history, write_plan, write_summary
+from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
 from megatrain.run_folder import RunFolder, RunStatus
 from megatrain.trainer import Trainer
@@ -76,7 +76,7 @@ def lines_of(folder: Path) -> list[str]:
 
 def page_of(folder: Path) -> str:
     history = read_history(folder)
-    return draw_page(history, compute_figures(history))
+    return render_page(history, compute_figures(history))
 
 
 def check_page(page: str) -> int:
@@ -134,10 +134,7 @@ def test_evaluations_of_all_sets_are_shown(tmp_path: Path) -> None:
     assert "eval    held <out>: loss 1.5000, perplexity 4.48 at step 3; best 1.0000 at step 2" in lines
     assert "eval    book: loss nan, perplexity nan at step 3" in lines
     assert check_page(page) == 10
-    rows = re.search(r"<h2>Evaluations</h2>(.*?)</section>", page, re.DOTALL)
-    assert rows is not None
-    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in rows[1].split("</tr>")]
-    assert [row for row in cells if row] == [
+    assert cells_of(page, "Evaluations") == [
         ["0", "3.0000", "20.09", "-", "-"],
         ["2", "1.0000", "2.72", "2.0000", "7.39"],
         ["3", "1.5000", "4.48", "nan", "nan"],
@@ -159,6 +156,48 @@ def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
     for text in ("held &lt;out&gt;", "seconds per step", "+25.0%", "RAM in use", "9.00 MiB", "torch 2", "color-scheme"):
         assert text in page, text
     assert "<out>" not in page
+    assert "prefers-color-scheme:dark" in page
+
+
+def cells_of(page: str, heading: str) -> list[list[str]]:
+    """Return the rows of the table below a heading, as a reader sees them."""
+    section = re.search(rf"<h2>{heading}</h2>(.*?)</section>", page, re.DOTALL)
+    assert section is not None
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in section[1].split("</tr>")]
+    return [[html.unescape(cell) for cell in row] for row in rows if row]
+
+
+def test_sizes_have_the_units_of_the_command(tmp_path: Path) -> None:
+    """Wear is in decimal units, as drives are rated; memory and links are in binary ones."""
+    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0])
+    rows = {row[0]: row[1:] for row in cells_of(page_of(folder), "Planned and measured")}
+    assert rows["written per step, /drive"] == ["1.05 MB", "1.05 MB", "the same; 3.15 MB in this run"]
+    assert any("3.15 MB (1.05 MB per step, planned 1.05 MB)" in line for line in lines_of(folder))
+    assert rows["ram, most in use"][:2] == ["40.00 MiB", "50.00 MiB"]
+    assert rows["ram->nvme per step"][:2] == ["1.00 MiB", "-"]
+
+
+def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.5], state="failed")
+    history = read_history(folder)
+    figures = compute_figures(history)
+    evil = """</title><x y="z" on='t'>&amp;{{ 7 * 7 }}"""
+    [drive] = figures.drives.values()
+    figures = replace(
+        figures, name=evil, path=evil, message=evil, headline=evil, evaluations={evil: [(1, 1.0)]},
+        tiers={evil: figures.tiers["ram"]}, links={evil: figures.links["ram->nvme"]}, link_paths={evil: evil},
+        drives={evil: drive}, restarts=[(2, evil)], settings=[Setting(evil, evil, evil)], versions={evil: evil},
+        machine={"host": evil, "system": evil, "cpu": evil, "num_cpus": evil, "gpu": evil, "drives": {evil: evil}},
+    )  # fmt: skip
+    plan = {**history.plan, "starts": [{"at": evil, "first_step": 1, "budget_bytes": {evil: 1}}]}
+    page = render_page(replace(history, plan=plan), figures)
+    check_page(page)
+    assert "<x" not in page and not re.search(r"\son=", re.sub(r">[^<]*<", "><", page))
+    for heading, count in (("Config: what is not the default", 3), ("Starts", 3), ("Where it ran", 2)):
+        assert any(evil in cell for row in cells_of(page, heading) for cell in row), heading
+        assert len(cells_of(page, heading)[0]) == count
+    text = html.unescape(page)
+    assert text.count(evil) >= 20 and f'aria-label="{evil.upper()} in use"' in text
 
 
 @pytest.mark.parametrize("losses", [[], [4.0], [float("nan")], [4.0, float("inf"), 3.0, float("nan")], [2.0] * 1000])
@@ -254,7 +293,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert changed["data.max_length"] == ("64", "1024") and changed["training.max_steps"] == ("5", "-1")
     assert "optimizer.adam_beta1" not in changed and "output_dir" not in changed
     assert len(history.saved) == 2 and len(history.ends) == 2
-    assert check_page(draw_page(history, figures)) >= 9
+    assert check_page(render_page(history, figures)) >= 9
     assert "starts  continued 1 time: step 2" in report_lines(figures)
 
 
@@ -262,9 +301,8 @@ def test_a_run_that_starts_anew_forgets_the_one_before(real_run: Path, tmp_path:
     config = load_config(real_run.parent / "run.toml", (), [f"output_dir={tmp_path}", "device=cpu"]).config
     plan = Trainer(config, observer=Quiet()).plan
     for continued_from, count in ((None, 1), (3, 2), (None, 1), (0, 2)):
-        path = write_plan(plan, config, continued_from)
-        record = read_record(path)
-        assert record is not None and len(record["starts"]) == count
+        record = json.loads(write_plan(plan, config, continued_from).read_text())
+        assert read_history(tmp_path).plan == record and len(record["starts"]) == count
         assert (tmp_path / "summary.json").exists() == (continued_from is not None and count == 2)
         write_summary(RunSummary(1, 1.0, 1.0, 1.0, 1, 1), tmp_path)
     assert record["peak_bytes"] == dict(plan.totals) and record["link_bytes_per_step"] == dict(plan.traffic)
