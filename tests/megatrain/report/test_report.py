@@ -190,7 +190,8 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
         machine={"host": evil, "system": evil, "cpu": evil, "num_cpus": evil, "gpu": evil, "drives": {evil: evil}},
     )  # fmt: skip
     plan = {**history.plan, "starts": [{"at": evil, "first_step": 1, "budget_bytes": {evil: 1}}]}
-    page = render_page(replace(history, plan=plan), figures)
+    steps = [{**step, "tier_used_bytes": {evil: MIB}} for step in history.steps]
+    page = render_page(replace(history, plan=plan, steps=steps), figures)
     check_page(page)
     assert "<x" not in page and not re.search(r"\son=", re.sub(r">[^<]*<", "><", page))
     for heading, count in (("Config: what is not the default", 3), ("Starts", 3), ("Where it ran", 2)):
