@@ -27,24 +27,21 @@ _MOST_ROWS = 30  # of evaluations and checkpoints: the newest ones
 def render_page(history: RunHistory, figures: Figures) -> str:
     """Return the page of a run."""
     drawings = [lay_out(chart) for chart in make_charts(history, figures)]
-    return (
-        _template_environment()
-        .get_template("page.html.j2")
-        .render(
-            figures=figures,
-            starts=history.plan.get("starts", []),
-            kind="bad" if figures.state in _BAD_STATES else "good" if figures.state == "done" else "open",
-            headline=re.split(r"\s{2,}", figures.headline.strip()),
-            tiles=list(_tiles(figures)),
-            parts=list(_parts(figures)),
-            comparison=[row for row in _comparison(figures) if row[1] != "-" or row[2] != "-"],
-            evaluations=list(_evaluations(figures)),
-            drawings=[drawing for drawing in drawings if drawing is not None],
-            frame=FRAME,
-            num_colors=NUM_COLORS,
-            most_rows=_MOST_ROWS,
-            now=now_text(),
-        )
+    template = _template_environment().get_template("page.html.j2")
+    return template.render(
+        figures=figures,
+        starts=history.plan.get("starts", []),
+        kind="bad" if figures.state in _BAD_STATES else "good" if figures.state == "done" else "open",
+        headline=re.split(r"\s{2,}", figures.headline.strip()),
+        tiles=list(_tiles(figures)),
+        parts=list(_parts(figures)),
+        comparison=[row for row in _comparison(figures) if row[1] != "-" or row[2] != "-"],
+        evaluations=list(_evaluations(figures)),
+        drawings=[drawing for drawing in drawings if drawing is not None],
+        frame=FRAME,
+        num_colors=NUM_COLORS,
+        most_rows=_MOST_ROWS,
+        now=now_text(),
     )
 
 
