@@ -25,7 +25,7 @@ from megatrain.run_folder import FINAL_STATES, RunStatus, living_owner, read_sta
 
 if TYPE_CHECKING:
     from megatrain.metrics import RunSummary
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.plan import Plan
 
 __all__ = ["NotARunError", "RunHistory", "read_history", "write_plan", "write_summary"]
 
@@ -165,8 +165,7 @@ def _plan_values(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
 def _describe_machine(config: RunConfig, device: str) -> dict[str, Any]:
     """Return what the run is on: processor, RAM, GPU, and the drives of the config."""
-    from megatrain.plan.machine import total_ram_bytes
-    from megatrain.plan.profile import cpu_name, file_system_of, load_profile
+    from megatrain.plan.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
 
     profile = load_profile().machine
     places = {"output_dir": config.output_dir, **{str(table.path): table.path for table in config.tiers.nvme}}
