@@ -12,8 +12,8 @@ from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from megatrain.translate.source import Tool
-    from megatrain.translate.translation import Translation
+    from megatrain.translate.names import Tool
+    from megatrain.translate.translate import Translation
 
 
 @click.command("import")
@@ -35,7 +35,7 @@ def command(file: Path, tool: Tool | None, out: Path | None, as_json: bool) -> i
     what has no equivalent here, and what is not needed. Relative paths in FILE are taken from the current folder, as
     the tool itself would.
     """
-    from megatrain.translate.translation import translate_file
+    from megatrain.translate.translate import translate_file
 
     if out is not None and out.exists():
         raise RunFailedError(f"{out}: is there already; nothing was written. Name another file", EXIT_CONFIG)
@@ -61,8 +61,8 @@ def _write(out: Path, text: str) -> None:
 
 def _print_rest(translation: Translation, out: Path | None) -> None:
     """Say on stderr what a person should look at."""
-    from megatrain.translate.source import TITLES
-    from megatrain.translate.translation import one_line
+    from megatrain.translate.names import TITLES
+    from megatrain.translate.translate import one_line
 
     num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
     head = f"{num_carried} values of {TITLES[translation.tool]} translated"

@@ -1,37 +1,139 @@
-"""A translation on its way: our keys with their values, and what became of each of theirs."""
+"""The input and the state of a translation: another tool's file, our keys set so far, and keys left out.
+
+The rules of :mod:`megatrain.translate.trainers` and :mod:`megatrain.translate.engines` fill a :class:`Draft`;
+:mod:`megatrain.translate.translate` makes a valid config of it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+import yaml
 
-from megatrain.config.combinations import find_bad_combinations
-from megatrain.config.explain import explain_error
 from megatrain.config.json_schema import leaf_schema
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, dotted, known_keys, plain
-from megatrain.config.schema import RunConfig
-from megatrain.translate.source import Source, TranslationError
+from megatrain.config.keys import known_keys, plain
+from megatrain.translate.names import KEYS, TITLES, Fate, Tool
 
-#: Values with which a key that we know nothing of switches nothing on.
+_LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
+_TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split", "datasets", "max_seq_length",
+        "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
+_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
+
+
+class TranslationError(Exception):
+    """A file cannot be translated; the message names the obstacle and the remedy."""
+
+    def __init__(self, where: Path | str, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{where}: {problem}" + (f". {remedy}" if remedy else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A config file of another tool.
+
+    Attributes:
+        path: The file.
+        values: Its parsed content.
+        tool: The tool it belongs to.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    tool: Tool
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.tool]
+
+
+def read_source(path: Path, tool: Tool | None = None) -> Source:
+    """Read a config file; without ``tool``, detect whose it is.
+
+    Raises:
+        TranslationError: The file cannot be read, is neither YAML nor JSON, or belongs to no known tool.
+    """
+    values = read_mapping(path)
+    return Source(path, values, tool or _detect(path, values))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Parse a YAML or JSON file.
+
+    Raises:
+        TranslationError: The file cannot be read or parsed, or is not a mapping with text keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise TranslationError(path, "there is no such file", "Check the path") from None
+    except UnicodeDecodeError as error:
+        raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Give a YAML or JSON file") from None
+    except OSError as error:
+        raise TranslationError(path, f"the file cannot be read: {error.strerror or error}") from None
+    try:
+        values = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise TranslationError(path, f"line {error.lineno}: this is not JSON: {error.msg}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise TranslationError(path, f"{line}this is not YAML: {reason}") from None
+    except (RecursionError, ValueError) as error:  # deep nesting; dates that do not exist
+        raise TranslationError(path, f"the file cannot be parsed: {error}") from None
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False, default=str).encode()
+    except (UnicodeEncodeError, ValueError, TypeError, RecursionError):
+        problem = "it holds a value that no config can hold: half a character, or a number that is not finite"
+        raise TranslationError(path, problem) from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise TranslationError(path, "this holds no names with values", "Give the config file of a training run")
+    return values
+
+
+def _detect(path: Path, values: dict[str, Any]) -> Tool:
+    if any(name in values for name in _DEEPSPEED):
+        return "deepspeed"
+    if "base_model" in values:
+        return "axolotl"
+    if isinstance(values.get("model"), dict) and isinstance(values.get("dataset"), dict) and "training" in values:
+        return "megatrain"
+    if any(name in values for name in _LLAMA_FACTORY) or isinstance(values.get("dataset"), str):
+        return "llamafactory"
+    if "model_name_or_path" in values and any(name in values for name in _TRL):
+        return "trl"
+    if "compute_environment" in values or "distributed_type" in values:
+        raise TranslationError(
+            path,
+            "this is a launch config of accelerate, which says nothing of the training",
+            "Give the config of the training itself",
+        )
+    if path.suffix.lower() == ".toml":
+        raise TranslationError(path, "this is a TOML file", "megatrain-tier check reads our own configs")
+    raise TranslationError(
+        path, "whose config is this? It has none of the keys of a tool that is known", f"Say --from {'|'.join(TITLES)}"
+    )
+
+
+#: Values with which an unknown key switches nothing on.
 _OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One value of ours.
+    """The value of one of our keys.
 
     Attributes:
-        value: as TOML has it.
-        theirs: their key, "" where they have none.
-        note: what a person should know of it.
-        is_path: a path that is relative to the folder in which the tool was started.
-        to_fill_in: the value is an example, theirs does not say it.
+        value: The value as TOML has it.
+        theirs: The key it came from, "" for none.
+        note: A remark for the reader of the config.
+        is_path: Whether it is a path, relative to the folder in which the other tool was started.
+        to_fill_in: Whether it is only an example because their file has no such value.
     """
 
     value: Any
@@ -43,7 +145,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One of their keys that is not in the translation, and why."""
+    """One of their keys that is left out of the translation, and why."""
 
     theirs: str
     value: Any
@@ -52,14 +154,14 @@ class Left:
 
 @dataclass
 class Draft:
-    """What is known so far.
+    """The translation so far.
 
     Attributes:
-        source: what is translated.
-        base: the folder that its paths are relative to.
-        entries: dotted key of ours, array tables with numbers -> value.
-        lost: keys of theirs that have no equivalent.
-        unneeded: those that nothing is needed for here.
+        source: The file to translate.
+        base: The folder that its relative paths start from.
+        entries: Our dotted key, array tables with an index -> value.
+        lost: Their keys without an equivalent.
+        unneeded: Their keys that nothing is needed for here.
     """
 
     source: Source
@@ -68,68 +170,86 @@ class Draft:
     lost: list[Left] = field(default_factory=list)
     unneeded: list[Left] = field(default_factory=list)
 
+    def translate_keys(self, rules: Mapping[str, Rule], values: Mapping[str, Any], prefix: str = "") -> None:
+        """Translate keys one by one, as the tool's table in :data:`megatrain.translate.names.KEYS` says.
+
+        Args:
+            rules: How to read the keys with :attr:`Fate.RULE`; those without a rule are read together with others.
+            values: The keys with their values.
+            prefix: The section that the keys are in, with its dot.
+        """
+        names = KEYS[self.source.tool]
+        for leaf, value in values.items():
+            theirs = prefix + leaf
+            name = names.get(theirs)
+            if value is None:
+                continue
+            if name is None:
+                self.lose_if_on(theirs, "nothing like it here", value)
+            elif theirs in rules:
+                rules[theirs](self, theirs, value)
+            elif name.fate is Fate.SAME:
+                self.put(name.ours, value, theirs)
+            elif name.fate is Fate.PATH:
+                self.put_path(name.ours, value, theirs)
+            elif name.fate is Fate.UNNEEDED:
+                self.drop(theirs, name.why, value)
+            elif name.fate is Fate.LOST:
+                self.lose_if_on(theirs, name.why, value)
+
     def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
         """Set one of our keys."""
         self.entries[ours] = Entry(_number(value, ours), theirs, note, is_path)
 
     def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
-        """Set a key that is a path, or the name of a model or data set on the hub: what exists here is a path."""
+        """Set a key that is a path or a name on the hub: what exists on this machine is a path."""
         text = str(value)
         is_path = text.startswith((".", "/", "~")) or ours == "output_dir" or exists(self.base / text)
         self.put(ours, text, theirs, note, is_path=is_path)
 
     def fill_in(self, ours: str, value: Any, note: str) -> None:
-        """Set a key to an example that a person has to replace."""
+        """Set a key to an example that the user has to replace."""
         self.entries[ours] = Entry(value, "", note, False, True)
 
+    def fill_in_model(self) -> None:
+        """Ask the user for the model, where no key has set it."""
+        if "model.model_name_or_path" not in self.entries:
+            self.fill_in("model.model_name_or_path", "path/to/model", "a Hugging Face folder")
+
+    def fill_in_data(self) -> None:
+        """Ask the user for the training data."""
+        self.fill_in("data.train.0.path", "data/train.jsonl", "a file, glob or folder, or the hub name of a data set")
+
     def lose(self, theirs: str, why: str, value: Any = None) -> None:
-        """Note that one of their keys has no equivalent."""
+        """List one of their keys as without equivalent."""
         self.lost.append(Left(theirs, value, why))
 
+    def lose_if_on(self, theirs: str, why: str, value: Any) -> None:
+        """List a key as without equivalent, unless its value switches nothing on."""
+        if value not in _OFF:
+            self.lose(theirs, why, value)
+
     def drop(self, theirs: str, why: str, value: Any = None) -> None:
-        """Note that nothing is needed here for one of their keys."""
+        """List one of their keys as not needed here."""
         self.unneeded.append(Left(theirs, value, why))
 
     def default(self, values: Mapping[str, Any]) -> None:
-        """Set what the tool does where its file says nothing, and what would be different here."""
+        """Set the tool's defaults that differ from ours, where nothing else has set the key."""
         for ours, value in values.items():
-            if ours not in self.entries and plain_key(ours) in known_keys():
-                default = leaf_schema(plain_key(ours)).get("default")
-                if default != value:
-                    self.put(ours, value, note=f"{self.source.title}'s default")
+            if ours not in self.entries and leaf_schema(ours).get("default") != value:
+                self.put(ours, value, note=f"{self.source.title}'s default")
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
-        """Return the error of a file that asks for what is not done here."""
+        """Return the error of a file that asks for training that is not supported here."""
         return TranslationError(self.source.path, problem, remedy)
 
 
+#: Reads one key of theirs: ``rule(draft, their_key, value)``.
 Rule = Callable[[Draft, str, Any], None]
 
 
-def apply(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Let the rule of each key decide; a key without one that is on has no equivalent."""
-    for name, value in values.items():
-        rule = rules.get(name)
-        if value is None:
-            continue
-        if rule is not None:
-            rule(draft, prefix + name, value)
-        elif value not in _OFF:
-            draft.lose(prefix + name, "nothing like it here", value)
-
-
-def same(ours: str, note: str = "") -> Rule:
-    """Return the rule of a key with the same values."""
-    return lambda draft, theirs, value: draft.put(ours, value, theirs, note)
-
-
-def path(ours: str) -> Rule:
-    """Return the rule of a key that names a folder, a file, or something on the hub."""
-    return lambda draft, theirs, value: draft.put_path(ours, value, theirs)
-
-
 def choice(ours: str, values: Mapping[Any, Any], otherwise: str) -> Rule:
-    """Return the rule of a key whose values have other names here; ``otherwise`` says why another one is lost."""
+    """Return the rule of a key whose values are renamed; ``otherwise`` says why any other value is lost."""
 
     def rule(draft: Draft, theirs: str, value: Any) -> None:
         if isinstance(value, str | bool | int) and value in values:
@@ -141,79 +261,8 @@ def choice(ours: str, values: Mapping[Any, Any], otherwise: str) -> Rule:
     return rule
 
 
-def unneeded(why: str) -> Rule:
-    """Return the rule of a key that nothing is needed for here."""
-    return lambda draft, theirs, value: draft.drop(theirs, why, value)
-
-
-def lost(why: str) -> Rule:
-    """Return the rule of a key that has no equivalent; one that is off is not missed."""
-
-    def rule(draft: Draft, theirs: str, value: Any) -> None:
-        if value not in _OFF:
-            draft.lose(theirs, why, value)
-
-    return rule
-
-
-def ignored(draft: Draft, theirs: str, value: Any) -> None:
-    """Be the rule of a key that another rule has looked at."""
-
-
-def settle(draft: Draft) -> RunConfig:
-    """Take out what this release cannot do until the rest is a valid config; return it.
-
-    Raises:
-        TranslationError: something that a config needs cannot be had.
-    """
-    for key in [key for key in draft.entries if schema_key(key) not in known_keys()]:
-        _take_out(draft, key, f"this release has no {plain_key(key)}")
-    while True:
-        problems = _problems(draft)
-        if isinstance(problems, RunConfig):
-            return problems
-        found = False
-        for key, why in problems:
-            for entry in _entries_behind(draft, key):
-                found = True
-                _take_out(draft, entry, why)
-        if not found:
-            raise draft.refuse("no valid config comes of it: " + "; ".join(why for _, why in problems))
-
-
-def _problems(draft: Draft) -> RunConfig | list[tuple[str, str]]:
-    values = nested({key: entry.value for key, entry in draft.entries.items()})
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        found = [(dotted(detail["loc"]), explain_error(detail, values)) for detail in details]
-        return [(problem.key if problem else key, str(problem or key)) for key, problem in found]
-    bad = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
-    return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad] or config
-
-
-def _entries_behind(draft: Draft, key: str) -> list[str]:
-    """Return the entries that a problem is about: of that key, inside of it, or around it."""
-    if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
-        key = "optimizer.lr_scheduler_type"
-    while key:
-        inside = [name for name in draft.entries if name == key or name.startswith(f"{key}.")]
-        optional = [name for name in inside if not draft.entries[name].to_fill_in]
-        if optional:
-            return optional if len(optional) == 1 or inside == [key] else []
-        key = key.rpartition(".")[0]
-    return []
-
-
-def _take_out(draft: Draft, key: str, why: str) -> None:
-    entry = draft.entries.pop(key)
-    if entry.theirs:
-        draft.lose(entry.theirs, why, entry.value)
-
-
 def exists(path: Path) -> bool:
-    """Return whether something is there; a text that cannot be a path is nothing."""
+    """Return whether a path exists; false for text that cannot be a path."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -221,57 +270,27 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a file is there; a text that cannot be a path is none."""
+    """Return whether a path is a file; false for text that cannot be a path."""
     return exists(path) and path.is_file()
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a value that should hold names with values, or none of them where it is something else."""
+    """Return a value that should be a mapping; empty where it is something else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a value that may be one or several as a list."""
+    """Return one value or a list of them as a list."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def plain_key(key: str) -> str:
-    """Return a key without the numbers of array tables."""
+    """Return one of our keys without the indices of array tables."""
     return plain(tuple(int(part) if part.isdecimal() else part for part in key.split(".")))
 
 
-def schema_key(key: str) -> str:
-    """Return what the schema calls a key: without numbers, and inside a table of free names that table."""
-    name = plain_key(key)
-    return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables of tables and lists from dotted keys; those of one list must come in order."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        at: Any = tree
-        parts = key.split(".")
-        for index, part in enumerate(parts[:-1]):
-            if part.isdecimal():
-                while len(at) <= int(part):
-                    at.append({})
-                at = at[int(part)]
-            else:
-                at = at.setdefault(part, [] if ".".join(parts[: index + 1]) in ARRAY_TABLES else {})
-        at[parts[-1]] = value
-    return tree
-
-
-def relative(entry: Entry, base: Path, folder: Path) -> Any:
-    """Return an entry's value as it is written in a config in ``folder``."""
-    if not entry.is_path or Path(entry.value).expanduser().is_absolute():
-        return entry.value
-    return os.path.relpath(base / entry.value, folder)
-
-
 def _number(value: Any, ours: str) -> Any:
-    """Return text that YAML did not take for a number, such as 1e-5, as one where a number is wanted."""
+    """Return a value as a number where our key is one: YAML takes 1e-5 for text."""
     name = plain_key(ours)
     if isinstance(value, str) and name in known_keys() and leaf_schema(name).get("type") in ("number", "integer"):
         try:

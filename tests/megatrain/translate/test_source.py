@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.translate.source import Tool, TranslationError, read_mapping, read_source
+from megatrain.translate.draft import TranslationError, read_mapping, read_source
+from megatrain.translate.names import Tool
 
 
 def write(folder: Path, text: str, name: str = "config.yaml") -> Path:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import RunConfig, load_config
-from megatrain.translate.source import TranslationError
-from megatrain.translate.translation import Translation, one_line, translate_file
+from megatrain.translate.draft import TranslationError
+from megatrain.translate.translate import Translation, one_line, translate_file
 
 LLAMA_FACTORY = """
 ### model

@@ -1,0 +1,177 @@
+"""Files in sections: DeepSpeed's JSON and MegaTrain's YAML. Where bytes live is left to the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.translate.draft import Draft, Rule, choice, mapping
+from megatrain.translate.names import KEYS, PLANNER
+from megatrain.translate.trainers import attention, loaded_dtype, nvme_paths, optimizer, reports
+
+_SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def translate_deepspeed(draft: Draft) -> None:
+    """Fill a draft from a config of DeepSpeed, which names no model and no data: the user has to fill them in."""
+    values = draft.source.values
+    draft.fill_in("task", "sft", 'or "pretrain"')
+    draft.fill_in("output_dir", "outputs/first", "folder of the run")
+    draft.fill_in_model()
+    draft.fill_in_data()
+    draft.translate_keys({}, {name: value for name, value in values.items() if value != "auto"})
+    nvme_paths(draft, values)
+    _deepspeed_batch(draft)
+    _deepspeed_optimizer(draft)
+    _deepspeed_schedule(draft)
+    for name in ("bf16", "fp16"):
+        table = values.get(name)
+        if isinstance(table, Mapping) and table.get("enabled") is True:
+            note = "float16 there, which needs loss scaling" if name == "fp16" else ""
+            draft.put("precision.compute_dtype", "bfloat16", f"{name}.enabled", note)
+    for name in ("wandb", "tensorboard"):
+        table = values.get(name)
+        if isinstance(table, Mapping) and table.get("enabled") is True:
+            reports(draft, name, [name])
+
+
+def _deepspeed_batch(draft: Draft) -> None:
+    """Derive the micro-batch or the accumulation from train_batch_size, their product."""
+    values = draft.source.values
+    rows, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
+    accumulation = values.get("gradient_accumulation_steps")
+    if not isinstance(rows, int):
+        return
+    if isinstance(micro, int) and micro > 0:
+        number = max(1, rows // micro)
+        if accumulation != number:
+            draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows of one device")
+    elif isinstance(accumulation, int) and accumulation > 0:
+        draft.put("training.per_device_train_batch_size", max(1, rows // accumulation), "train_batch_size")
+    else:
+        draft.put("training.per_device_train_batch_size", rows, "train_batch_size", "all rows of a step")
+
+
+def _deepspeed_optimizer(draft: Draft) -> None:
+    table = mapping(draft.source.values.get("optimizer"))
+    parameters = mapping(table.get("params"))
+    if "type" in table:
+        optimizer(draft, "optimizer.type", table["type"])
+    for name, value in parameters.items():
+        if value in (None, "auto") or name in ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states"):
+            continue
+        if name == "betas" and isinstance(value, list) and len(value) == 2:
+            if value[0] != "auto":
+                draft.put("optimizer.adam_beta1", value[0], "optimizer.params.betas")
+                draft.put("optimizer.adam_beta2", value[1], "optimizer.params.betas")
+        elif (known := KEYS["deepspeed"].get(theirs := f"optimizer.params.{name}")) is not None:
+            draft.put(known.ours, value, theirs)
+        else:
+            draft.lose(theirs, "nothing like it here", value)
+    if "type" in table:
+        draft.default({"optimizer.adam_beta2": 0.999, "optimizer.weight_decay": 0.0})
+
+
+def _deepspeed_schedule(draft: Draft) -> None:
+    table = mapping(draft.source.values.get("scheduler"))
+    parameters = mapping(table.get("params"))
+    kind = table.get("type")
+    if kind is None:
+        return
+    if not isinstance(kind, str) or kind not in _SCHEDULES:
+        draft.lose("scheduler.type", f"here: {', '.join(_SCHEDULES.values())}, and others of transformers", kind)
+        return
+    draft.put("optimizer.lr_scheduler_type", _SCHEDULES[kind], "scheduler.type")
+    draft.put(
+        "optimizer.warmup_steps", _given(parameters, "warmup_num_steps", 1000), "scheduler.params.warmup_num_steps"
+    )
+    if _given(parameters, "total_num_steps", None) is not None:
+        draft.put("training.max_steps", parameters["total_num_steps"], "scheduler.params.total_num_steps")
+    peak = _given(parameters, "warmup_max_lr", None)
+    if peak is not None:
+        draft.put("optimizer.learning_rate", peak, "scheduler.params.warmup_max_lr")
+    if _given(parameters, "warmup_min_lr", 0):
+        draft.lose("scheduler.params.warmup_min_lr", "a warm-up begins at 0", parameters["warmup_min_lr"])
+
+
+def _given(parameters: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = parameters.get(name, default)
+    return default if value == "auto" else value
+
+
+_MEGATRAIN_SECTIONS = ("model", "dataset", "training", "optimizer", "logging")
+_MEGATRAIN_RULES: dict[str, Rule] = {
+    "model.dtype": loaded_dtype,
+    "model.attn_implementation": attention,
+    "training.train_on_prompt": choice("data.train_on", {True: "all", False: None}, "see data.train_on"),
+    "optimizer.type": optimizer,
+}
+_MEGATRAIN_DEFAULTS: dict[str, Any] = {
+    "data.max_length": 1024,
+    "training.per_device_train_batch_size": 96,
+    "training.max_steps": 100,
+    "optimizer.learning_rate": 1e-5,
+    "optimizer.weight_decay": 0.01,
+    "optimizer.adam_beta2": 0.999,
+}
+
+
+def translate_megatrain(draft: Draft) -> None:
+    """Fill a draft from a file of MegaTrain.
+
+    Raises:
+        TranslationError: A section is not a mapping.
+    """
+    values = draft.source.values
+    for name, section in values.items():
+        if section is not None and not isinstance(section, Mapping):
+            raise draft.refuse(f"`{name}` must hold names with values")
+    draft.put("task", "sft")
+    name = str(mapping(values.get("model")).get("name") or "model").rstrip("/").rpartition("/")[2]
+    draft.put_path("output_dir", f"outputs/{name}", note="MegaTrain saves nothing")
+    for name in _MEGATRAIN_SECTIONS:
+        draft.translate_keys(_MEGATRAIN_RULES, values.get(name) or {}, f"{name}.")
+    for name, section in values.items():
+        if name == "memory":
+            draft.drop("memory", PLANNER, section)
+        elif name not in _MEGATRAIN_SECTIONS:
+            draft.lose(name, "nothing like it here", section)
+    draft.fill_in_model()
+    _megatrain_data(draft)
+    _unwritten_behaviour(draft)
+    draft.default(_MEGATRAIN_DEFAULTS)
+
+
+def _megatrain_data(draft: Draft) -> None:
+    """Translate the data set: one of prompts and answers, or a name in dataset_info.json."""
+    table = mapping(draft.source.values.get("dataset"))
+    if table.get("path"):
+        draft.put_path("data.train.0.path", table["path"], "dataset.path")
+        columns = {
+            "prompt": table.get("query_field") or "query",
+            "completion": table.get("response_field") or "response",
+        }
+        for ours, theirs in columns.items():
+            draft.put(
+                f"data.train.0.columns.{ours}", theirs, f"dataset.{'query' if ours == 'prompt' else 'response'}_field"
+            )
+    elif table.get("name"):
+        folder = Path(str(table.get("dataset_dir") or "data"))
+        draft.fill_in(
+            "data.train.0.path",
+            str(folder / f"{table['name']}.json"),
+            f"file_name of `{table['name']}` in {folder / 'dataset_info.json'}",
+        )
+    else:
+        draft.fill_in_data()
+
+
+def _unwritten_behaviour(draft: Draft) -> None:
+    """Write down what MegaTrain does without a key for it, and what would be different here."""
+    note = "as MegaTrain trains"
+    if "data.train_on" not in draft.entries:
+        draft.put("data.train_on", "last_assistant", note=f"{note}; assistant trains on all answers")
+    draft.put("data.packing", False, note=f"{note}, which pads every row; true is faster")
+    draft.put("optimizer.lr_scheduler_type", "constant", note=note)
+    draft.put("optimizer.weight_decay_exclude", [], note=f"{note}: norms and biases decay too")

@@ -1,0 +1,488 @@
+"""The keys of other tools: what ``megatrain-tier import`` makes of each, and what to write instead of it in our config.
+
+Plain data that imports nothing of the project: the config package reads it to advise on unknown keys, the rules of
+``megatrain.translate`` to translate files. What needs more than a new name is a rule of the tool's family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Literal, NamedTuple
+
+Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
+#: Tools whose files are translated -> how they are written in sentences.
+TITLES: dict[Tool, str] = {
+    "llamafactory": "LLaMA-Factory",
+    "axolotl": "Axolotl",
+    "trl": "TRL",
+    "deepspeed": "DeepSpeed",
+    "megatrain": "MegaTrain",
+}
+TRANSFORMERS_4 = "transformers 4"
+_TRANSFORMERS = "transformers"
+_LLAMA_FACTORY, _AXOLOTL, _TRL, _DEEPSPEED, _MEGATRAIN = TITLES.values()
+
+
+class Fate(Enum):
+    """What ``import`` does with the value of a key."""
+
+    SAME = "copied to our key"
+    PATH = "copied to our key, which is a path or a name on the hub"
+    RULE = "read by a rule of the tool's family"
+    UNNEEDED = "listed as not needed"
+    LOST = "listed as without equivalent, unless it is off"
+
+
+class Name(NamedTuple):
+    """One key of another tool.
+
+    Attributes:
+        fate: What ``import`` does with its value.
+        ours: Our dotted key, or "" where nothing is to be written.
+        why: For ``import``: why the key is unneeded or lost.
+        note: For someone who writes the key into our config: what to write or know where ``ours`` does not say it.
+        tool: Whose name it is.
+    """
+
+    fate: Fate
+    ours: str = ""
+    why: str = ""
+    note: str = ""
+    tool: str = ""
+
+    def advice(self) -> str:
+        """Return the sentence that follows "unknown key"."""
+        missing = "nothing like it here" if self.fate is Fate.LOST else "not needed here"
+        here = f"here: {self.ours}" if self.ours else missing
+        return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (
+            f" ({self.note})" if self.note else ""
+        )
+
+
+def _same(ours: str, note: str = "", tool: str = "") -> Name:
+    return Name(Fate.SAME, ours, "", note, tool)
+
+
+def _path(ours: str) -> Name:
+    return Name(Fate.PATH, ours)
+
+
+def _rule(ours: str = "", note: str = "", tool: str = "") -> Name:
+    return Name(Fate.RULE, ours, "", note, tool)
+
+
+def _unneeded(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Name:
+    return Name(Fate.UNNEEDED, ours, why, why if note is None else note, tool)
+
+
+def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Name:
+    return Name(Fate.LOST, ours, why, why if note is None else note, tool)
+
+
+def _each(names: str, name: Name) -> dict[str, Name]:
+    return dict.fromkeys(names.split(), name)
+
+
+def _in_table(table: str, names: str) -> dict[str, Name]:
+    """Return keys that are called the same here, in ``table``."""
+    return {name: _same(f"{table}{name}") for name in names.split()}
+
+
+def _of(tool: str, names: Mapping[str, Name]) -> dict[str, Name]:
+    return {key: name if name.tool else name._replace(tool=tool) for key, name in names.items()}
+
+
+PLANNER = "where bytes live, and when they move, the planner decides from [tiers]: see `megatrain-tier plan`"
+ONE_DEVICE = "one device trains here"
+RECOMPUTED = "every layer is recomputed once in the backward"
+SPEED = "changes the speed, not the results"
+_BY_AGE = "checkpoints are kept by their age"
+_CACHED = "tokens are cached by their contents: the cache is never stale"
+_ALL_CORES = "rows are tokenized on all cores"
+_TEXT_ONLY = "what reads images is never trained"
+_OWN_TEMPLATE = "the model's own chat template is used: look at it with `megatrain-tier data preview`"
+_NOT_UPLOADED = "nothing is uploaded: upload output_dir/final with your own tools"
+_NO_REMOTE_CODE = "code in a model folder is never run"
+_GROUPS = "see [[optimizer.groups]]"
+_RESUME = "checkpoint.resume_from_checkpoint"
+_WHOLE = "a checkpoint holds all that the run needs to continue"
+_WHOLE_AND_SAFETENSORS = "checkpoints are whole, and the trained model is always written as safetensors"
+_PROGRESS = "a terminal shows the progress, a file gets lines"
+_PADDING = "rows are packed, or padded to data.max_length"
+_RUN_TRAINS = "training is what `run` does"
+_EVAL_PACKING = "eval sets are packed as the training data is"
+
+#: transformers' TrainingArguments and keys beside them, which LLaMA-Factory, TRL and Axolotl share.
+_SHARED = _of(_TRANSFORMERS, {
+    **_in_table("", "run_name seed data_seed full_determinism"),
+    **_in_table("training.", """per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
+        label_smoothing_factor neftune_noise_alpha"""),
+    **_in_table("optimizer.", """learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
+        lr_scheduler_type lr_scheduler_kwargs"""),
+    **_in_table("evaluation.", "eval_steps per_device_eval_batch_size eval_on_start"),
+    **_in_table("logging.", "logging_steps project"),
+    **_in_table("checkpoint.", "save_steps save_total_limit"),
+    "use_liger_kernel": _same("model.use_liger_kernel"),
+    "enable_liger_kernel": _same("model.use_liger_kernel", tool=_LLAMA_FACTORY),
+    "torch_compile": _same("model.compile"),
+    "torch_compile_backend": _rule("model.compile_backend"),
+    "output_dir": _path("output_dir"),
+    # Old names of transformers 4; our config accepts them too, with a warning.
+    "warmup_ratio": _rule("optimizer.warmup_steps", tool=TRANSFORMERS_4),
+    "per_gpu_train_batch_size": _same("training.per_device_train_batch_size", tool=TRANSFORMERS_4),
+    "evaluation_strategy": _rule("evaluation.eval_strategy", tool=TRANSFORMERS_4),
+    "per_gpu_eval_batch_size": _same("evaluation.per_device_eval_batch_size", tool=TRANSFORMERS_4),
+    # Values that change on the way.
+    "optim": _rule("optimizer.optim"),
+    "warmup_steps": _rule("optimizer.warmup_steps"),
+    "bf16": _rule("precision.compute_dtype", 'write compute_dtype = "bfloat16"'),
+    "fp16": _rule("precision.compute_dtype", 'float16 is not supported; write compute_dtype = "bfloat16"'),
+    "torch_dtype": _rule("precision.compute_dtype"),
+    "dtype": _rule("precision.compute_dtype"),
+    "use_cpu": _rule("device", 'write device = "cpu"'),
+    "no_cuda": _rule("device", 'write device = "cpu"'),
+    "attn_implementation": _rule("model.attn_implementation"),
+    "report_to": _rule("logging.report_to"),
+    "logging_dir": _unneeded(_PROGRESS, "logging.report_to", "TensorBoard's files are in output_dir/tensorboard"),
+    "resume_from_checkpoint": _rule(_RESUME),
+    "deepspeed": _rule("tiers", "see also [placement]", tool=_DEEPSPEED),
+    "save_strategy": _rule("checkpoint.save_strategy"),
+    "eval_strategy": _rule("evaluation.eval_strategy"),
+    "do_eval": _rule(),
+    "model_revision": _rule(),
+    "chat_template": _rule("model.chat_template"),
+    "chat_template_path": _rule("model.chat_template", tool=_TRL),
+    # Without an equivalent.
+    "trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
+    "load_best_model_at_end": _lost(_BY_AGE),
+    **_each("metric_for_best_model greater_is_better", _rule()),
+    **_each("push_to_hub hub_model_id", _lost(_NOT_UPLOADED)),
+    **_each("hub_strategy hub_token hub_private_repo", _rule()),
+    # Not needed.
+    **_each("fsdp fsdp_config low_cpu_mem_usage device_map max_memory", _unneeded(PLANNER)),
+    "fsdp_version": _unneeded(PLANNER, tool=_AXOLOTL),
+    **_each("""gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
+        activation_checkpointing_kwargs""", _unneeded(RECOMPUTED)),
+    "activation_offloading": _unneeded(RECOMPUTED, tool=_TRL),
+    **_each("disable_gradient_checkpointing use_reentrant_gc use_unsloth_gc",
+            _unneeded(RECOMPUTED, tool=_LLAMA_FACTORY)),
+    **_each("""ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend local_rank
+        average_tokens_across_devices parallelism_config accelerator_config split_batches""", _unneeded(ONE_DEVICE)),
+    **_each("""tf32 liger_kernel_config dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+        dataloader_prefetch_factor auto_find_batch_size torch_empty_cache_steps torch_compile_mode""",
+            _unneeded(SPEED)),
+    "dataset_num_proc": _unneeded(SPEED, note=_ALL_CORES, tool=_TRL),
+    "preprocessing_num_workers": _unneeded(SPEED, note=_ALL_CORES, tool=_LLAMA_FACTORY),
+    "preprocessing_batch_size": _unneeded(SPEED, tool=_LLAMA_FACTORY),
+    "overwrite_cache": _unneeded(_CACHED, "data.cache_dir", "the cache is keyed by content, it is never stale",
+                                 _LLAMA_FACTORY),
+    "dataset_prepared_path": _unneeded(_CACHED, "data.cache_dir", "", _AXOLOTL),
+    "overwrite_output_dir": _unneeded("nothing saved is overwritten", _RESUME,
+                                      "nothing saved is overwritten: remove it with `megatrain-tier ckpt rm`"),
+    "save_safetensors": _unneeded(_WHOLE_AND_SAFETENSORS,
+                                  note="the [export] is safetensors, checkpoints are plain zarr arrays"),
+    "save_only_model": _unneeded(_WHOLE_AND_SAFETENSORS, note=f"{_WHOLE}; [export] writes the model alone"),
+    "ignore_data_skip": _unneeded("the data goes on where it stopped, without reading it again"),
+    "enable_jit_checkpoint": _same("checkpoint.save_on_signal"),
+    **_each("""disable_tqdm log_level log_level_replica logging_strategy logging_first_step
+        include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics log_on_each_node
+        logging_nan_inf_filter""", _unneeded(_PROGRESS)),
+    "plot_loss": _unneeded(_PROGRESS, tool=_LLAMA_FACTORY),
+    **_each("remove_unused_columns dataloader_drop_last", _unneeded("batches hold what the model reads")),
+    **_each("group_by_length train_sampling_strategy", _unneeded(_PADDING)),
+    "pad_to_sequence_len": _unneeded(_PADDING, tool=_AXOLOTL),
+    "pad_to_multiple_of": _unneeded(_PADDING, tool=_TRL),
+    "padding_free": _unneeded(_PADDING, "data.packing", "", _TRL),
+    **_each("do_train use_cache", _unneeded(_RUN_TRAINS)),
+    "ignore_pad_token_for_loss": _unneeded(_RUN_TRAINS, tool=_LLAMA_FACTORY),
+})  # fmt: skip
+
+_OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
+    "model_name_or_path": _path("model.model_name_or_path"),
+    "stage": _rule("task", '"sft" or "pretrain"; its "pt" is "pretrain"'),
+    "finetuning_type": _rule("model.freeze", "every parameter that is not frozen is trained"),
+    "quantization_bit": _rule(),
+    "flash_attn": _rule("model.attn_implementation"),
+    "attn": _rule("model.attn_implementation"),
+    "pure_bf16": _rule("precision.compute_dtype", 'write compute_dtype = "bfloat16"'),
+    "upcast_layernorm": _unneeded("weights keep 32 bits"),
+    "upcast_lmhead_output": _unneeded("the loss is computed in float32"),
+    "use_unsloth": _unneeded(SPEED),
+    "rope_scaling": _lost("write rope_parameters into config.json of the model"),
+    "cache_dir": _unneeded("models are folders on this machine"),
+    "dataset": _rule("data.train.0.path"),
+    "eval_dataset": _rule("data.eval.0.path"),
+    "dataset_dir": _rule("data.train.0.path"),
+    "dataset_info.num_samples": _rule("data.train.0.max_samples"),
+    "max_samples": _rule("data.train.0.max_samples"),
+    "media_dir": _rule(),
+    "template": _unneeded(_OWN_TEMPLATE, "model.chat_template", ""),
+    "cutoff_len": _same("data.max_length"),
+    "packing": _rule("data.packing"),
+    "neat_packing": _rule("data.packing"),
+    "train_on_prompt": _rule("data.train_on", 'false is "assistant", true is "all"'),
+    "mask_history": _rule("data.train_on", 'true is "last_assistant"'),
+    "val_size": _rule("data.val_size"),
+    "tokenized_path": _unneeded("tokens are cached by their contents, see data.cache_dir", "data.cache_dir", ""),
+    "streaming": _unneeded("tokens are read from files, never held in RAM as a whole", "data.cache_dir",
+                           "tokens are always read from files, never held in RAM"),
+    "buffer_size": _rule(),
+    "interleave_probs": _lost("data.train.N.weight says how often the rows of a source are used in an epoch",
+                              "data.train.0.weight", "one for each source"),
+    "mix_strategy": _lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
+    **_each("freeze_vision_tower freeze_multi_modal_projector", _unneeded(_TEXT_ONLY)),
+    **_each("image_max_pixels video_max_pixels", _unneeded("text models only")),
+    **_each("use_galore use_badam use_apollo use_adam_mini use_muon", _lost("see optimizer.optim")),
+    **_each("hf_hub_token ray_run_name swanlab_project", _rule()),
+})  # fmt: skip
+
+_OF_AXOLOTL = _of(_AXOLOTL, {
+    "base_model": _path("model.model_name_or_path"),
+    "revision_of_model": _rule(),
+    "tokenizer_config": _path("model.tokenizer_name_or_path"),
+    **_each("""model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
+        is_qwen_derived_model tokenizer_use_fast tokenizer_legacy processor_type base_model_config""",
+            _unneeded("transformers finds the classes in config.json")),
+    **_each("flash_attention sdp_attention eager_attention", _rule("model.attn_implementation")),
+    "xformers_attention": _rule(),
+    "unfrozen_parameters": _lost("name those that stay as they are in model.freeze", "model.freeze",
+                                 "name the frozen ones instead"),
+    "chat_template_jinja": _rule("model.chat_template"),
+    "special_tokens": _lost("write them into the tokenizer's files"),
+    "tokens": _lost("add them to the tokenizer and the model first"),
+    "datasets": _rule("data.train"),
+    "test_datasets": _rule("data.eval"),
+    "pretraining_dataset": _rule("data.train"),
+    "val_set_size": _rule("data.val_size"),
+    "sequence_len": _same("data.max_length"),
+    "excess_length_strategy": _rule("data.overlong"),
+    "sample_packing": _same("data.packing"),
+    "eval_sample_packing": _unneeded(_EVAL_PACKING),
+    "train_on_inputs": _rule("data.train_on", 'false is "assistant", true is "all"'),
+    "roles_to_train": _rule("data.train_on"),
+    **_each("eot_tokens train_on_eos train_on_eot",
+            _unneeded("end-of-turn tokens are found in the chat template, and trained")),
+    "micro_batch_size": _same("training.per_device_train_batch_size"),
+    "batch_size": _lost("rows of a step are micro_batch_size x gradient_accumulation_steps"),
+    "eval_batch_size": _same("evaluation.per_device_eval_batch_size"),
+    "num_epochs": _same("training.num_train_epochs"),
+    "optimizer": _rule("optimizer.optim"),
+    "lr_scheduler": _same("optimizer.lr_scheduler_type"),
+    "cosine_min_lr_ratio": _rule("optimizer.lr_scheduler_kwargs", "min_lr_rate of cosine_with_min_lr"),
+    **_each("lr_groups embedding_lr", _lost(_GROUPS)),
+    "loraplus_lr_ratio": _rule(),
+    "evals_per_epoch": _lost("write a number of steps into evaluation.eval_steps"),
+    "saves_per_epoch": _rule("checkpoint.save_strategy", '1 is "epoch"; else count steps in save_steps'),
+    "save_first_step": _unneeded("checkpoints are always whole"),
+    "auto_resume_from_checkpoints": _rule(_RESUME, 'true is "auto"'),
+    "early_stopping_patience": _lost("a run ends after its steps"),
+    "loss_watchdog_threshold": _lost("a NaN ends the run: optimizer.nonfinite"),
+    "loss_watchdog_patience": _rule(),
+    "wandb_project": _rule("logging.project"),
+    "wandb_name": _rule("run_name"),
+    "use_wandb": _rule("logging.report_to", 'write report_to = ["jsonl", "wandb"]'),
+    "use_tensorboard": _rule("logging.report_to", 'write report_to = ["jsonl", "tensorboard"]'),
+    **_each("wandb_entity wandb_watch wandb_log_model wandb_run_id", _rule()),
+    **_each("experimental_skip_move_to_device gpu_memory_limit layer_offloading", _unneeded(PLANNER)),
+    **_each("""chunked_cross_entropy cut_cross_entropy liger_rope liger_rms_norm liger_glu_activation liger_layer_norm
+        liger_fused_linear_cross_entropy liger_cross_entropy dataset_processes flash_attn_cross_entropy
+        flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp plugins unsloth_cross_entropy_loss
+        dataloader_num_workers sample_packing_group_size sample_packing_bin_size lora_mlp_kernel lora_qkv_kernel
+        lora_o_kernel use_kernels experts_implementation""", _unneeded(SPEED)),
+    **_each("""adapter load_in_8bit load_in_4bit rl strict debug lora_r lora_alpha lora_dropout lora_target_linear
+        lora_target_modules lora_fan_in_fan_out lora_modules_to_save peft_use_dora""", _rule()),
+})  # fmt: skip
+
+_OF_TRL = _of(_TRL, {
+    "model_name_or_path": _path("model.model_name_or_path"),
+    "model_init_kwargs": _lost("see [model] and [precision]"),
+    "max_length": _same("data.max_length"),
+    "max_seq_length": _same("data.max_length"),
+    "packing": _same("data.packing"),
+    "packing_strategy": _unneeded("documents are packed best fit, and never attend to each other", "data.packing",
+                                  "always best fit"),
+    "eval_packing": _unneeded(_EVAL_PACKING),
+    "completion_only_loss": _rule("data.train_on", 'true is "completion"'),
+    "assistant_only_loss": _rule("data.train_on", 'true is "assistant"'),
+    "loss_type": _lost("the loss is the cross-entropy of the trained tokens"),
+    "eos_token": _lost("write it into the tokenizer's files"),
+    "pad_token": _unneeded("padding is never attended to or trained"),
+    "dataset_name": _rule("data.train.0.path"),
+    "dataset_config": _rule("data.train.0.subset"),
+    "dataset_train_split": _rule("data.train.0.split"),
+    "dataset_test_split": _rule("data.eval.0.split"),
+    "dataset_text_field": _rule("data.train.0.columns", 'columns = { text = "your column" }'),
+    **_each("dataset_mixture dataset_mixer datasets", _rule("data.train")),
+    **_each("dataset_splits dataset_configs streaming dataset_streaming", _rule()),
+    "dataset_kwargs": _lost("see [[data.train]]"),
+    "dataset_batch_size": _unneeded(SPEED),
+    **_each("""use_peft load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout lora_target_modules lora_task_type
+        lora_modules_to_save""", _rule()),
+})  # fmt: skip
+
+_OF_DEEPSPEED = _of(_DEEPSPEED, {
+    "train_batch_size": _rule("training.train_batch_tokens", "counted in tokens"),
+    "train_micro_batch_size_per_gpu": _same("training.per_device_train_batch_size"),
+    "gradient_accumulation_steps": _same("training.gradient_accumulation_steps"),
+    "gradient_clipping": _same("optimizer.max_grad_norm"),
+    "steps_per_print": _same("logging.logging_steps"),
+    "seed": _same("seed"),
+    **_each("bf16 fp16", _rule("precision.compute_dtype")),
+    "optimizer": _rule("optimizer"),
+    "optimizer.params.lr": _same("optimizer.learning_rate"),
+    "optimizer.params.weight_decay": _same("optimizer.weight_decay"),
+    "optimizer.params.eps": _same("optimizer.adam_epsilon"),
+    "optimizer.params.momentum": _same("optimizer.sgd_momentum"),
+    "optimizer.params.nesterov": _same("optimizer.sgd_nesterov"),
+    "scheduler": _rule("optimizer.lr_scheduler_type"),
+    **_each("wandb tensorboard", _rule("logging.report_to")),
+    "zero_optimization": _unneeded(PLANNER, "tiers", "see also [placement]"),
+    "zero_optimization.offload_optimizer": _rule("placement.optimizer"),
+    "zero_optimization.offload_param": _rule("placement.weights"),
+    "zero_optimization.offload_param.nvme_path": _rule("tiers.nvme.0.path"),
+    **_each("aio zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", _unneeded(PLANNER)),
+    "activation_checkpointing": _unneeded(RECOMPUTED),
+    **_each("""communication_data_type prescale_gradients gradient_predivide_factor sparse_gradients comms_config
+        comms_logger tensor_parallel hybrid_engine""", _unneeded(ONE_DEVICE)),
+    "data_types": _unneeded("the gradients are summed in float32"),
+    **_each("""wall_clock_breakdown flops_profiler monitor_config dump_state csv_monitor memory_breakdown""",
+            _unneeded("every run writes metrics.jsonl; [profile] writes timelines")),
+    **_each("checkpoint elasticity autotuning", _unneeded("checkpoints are verified, and open with any tiers")),
+    "checkpoint.load_universal": _unneeded("a checkpoint opens with any tiers and placement"),
+    "checkpoint.tag_validation": _unneeded("checkpoints are verified when they are opened"),
+    "checkpoint.use_node_local_storage": _rule("tiers.nvme.0.path", "state on a drive is checkpointed there"),
+    "checkpoint.parallel_write": _rule("checkpoint.async_save"),
+    "compression_training": _lost("all parameters are trained in full precision"),
+    **_each("data_efficiency curriculum_learning", _lost("see [data]")),
+    "amp": _lost("see precision.compute_dtype"),
+})  # fmt: skip
+
+_OF_MEGATRAIN = _of(_MEGATRAIN, {
+    "model.name": _path("model.model_name_or_path"),
+    "model.dtype": _rule("precision.compute_dtype"),
+    "model.attn_implementation": _rule("model.attn_implementation"),
+    "model.trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
+    "model.device": _unneeded("one CUDA device is used where there is one: CUDA_VISIBLE_DEVICES chooses which"),
+    "model.devices": _lost(ONE_DEVICE),
+    **_each("dataset.name dataset.path dataset.dataset_dir", _rule("data.train.0.path")),
+    **_each("dataset.query_field dataset.response_field", _rule("data.train.0.columns")),
+    "dataset.max_seq_len": _same("data.max_length"),
+    "dataset.num_workers": _unneeded(SPEED),
+    "dataset.system_prompt": _lost("write it into the rows"),
+    "training.batch_size": _same("training.per_device_train_batch_size"),
+    "training.gradient_accumulation_steps": _same("training.gradient_accumulation_steps"),
+    "training.num_steps": _same("training.max_steps"),
+    "training.learning_rate": _same("optimizer.learning_rate"),
+    "training.weight_decay": _same("optimizer.weight_decay"),
+    "training.max_grad_norm": _same("optimizer.max_grad_norm"),
+    "training.seed": _same("seed"),
+    "training.train_on_prompt": _rule("data.train_on"),
+    "optimizer.type": _rule("optimizer.optim"),
+    "optimizer.beta1": _same("optimizer.adam_beta1"),
+    "optimizer.beta2": _same("optimizer.adam_beta2"),
+    "optimizer.eps": _same("optimizer.adam_epsilon"),
+    "memory": _unneeded(PLANNER),
+    **_each("memory.checkpoint_interval memory.num_grad_slabs", _unneeded("the planner decides")),
+    "logging.log_interval": _same("logging.logging_steps"),
+    "logging.enable_timing": _unneeded("every step is timed"),
+})  # fmt: skip
+
+#: Names of tools whose files are not translated.
+_OF_OTHERS = {
+    **_of(_TRANSFORMERS, {
+        "block_size": _same("data.max_length"),
+        "train_file": _path("data.train.0.path"),
+        "learning_rate_scheduler": _same("optimizer.lr_scheduler_type"),
+    }),
+    **_of("torchtitan", {
+        "interval": _same("checkpoint.save_steps"),
+        "keep_latest_k": _same("checkpoint.save_total_limit"),
+        "async_mode": _rule("checkpoint.async_save"),
+        "enable_checkpoint": _rule("checkpoint.save_strategy", 'false is "no"'),
+        "initial_load_path": _path(_RESUME),
+        "last_save_model_only": _unneeded(f"{_WHOLE}; [export] writes the model alone"),
+        "export_dtype": _same("export.dtype"),
+    }),
+    **_of("torchtune", {
+        "save_every_n_steps": _same("checkpoint.save_steps"),
+        "keep_last_n_checkpoints": _same("checkpoint.save_total_limit"),
+        "enable_async_checkpointing": _same("checkpoint.async_save"),
+        "recipe_checkpoint": _rule(_RESUME, "the output_dir of a run"),
+        "checkpoint_dir": _path("model.model_name_or_path"),
+    }),
+}  # fmt: skip
+
+#: Tool -> its keys, dotted where they lie in a section.
+KEYS: dict[Tool, dict[str, Name]] = {
+    "llamafactory": {**_SHARED, **_OF_LLAMA_FACTORY},
+    "axolotl": {**_SHARED, **_OF_AXOLOTL},
+    "trl": {**_SHARED, **_OF_TRL},
+    "deepspeed": _OF_DEEPSPEED,
+    "megatrain": _OF_MEGATRAIN,
+}
+
+#: Old names that our config accepts with a warning: old name -> our dotted key.
+ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if name.tool == TRANSFORMERS_4}
+
+#: Switches of transformers 4 whose effect is always on here; accepted with a warning when true.
+ALWAYS_ON: dict[str, str] = {
+    "gradient_checkpointing": "layers are recomputed in the backward pass but for advanced.keep_graphs",
+    "activation_checkpointing": "every layer is recomputed once in the backward pass",
+}
+
+#: Last parts of keys that are too general to advise on, or our own words or almost so.
+_AMBIGUOUS = frozenset({"cache_dir", "checkpoint", "dataset", "device", "devices", "name", "optimizer", "path", "type"})
+
+
+def _translations() -> dict[str, Name]:
+    """Return the names to advise on; of a name that several tools share, the first table's meaning."""
+    found: dict[str, Name] = {}
+    skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
+    for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, _OF_OTHERS):
+        for key, name in table.items():
+            leaf = key.rpartition(".")[2]
+            says_something = name.ours or name.fate is not Fate.RULE
+            is_ours = leaf == name.ours.rpartition(".")[2]
+            if says_something and not is_ours and leaf not in skipped:
+                found.setdefault(leaf, name)
+    return found
+
+
+#: Last part of another tool's key -> what to write here, for unknown keys of our config.
+TRANSLATIONS: dict[str, Name] = _translations()
+
+#: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
+NOT_YET: frozenset[str] = frozenset(
+    {
+        "model.model_revision",
+        "placement.override",
+        "precision.master_dtype",
+        "precision.optimizer_dtype",
+    }
+)
+
+#: Keys of ``[optimizer]`` that only some optimizers read.
+OPTIMIZERS_WITH_KEY: dict[str, frozenset[str]] = {
+    "adam_beta1": frozenset({"adamw", "lion"}),
+    "adam_beta2": frozenset({"adamw", "lion"}),
+    "adam_epsilon": frozenset({"adamw"}),
+    "sgd_momentum": frozenset({"sgd"}),
+    "sgd_nesterov": frozenset({"sgd"}),
+}
+
+#: Extra arguments that each schedule of transformers takes.
+SCHEDULER_ARGUMENTS: dict[str, frozenset[str]] = {
+    "constant": frozenset(),
+    "constant_with_warmup": frozenset(),
+    "linear": frozenset(),
+    "cosine": frozenset({"num_cycles"}),
+    "cosine_with_restarts": frozenset({"num_cycles"}),
+    "polynomial": frozenset({"lr_end", "power"}),
+    "inverse_sqrt": frozenset({"timescale"}),
+    "cosine_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate"}),
+    "cosine_warmup_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"}),
+    "warmup_stable_decay": frozenset(
+        {"num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"}
+    ),
+}
