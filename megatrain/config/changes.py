@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config.aliases import OPTIMIZERS_WITH_KEY
 from megatrain.config.keys import ARRAY_TABLES, plain
 from megatrain.config.resolved import format_value, resolved_values
+from megatrain.translate.names import OPTIMIZERS_WITH_KEY
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.config.aliases import OPTIMIZERS_WITH_KEY, SCHEDULER_ARGUMENTS
 from megatrain.config.problems import Problem
+from megatrain.translate.names import OPTIMIZERS_WITH_KEY, SCHEDULER_ARGUMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.config.aliases import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
 from megatrain.config.allowed import allowed_values
 from megatrain.config.changes import alters_results
 from megatrain.config.json_schema import is_required, leaf_schema
 from megatrain.config.keys import ARRAY_TABLES, advice_for_unknown, full_keys_of_leaf, known_keys, known_tables
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import format_value
+from megatrain.translate.names import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
 
 #: Free in a continued run only because the checkpoint brings the weights along, and the data is compared by its
 #: contents: with another value here a run from the start is another run.

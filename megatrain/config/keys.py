@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatrain.config.aliases import ALWAYS_ON, NOT_YET, TRANSLATIONS
 from megatrain.config.schema import RunConfig
+from megatrain.translate.names import ALWAYS_ON, NOT_YET, TRANSLATIONS
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from megatrain.config.aliases import ACCEPTED, ALWAYS_ON
 from megatrain.config.combinations import find_bad_combinations, find_warnings
 from megatrain.config.explain import explain_error
 from megatrain.config.files import Tree, make_paths_absolute, read_toml
@@ -29,6 +28,7 @@ from megatrain.config.keys import (
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.schema import RunConfig
+from megatrain.translate.names import ACCEPTED, ALWAYS_ON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatrain.config import ConfigError
-from megatrain.config.aliases import TRANSLATIONS
 from megatrain.config.changes import alters_results
 from megatrain.config.describe import alters, describe_key, find_keys
 from megatrain.config.keys import known_keys
+from megatrain.translate.names import TRANSLATIONS
 
 
 @pytest.mark.parametrize("key", sorted(known_keys()))
