@@ -48,8 +48,7 @@ class CheckpointInfo:
         nbytes: of all blocks.
         loss: of the last step.
         is_newest: whether a run in this folder would continue from it.
-        problem: why it cannot be used, as far as its manifest and the names of its files tell; None: nothing is known
-            against it.
+        problem: why it cannot be used, judged by its manifest and the names of its files; None if it looks sound.
         is_copy: whether it is a whole copy in ``output_dir/copies``.
         note: what an export of it needs and lacks; None: nothing.
     """
@@ -68,7 +67,7 @@ class CheckpointInfo:
 def checkpoints_folder(run: Path | str) -> Path:
     """Return the directory of generations for an ``output_dir``, or for that directory itself.
 
-    Where the checkpoints are gone and copies of them are there, that of the copies.
+    Falls back to the whole copies where the checkpoints themselves are gone.
 
     Raises:
         CheckpointError: there is no such folder, or no checkpoint was ever saved in it.
@@ -125,7 +124,7 @@ def _folders(run: Path | str) -> tuple[Path | None, Path | None]:
 
 
 def _describe(folder: Path, generation: int, *, is_copy: bool) -> CheckpointInfo | None:
-    """Return what a manifest tells; None if a living run has just removed it."""
+    """Read a manifest; None if a running process has just removed it."""
     try:
         manifest = read_manifest(folder, generation)
         state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{folder}'")
@@ -236,7 +235,7 @@ def verify_checkpoints(
     Args:
         run: ``output_dir``, or its folder of checkpoints.
         step: only that one.
-        on_block: told the generation and the block after each block.
+        on_block: called with (generation, block) after each block.
 
     Raises:
         CheckpointError: there is no checkpoint (of that step).
@@ -265,13 +264,13 @@ def _problems(folder: Path, generation: int, on_block: Callable[[int, str], None
 
 
 def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False, force: bool = False) -> int:
-    """Remove one checkpoint, what lies of it on other drives included; return the bytes of its blocks.
+    """Remove one checkpoint, including its parts on other drives; return the bytes freed.
 
     Args:
         run: ``output_dir``, or its folder of checkpoints.
-        generation: as ``list_checkpoints`` gives them.
-        is_copy: as ``list_checkpoints`` gives them.
-        force: also the only one that can be used.
+        generation: number of the generation, from ``list_checkpoints``.
+        is_copy: remove a whole copy, not the checkpoint itself.
+        force: remove it even if it is the last usable checkpoint.
 
     Raises:
         CheckpointError: it is the only one that can be used, or a living run has the folder.

@@ -23,7 +23,7 @@ __all__ = ["CheckpointCopier"]
 
 
 class _CancelledError(Exception):
-    """Nobody wants the copy any more."""
+    """The copy was cancelled."""
 
 
 @dataclass
@@ -41,14 +41,14 @@ class _Job:
 class CheckpointCopier:
     """Copies what ``checkpoint.save_copy`` asks for. Used by the thread that trains; a context manager.
 
-    One copy is made at a time, by a thread that rests as long as it works, so that it takes at most half of what a
-    drive can do; it works without rests once somebody waits for it. A checkpoint that is due while another is still
-    copied comes after it; if a third comes meanwhile, it takes that one's place. Training waits only where the
-    checkpoint that is copied would be removed. What fails is told and costs a copy, never the run.
+    One copy is made at a time, by a background thread with a duty cycle of one half, so that it takes at most half of
+    a drive's bandwidth; it runs at full speed once a caller waits for it. A checkpoint that is due while another is
+    being copied is queued; a later one replaces it in the queue. Training waits only where the checkpoint being
+    copied would be pruned. A failed copy is reported and costs the copy, never the run.
 
     Args:
         drive_bytes: of one checkpoint, what lies on drives and is copied. 0: checkpoints are whole without copies.
-        tell: told what a person should know.
+        tell: called with messages for the user.
     """
 
     def __init__(self, config: RunConfig, drive_bytes: int, tell: Callable[[str], None]) -> None:
@@ -92,7 +92,7 @@ class CheckpointCopier:
             self._next = job
 
     def poll(self) -> None:
-        """Tell of a copy that has ended meanwhile, and start the next one."""
+        """Report a copy that has finished, and start the next one."""
         if self._job is None or self._job.thread is None or self._job.thread.is_alive():
             return
         job, self._job = self._job, None
@@ -102,7 +102,7 @@ class CheckpointCopier:
             self._start(job)
 
     def wait_for_those_that_go(self, outgoing: Sequence[int]) -> None:
-        """Wait until no checkpoint is copied that the coming commit removes, so that none goes while it is read.
+        """Wait until no checkpoint that the next commit prunes is being copied.
 
         Args:
             outgoing: numbers of the generations that go.
@@ -122,7 +122,7 @@ class CheckpointCopier:
             self._wait()
 
     def close(self) -> None:
-        """Give up a copy that is under way, and the folder. Idempotent."""
+        """Cancel the copy in flight and unlock the folder. Idempotent."""
         self._cancelled.set()
         self._hurry.set()
         self._next = None
@@ -216,14 +216,14 @@ class CheckpointCopier:
 
 
 class _Pace:
-    """Lets a thread rest after each piece of work as long as that took, unless somebody is in a hurry."""
+    """Throttles a thread to a duty cycle of one half, until it is told to hurry."""
 
     def __init__(self, hurry: threading.Event, cancelled: threading.Event) -> None:
         self._hurry, self._cancelled = hurry, cancelled
         self._since_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Rest. Raises ``_CancelledError`` once nobody wants the work any more."""
+        """Sleep for the time the last piece took. Raises ``_CancelledError`` once the copy was cancelled."""
         if not self._hurry.is_set():
             self._hurry.wait(time.perf_counter() - self._since_s)
         if self._cancelled.is_set():

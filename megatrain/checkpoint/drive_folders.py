@@ -1,4 +1,4 @@
-"""What people are told of the folders on drives, so that nobody takes them for something that may be deleted."""
+"""The README in folders on drives, and messages about them: they hold checkpoints and must not be deleted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ folder.
 
 
 def write_readme(drive: Path, checkpoints: Path) -> None:
-    """Write the README of a folder on a drive; says nothing where it cannot be written. The caller has locked it.
+    """Write the README of a folder on a drive; failures are ignored. The caller holds the folder's lock.
 
     Args:
         drive: path of the NVMe tier.
@@ -56,7 +56,7 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
     runs = dict.fromkeys(store.parent if store.name == CHECKPOINTS_NAME else store for store in stores)
     text = _TEXT.format(runs="\n".join(f"  {run}" for run in runs), folder=drive)
     path, temporary = drive / README_NAME, drive / f".{README_NAME}.tmp"
-    with contextlib.suppress(OSError):  # a courtesy: a full drive says so where it matters
+    with contextlib.suppress(OSError):  # optional: a full drive is reported where it matters
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
             return
         try:
@@ -67,10 +67,10 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
 
 
 def describe_drives(config: RunConfig, drive_bytes: int) -> list[str]:
-    """Return what to know of the drives on which checkpoints of a run lie, or will.
+    """Return messages about the drives that hold, or will hold, parts of a run's checkpoints.
 
     Args:
-        drive_bytes: of one checkpoint, what the plan leaves on drives.
+        drive_bytes: bytes of one checkpoint that stay on drives, by the plan.
     """
     drives = [table.path for table in config.tiers.nvme]
     found = bytes_on_drives(config.output_dir, drives)

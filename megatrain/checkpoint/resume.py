@@ -1,4 +1,4 @@
-"""What a run starts from: the newest checkpoint that is whole and belongs to this config."""
+"""Which checkpoint a run resumes from: the newest complete one that matches its config."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class Checkpoint:
 
 
 def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints and copies that the run may start from, best first; none: it starts at the beginning.
+    """Return the checkpoints and copies the run may resume from, best first; empty: it starts from scratch.
 
     Those of its own folder come before those of ``checkpoint.resume_from_checkpoint``.
 
     Args:
-        on_notice: told of checkpoints whose manifest is damaged, or whose parts on drives are gone.
+        on_notice: called for checkpoints with a damaged manifest or with parts missing on drives.
 
     Raises:
         LostCheckpointsError: there were some, and of each a part is gone with a drive.

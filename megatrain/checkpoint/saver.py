@@ -1,4 +1,4 @@
-"""When a run is saved, and the saving: one checkpoint at a time, written while training goes on."""
+"""Saves checkpoints: when they are due, one at a time, written while training continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiered.durable.commit import Commit
     from tiered.store import TieredStore
 
-#: Seconds between two looks at a drive that has too little free space.
+#: Seconds between checks of a drive with too little free space.
 RETRY_S = 1.0
 
 
@@ -31,14 +31,14 @@ class Saver:
     Args:
         begin: makes weights and state those after the last step, and nothing but the next step changes them again.
         copier: makes whole copies of what was saved.
-        should_stop: whether somebody has asked the run to end; asked while it waits for room.
+        should_stop: whether a stop was requested; polled while the saver waits for disk space.
         written_bytes: what one checkpoint writes to the drive of ``output_dir``.
-        saved_step: of the newest checkpoint that there is, None without one.
-        saved_generation: of the newest checkpoint that there is, None without one.
+        saved_step: step of the newest checkpoint; None without one.
+        saved_generation: its generation; None without one.
 
     Attributes:
         saved_step: as above, kept current.
-        is_waiting: for somebody to free space.
+        is_waiting: paused until disk space is freed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Saver:
         self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
         self._path = Path(store.path or config.output_dir)
         self._last_s = time.monotonic()
-        self._in_flight: tuple[Commit, int, float] | None = None  # step, seconds of standing still
+        self._in_flight: tuple[Commit, int, float] | None = None  # step, seconds stalled
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
@@ -83,7 +83,7 @@ class Saver:
 
         Raises:
             CheckpointError: too little free space, with ``on_disk_full = "error"``.
-            KeyboardInterrupt: too little free space, and somebody who asked for a stop waits; it was said.
+            KeyboardInterrupt: too little free space and a stop was requested; already reported.
             TransferError: it could not be written, or the one before could not. The newest whole one stays.
         """
         in_flight_step = self._in_flight[1] if self._in_flight is not None else self.saved_step
@@ -141,7 +141,7 @@ class Saver:
     def _wait_for_room(self, step: int) -> None:
         """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.
 
-        Who asks for a stop meanwhile gets a checkpoint out of ``min_free_disk``: steps are worth more than that space.
+        A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than that reserve.
         """
         need = self._written_bytes + self._table.min_free_disk
         drive = self._path if self._path.exists() else self._path.parent

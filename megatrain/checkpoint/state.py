@@ -35,17 +35,17 @@ class RunState:
         step: steps done.
         max_steps: steps of the run, which the learning rate schedule is made for.
         num_updates: steps whose gradient was used; what the optimizer counts.
-        epoch: position of the data: the next step is number ``epoch_step`` of epoch ``epoch``, from 0.
-        epoch_step: position of the data: the next step is number ``epoch_step`` of epoch ``epoch``, from 0.
-        num_real_tokens: of all steps so far.
-        num_trained_tokens: of all steps so far.
+        epoch: data position: epoch of the next step, from 0.
+        epoch_step: data position: number of the next step in its epoch, from 0.
+        num_real_tokens: tokens without padding, all steps so far.
+        num_trained_tokens: tokens with a loss, all steps so far.
         seconds: of training, so far.
-        first_loss: of the first and the last step; None before the first.
-        last_loss: of the first and the last step; None before the first.
-        first_losses: of the first and the last ``NUM_LOSSES`` steps; empty in checkpoints of older versions.
-        last_losses: of the first and the last ``NUM_LOSSES`` steps; empty in checkpoints of older versions.
-        seed: what every random number is a function of, with the step or the epoch.
-        data_seed: what every random number is a function of, with the step or the epoch.
+        first_loss: loss of the first step; None before it.
+        last_loss: loss of the last step; None before the first.
+        first_losses: losses of the first ``NUM_LOSSES`` steps.
+        last_losses: losses of the last ``NUM_LOSSES`` steps.
+        seed: of the model's random numbers, each a function of (seed, step).
+        data_seed: of the model's random numbers, each a function of (seed, step).
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.

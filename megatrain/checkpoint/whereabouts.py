@@ -110,8 +110,8 @@ def in_order(own: Sequence[_Kind], copies: Sequence[_Kind], saved_at: Callable[[
     """Return checkpoints and copies in one order, the newest first, a copy after what it is a copy of.
 
     Args:
-        own: each with the newest first.
-        copies: each with the newest first.
+        own: checkpoints of the run, newest first.
+        copies: whole copies, newest first.
         saved_at: when one was saved, ISO 8601.
     """
     merged, left = [], list(copies)
@@ -125,7 +125,7 @@ def in_order(own: Sequence[_Kind], copies: Sequence[_Kind], saved_at: Callable[[
 def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path] = ()) -> tuple[Path, ...]:
     """Return the paths of drives on which a generation had files, and where its folder is gone; no byte is read.
 
-    A file that is missing in a folder that is there is damage: it is named by whoever reads the generation.
+    A file that is missing in a folder that is there is damage: the reader of the generation names it.
 
     Args:
         manifest: the body of its manifest.
@@ -145,7 +145,7 @@ def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path]
             missing[drive] = None
             continue
         for number in range(num_files):
-            # A drive that died, or that nobody here may read, is as good as gone: ``os.path`` raises nothing.
+            # A drive that died, or that this user may not read, is as good as gone: ``os.path`` raises nothing.
             if not any(os.path.exists(place / "c" / str(number)) for place in places):
                 missing[_where_it_lay(named / "c" / str(number), depth)] = None
     return tuple(drive for drive in missing if drive != folder and not os.path.isdir(drive / _SNAPSHOT_FOLDER / name))

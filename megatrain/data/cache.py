@@ -98,7 +98,7 @@ class TokenCache:
     Args:
         folder: made already.
         max_nbytes: of all entries; those used longest ago are removed first. None: no limit.
-        on_message: told of waiting for another process.
+        on_message: called with a message when it waits for another process.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class TokenCache:
             )
 
     def _remove(self, folder: Path) -> None:
-        """Remove a folder so that nobody finds half of it. Who has it mapped keeps it until then."""
+        """Remove a folder atomically (rename, then delete). Processes that have it mapped keep their mapping."""
         if not folder.exists():
             return
         aside = folder.with_name(f"{folder.name}{_REMOVED}-{os.getpid()}")

@@ -33,8 +33,8 @@ class Encoded:
         trained: for each token, whether the loss asks for it. Never true for the first: nothing predicts it.
         is_text: whether it is plain text, which may be cut into pieces.
         untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
-        is_start: whether plain text begins and ends here; a large file comes in parts.
-        is_end: whether plain text begins and ends here; a large file comes in parts.
+        is_start: whether plain text begins here; a large file comes in parts.
+        is_end: whether plain text ends here.
     """
 
     tokens: list[int]

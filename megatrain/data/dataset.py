@@ -131,7 +131,7 @@ def load_dataset(
     What ``data.val_size`` keeps from training is not in use, see :mod:`megatrain.data.dataset`.
 
     Args:
-        on_message: told how far a long tokenization is, and why the cache is not used.
+        on_message: called with progress of a long tokenization, and with why the cache is not used.
 
     Raises:
         DataError: as ``read_rows`` and ``RowEncoder.encode_many``; or no token at all would be trained; or
@@ -343,7 +343,7 @@ def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> Toke
 
 
 def describe(held_out: TokenDataset) -> str:
-    """Return what a person is told of the rows that :func:`held_out_part` returned."""
+    """Return the message about the rows that :func:`held_out_part` returned."""
     documents = held_out.in_use
     assert documents is not None
     rows = int(np.count_nonzero(held_out.begins_row[documents]))

@@ -103,7 +103,7 @@ class TokenWriter:
 
     Args:
         files: where tokens, masks, starts, and a byte for each document go: whether it begins a row. Not closed.
-        before_write: told how many bytes will have been written before each write.
+        before_write: called before each write with the total bytes written once it is done.
     """
 
     def __init__(self, files: Sequence[BinaryIO], before_write: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -161,8 +161,8 @@ class Piece:
     """A document that was cut out of a text.
 
     Attributes:
-        tokens: its tokens, and which of them are trained.
-        trained: its tokens, and which of them are trained.
+        tokens: token ids.
+        trained: which tokens have a loss.
         num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
     """
 
@@ -236,7 +236,7 @@ class Encoder:
         encoder: tokenizer and masks.
         writer: where documents go.
         options: lengths, and what is refused.
-        on_rows: told the number of rows after every few hundred of them.
+        on_rows: called with the number of rows after every few hundred.
     """
 
     def __init__(

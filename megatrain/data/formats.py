@@ -65,8 +65,8 @@ class Document:
     """Plain text that is trained whole.
 
     Attributes:
-        is_start: whether the text begins and ends here. A file too large for one piece comes as several.
-        is_end: whether the text begins and ends here. A file too large for one piece comes as several.
+        is_start: whether the text begins here. A file too large for one piece comes as several.
+        is_end: whether the text ends here.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """Tokens that somebody else made.
+    """Tokens made by the user's own tokenization.
 
     Attributes:
         tokens: ids.

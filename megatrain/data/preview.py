@@ -44,8 +44,8 @@ class RowPreview:
         where: file and row.
         kind: "conversation", "prompt and completion", "text" or "tokens".
         segments: its text, in order; empty where the row is dropped.
-        num_tokens: of the part that is shown.
-        num_trained: of the part that is shown.
+        num_tokens: tokens of the part that is shown.
+        num_trained: of those, tokens with a loss.
         num_tokens_before: of the whole row. More than ``num_tokens`` where it is cut.
         dropped: why nothing of the row is trained, or "".
         untrained_turns: why turns of the assistant are not trained that should be.
@@ -201,9 +201,9 @@ class DataStats:
         sources: the same by source.
         percentiles: percent -> tokens of a document: 0, 50, 90, 99 and 100 percent are no longer.
         histogram: documents by length, the bounds doubling up to ``data.max_length``.
-        num_documents: of an epoch, weights counted.
-        num_tokens: of an epoch, weights counted.
-        num_trained_tokens: of an epoch, weights counted.
+        num_documents: documents of an epoch, source weights applied.
+        num_tokens: tokens of an epoch.
+        num_trained_tokens: of those, tokens with a loss.
         num_rows: rows of ``data.max_length`` tokens in an epoch, or one for each document without packing.
         num_steps: optimizer steps of an epoch.
         padding_share: of the tokens of an epoch's rows, those that are padding; 0 to 1.

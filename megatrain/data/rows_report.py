@@ -114,8 +114,8 @@ class DataReport:
         num_truncated: conversations cut to max_length.
         num_too_long: conversations dropped for their length.
         num_untrained: rows dropped because no token of theirs would be trained.
-        num_tokens: in all documents together.
-        num_trained_tokens: in all documents together.
+        num_tokens: tokens of all documents.
+        num_trained_tokens: of those, tokens with a loss.
         first_untrained: file and row of the first of those, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.

@@ -44,7 +44,7 @@ def read_rows(
         max_samples: stop after this many rows.
         name: configuration of a hub dataset.
         split: which split of a folder or hub dataset.
-        on_bad_row: told of rows that cannot be trained, which are left out but counted as samples.
+        on_bad_row: called for each row that cannot be trained; it is left out but counted as a sample.
 
     Raises:
         DataError: a missing, damaged or empty file, or a row without the fields of its format.

@@ -393,8 +393,8 @@ class DriveEffort:
         turn_s: seconds of reads and writes in turns.
         mixed_s: seconds of both at once.
         beside_s: of both at once while the processor computes.
-        sustained_s: end of the long write, whatever comes first.
-        sustained_bytes: end of the long write, whatever comes first.
+        sustained_s: the long write ends after so many seconds,
+        sustained_bytes: or after so many bytes.
     """
 
     span_bytes: int

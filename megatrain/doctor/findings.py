@@ -31,11 +31,11 @@ class SystemFacts:
         num_torch_threads: that torch uses.
         load: processes that ran before us.
         cpu_quota: CPUs that a cgroup grants; None without a limit.
-        ram_bytes: of the machine, and what a cgroup leaves of it.
-        ram_limit_bytes: of the machine, and what a cgroup leaves of it.
+        ram_bytes: RAM of the machine.
+        ram_limit_bytes: what a cgroup leaves of it.
         huge_pages: setting of transparent huge pages, e.g. "madvise"; "" where the kernel has none.
-        reserved_huge_page_bytes: the pool of explicit huge pages, which only takes RAM away from us.
-        memlock_bytes: most that may be page-locked by this user; None without a limit.
+        reserved_huge_page_bytes: the pool of explicit huge pages; this program cannot use it.
+        memlock_bytes: most that this user may pin; None without a limit.
         has_nvidia_driver: the machine has one, whatever torch was built for.
     """
 
@@ -55,7 +55,7 @@ class SystemFacts:
 
 
 def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemFacts:
-    """Return the facts; what the kernel does not say counts as no limit."""
+    """Read the facts; what the kernel does not report counts as no limit."""
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     setting = re.search(r"\[(\w+)\]", _text(sys / "kernel" / "mm" / "transparent_hugepage" / "enabled"))
     return SystemFacts(
@@ -112,7 +112,7 @@ _BUSY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was examined.
 
     Attributes:
         severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.

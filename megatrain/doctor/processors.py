@@ -174,9 +174,9 @@ class GpuResult:
     """What one CUDA device did.
 
     Attributes:
-        h2d: bytes per second from and to RAM.
-        d2h: bytes per second from and to RAM.
-        is_pinned: that RAM could be page-locked.
+        h2d: bytes per second from RAM.
+        d2h: bytes per second to RAM.
+        is_pinned: whether that RAM was pinned.
         matmul_flops: dtype -> FLOP/s.
         update: bytes per second of an addition in place, in its own memory.
     """
@@ -256,7 +256,7 @@ def _median_s(work: Callable[[], object]) -> float:
 
 
 def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult:
-    """Return what of GPUDirect Storage is there. Imports nothing: kvikio is only looked for."""
+    """Return what of GPUDirect Storage is there. kvikio is searched for, not imported."""
     has_kvikio = importlib.util.find_spec("kvikio") is not None
     has_driver = (proc / "driver" / "nvidia-fs").exists()
     missing = []

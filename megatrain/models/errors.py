@@ -1,4 +1,4 @@
-"""What a user may be told about a model."""
+"""Errors about a model that cannot be trained."""
 
 from __future__ import annotations
 

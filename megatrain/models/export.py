@@ -226,7 +226,7 @@ class ExportError(Exception):
 
 
 class ExportTargetError(ExportError):
-    """There are files of somebody else where the folder would go."""
+    """The target folder holds files that this program did not write."""
 
 
 class ExportedGraph(Protocol):
@@ -456,7 +456,7 @@ def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> N
 
 
 def check_target(out: Path) -> None:
-    """Refuse a path whose contents this program did not write, or that somebody added to. Writes nothing.
+    """Refuse a path that holds files other than those of an earlier export. Writes nothing.
 
     Raises:
         ExportError: it is a file, or a folder with other contents than one earlier export.

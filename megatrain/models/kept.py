@@ -40,7 +40,7 @@ _ATTRIBUTE = "_megatrain_kept_modules"
 
 
 class _KeptWeight(Tensor):
-    """Stands where a kept weight was: tells its shape and dtype, and refuses to be computed with."""
+    """Placeholder of a kept weight: has its shape and dtype, and refuses to be computed with."""
 
     kept_name: str
     kept_model: str

@@ -47,7 +47,7 @@ _PLAIN = {
     "RETURN_PREDICTED_TOKENS": False,
     "HAS_WEIGHT": False,
     "HAS_SOFTCAPPING": False,
-    # Its "mean" divides by the number that it is told, in fp32 and before it rounds: here the tokens of the step.
+    # Its "mean" divides by the number passed to it, in fp32 and before it rounds: here the tokens of the step.
     "reduction": "mean",
 }
 _NEEDED = {"X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "loss_stride"}
@@ -157,7 +157,7 @@ class LigerCrossEntropy:
     def __call__(self, logits: Tensor, labels: Tensor, num_items: int, ignored: int) -> Tensor:
         """Return the sum over rows of ``-log softmax(logits)[label] / num_items``, fp32.
 
-        Where a gradient will be asked for, it is in ``logits`` when this returns: whoever reads them again reads
+        Where a gradient will be asked for, it is in ``logits`` when this returns: reading the logits afterwards reads
         that, and torch does not notice. One backward is possible. Runs on the current stream; nothing waits.
 
         Args:
@@ -209,5 +209,5 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         gradient, ctx.gradient = ctx.gradient, None
         assert gradient is not None, "a second backward: the gradient was in the place of the logits, and is used up"
-        # By a number on the device, 1 unless the model changes its loss afterwards: nobody on the host looks at it.
+        # By a number on the device, 1 unless the model changes its loss afterwards: it is never read on the host.
         return gradient.mul_(grad_out), None, None, None, None

@@ -205,12 +205,12 @@ class SmallModel:
     """A model folder with weights, config and a tokenizer of its own, and text to train it on.
 
     Attributes:
-        folder: of the model, and of its tokenizer.
-        tokenizer: of the model, and of its tokenizer.
+        folder: of the model.
+        tokenizer: folder of its tokenizer.
         text: JSON lines.
         family: ``model_type``.
-        num_layers: of the copy.
-        num_parameters: of the copy.
+        num_layers: layers of the copy.
+        num_parameters: parameters of the copy.
     """
 
     folder: Path

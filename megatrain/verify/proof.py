@@ -138,8 +138,8 @@ class Tolerances:
     """How far plain and tiered training may be apart: the order of sums differs, nothing else.
 
     Attributes:
-        loss: relative.
-        norm: relative.
+        loss: relative difference.
+        norm: relative difference.
         gradient: largest difference in a tensor, of the largest gradient in it.
         change: root mean square of the differences of a tensor's weights, of the change that training made.
     """

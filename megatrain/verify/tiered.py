@@ -33,15 +33,15 @@ class TieredRun:
     """What a run gave.
 
     Attributes:
-        losses: of each step.
-        grad_norms: of each step.
+        losses: one per step.
+        grad_norms: one per step.
         weights: folder of the trained model.
         state: checksums by block of the last checkpoint: weights and optimizer state.
         files: by name, of the model.
-        link_bytes: what each link moved, and what the plan said of it; all starts together.
-        planned_link_bytes: what each link moved, and what the plan said of it; all starts together.
-        high_water_bytes: most bytes in use at once, by tier; and all there are.
-        capacity_bytes: most bytes in use at once, by tier; and all there are.
+        link_bytes: bytes moved by each link, over all starts of the run.
+        planned_link_bytes: bytes moved by each link, over all starts of the run.
+        high_water_bytes: peak bytes in use, by tier.
+        capacity_bytes: capacity, by tier.
     """
 
     losses: list[float] = field(default_factory=list)
