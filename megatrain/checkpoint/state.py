@@ -45,7 +45,7 @@ class RunState:
         first_losses: losses of the first ``NUM_LOSSES`` steps.
         last_losses: losses of the last ``NUM_LOSSES`` steps.
         seed: of the model's random numbers, each a function of (seed, step).
-        data_seed: of the model's random numbers, each a function of (seed, step).
+        data_seed: of the data order, a function of (seed, epoch).
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.

@@ -39,7 +39,7 @@ class TieredRun:
         state: checksums by block of the last checkpoint: weights and optimizer state.
         files: by name, of the model.
         link_bytes: bytes moved by each link, over all starts of the run.
-        planned_link_bytes: bytes moved by each link, over all starts of the run.
+        planned_link_bytes: what the plan promised for them.
         high_water_bytes: peak bytes in use, by tier.
         capacity_bytes: capacity, by tier.
     """
