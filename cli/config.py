@@ -15,8 +15,8 @@ from .main import EXIT_CONFIG, RunFailedError
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
-    from megatrain.config.changes import Change
-    from megatrain.config.describe import KeyDescription
+    from megatrain.config.reference import KeyDescription
+    from megatrain.config.resolved import Change
 
 _ORIGIN_COLUMN = 64
 
@@ -39,8 +39,7 @@ def show_command(
     """
     loaded = load(config, extra_files, overrides)
 
-    from megatrain.config.origins import DEFAULT, resolved_lines
-    from megatrain.config.resolved import to_toml
+    from megatrain.config.resolved import DEFAULT, resolved_lines, to_toml
 
     lines = resolved_lines(loaded)
     if as_json:
@@ -65,7 +64,7 @@ def schema_command(out: Path | None) -> int:
     Editors with taplo (VS Code: Even Better TOML) complete and check a config whose first line is
     "#:schema ./megatrain-tier.schema.json".
     """
-    from megatrain.config.json_schema import json_schema
+    from megatrain.config.keys import json_schema
 
     text = json.dumps(json_schema(), indent=2) + "\n"
     if out is None:
@@ -85,7 +84,7 @@ def diff_command(before: Path, now: Path, as_json: bool) -> int:
 
     A and B are config files, or output_dirs of runs, whose resolved configs are compared.
     """
-    from megatrain.config.origins import difference, load_run
+    from megatrain.config.resolved import difference, load_run
 
     found = difference(load_run(before), load_run(now))
     if as_json:
@@ -121,7 +120,7 @@ def explain_command(key: str, as_json: bool) -> int:
     (cutoff_len).
     """
     from megatrain.config import ConfigError
-    from megatrain.config.describe import describe_key, find_keys
+    from megatrain.config.reference import describe_key, find_keys
 
     try:
         names, note = find_keys(key)

@@ -70,12 +70,12 @@ def _as_written(text: str, folder: Path) -> str:
 
 def _write_schema(folder: Path) -> Path | None:
     """Write the schema beside the config; a file of that name that is not ours stays, and None is returned."""
-    from megatrain.config.json_schema import FILE_NAME, TITLE, json_schema
+    from megatrain.config.keys import SCHEMA_FILE_NAME, SCHEMA_TITLE, json_schema
 
-    path = folder / FILE_NAME
+    path = folder / SCHEMA_FILE_NAME
     if path.exists():
         try:
-            if json.loads(path.read_text(encoding="utf-8")).get("title") != TITLE:
+            if json.loads(path.read_text(encoding="utf-8")).get("title") != SCHEMA_TITLE:
                 return None
         except (OSError, ValueError, AttributeError):
             return None

@@ -23,7 +23,7 @@ from megatrain.checkpoint.resume import (
 )
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
-from megatrain.config.salvage import salvage
+from megatrain.config.load import salvage
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader

@@ -16,8 +16,7 @@ from megatrain.checkpoint.whereabouts import (
     in_order,
     saved_checkpoints,
 )
-from megatrain.config.changes import compare
-from megatrain.config.resolved import config_from_toml
+from megatrain.config.resolved import compare, config_from_toml
 from megatrain.data.loader import LoaderPosition
 from megatrain.metrics import RunSummary
 from megatrain.models.export import RECORD_FILE

@@ -1,59 +1,166 @@
-"""The keys that exist, taken from the schema, and the nearest one to a key that does not."""
+"""The keys that exist and what is known of each: one walk over the JSON Schema that pydantic makes of the schema."""
 
 from __future__ import annotations
 
+import datetime
 import difflib
-import typing
-from functools import cache
-from types import UnionType
+import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
-from megatrain.config.schema import RunConfig
+from megatrain.config.schema import Alters, RunConfig
 from megatrain.translate.names import ALWAYS_ON, NOT_YET, TRANSLATIONS
 
-if typing.TYPE_CHECKING:
-    from collections.abc import Iterator
+#: Name of the file that ``init`` writes beside a config, and that the first line of the config names.
+SCHEMA_FILE_NAME = "megatrain-tier.schema.json"
+SCHEMA_TITLE = "Config of megatrain-tier"
 
-#: Tables whose keys the user chooses; their contents are checked by the schema.
-FREE_TABLES = frozenset({"data.eval.columns", "data.train.columns", "optimizer.lr_scheduler_kwargs"})
-#: Array tables; a number after their name is the index of a table.
-ARRAY_TABLES = frozenset({"data.eval", "data.train", "optimizer.groups", "tiers.nvme"})
+Schema = dict[str, Any]
 Path = tuple[str | int, ...]
 _TOP = "at the top of the file, before the first table"
+#: Words of JSON Schema -> words of a sentence.
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+    "multipleOf": "a multiple of",
+}
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 
 
-def nested_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the table class inside an annotation such as ``tuple[DatasetConfig, ...]``, if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) in (tuple, typing.Annotated, typing.Union, UnionType):
-        for argument in typing.get_args(annotation):
-            model = nested_model(argument)
-            if model is not None:
-                return model
-    return None
+# The walk
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, bool]]:
-    for name, field in model.model_fields.items():
-        nested = nested_model(field.annotation)
-        yield prefix + name, nested is not None
-        if nested is not None:
-            yield from _walk(nested, f"{prefix}{name}.")
+class _Generator(GenerateJsonSchema):
+    """Makes the JSON Schema of what a TOML file may hold: TOML has no null, and text that names a number no bounds."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        return (
+            self.generate_inner(schema["schema"])
+            if schema.get("default", ...) is None
+            else super().default_schema(schema)
+        )
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
-@cache
+def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
+    """Return a schema with the table in place of each reference to it."""
+    if isinstance(node, list):
+        return [_without_references(each, tables) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        table = tables[node["$ref"].rpartition("/")[2]]
+        # What a table is for its field says; the docstring is for readers of the code.
+        node = {**{word: table[word] for word in table if word not in ("title", "description")}, **node}
+        del node["$ref"]
+    if "pattern" in node:
+        node = {word: value for word, value in node.items() if word not in ("ge", "multiple_of")}
+    return {word: _without_references(value, tables) for word, value in node.items()}
+
+
+def _make_schema() -> Schema:
+    # Serialization: defaults are shown as they are written, "5GB" and not 5000000000.
+    made = RunConfig.model_json_schema(mode="serialization", schema_generator=_Generator)
+    tables = made.pop("$defs")
+    whole: Schema = _without_references(made, tables)
+    return whole
+
+
+def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterator[tuple[str, Schema]]:
+    """Yield (dotted name, schema) of every key and table in order, a table before what is in it.
+
+    Whether a key alters results its table says where the key does not.
+    """
+    alters = table.get("x-alters", alters)
+    for leaf, schema in table["properties"].items():
+        inner = schema.get("items", schema)
+        if "properties" in inner:
+            yield prefix + leaf, schema
+            yield from _walk(inner, f"{prefix}{leaf}.", alters)
+        else:
+            yield prefix + leaf, {"x-alters": alters, **schema, "x-required": leaf in table.get("required", ())}
+
+
+_SCHEMA = _make_schema()
+_ALL = dict(_walk(_SCHEMA))
+#: Dotted name, without the numbers of array tables -> schema, in the order of the config.
+KEYS: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" in schema}
+TABLES: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" not in schema}
+#: Array tables; a number after their name is the index of a table.
+ARRAY_TABLES = frozenset(name for name, schema in TABLES.items() if schema["type"] == "array")
+#: Tables whose keys the user chooses; their contents are checked by the schema.
+FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("type") == "object")
+
+
+def _published(node: Any) -> Any:
+    """Return a schema without the words that JSON Schema does not have."""
+    if isinstance(node, list):
+        return [_published(each) for each in node]
+    if isinstance(node, dict):
+        return {word: _published(value) for word, value in node.items() if not word.startswith("x-")}
+    return node
+
+
+def json_schema() -> Schema:
+    """Return the JSON Schema of a config file: editors complete and check config files with it (taplo, VS Code)."""
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **_published(_SCHEMA),
+        "title": SCHEMA_TITLE,
+        "description": "A training run of megatrain-tier. `megatrain-tier config explain KEY` says more of a key.",
+    }
+
+
+def leaf_schema(key: str) -> Schema:
+    """Return the JSON Schema of one key: its type and bounds, its description and its default.
+
+    Args:
+        key: dotted, without the numbers of array tables; one of :data:`KEYS`.
+    """
+    schema: Schema = _published(KEYS[key])
+    return schema
+
+
 def known_keys() -> frozenset[str]:
     """Return every dotted key that holds a value, without the numbers of array tables."""
-    return frozenset(name for name, is_table in _walk(RunConfig, "") if not is_table)
+    return frozenset(KEYS)
 
 
-@cache
 def known_tables() -> frozenset[str]:
     """Return every dotted name of a table, without the numbers of array tables."""
-    return frozenset(name for name, is_table in _walk(RunConfig, "") if is_table)
+    return frozenset(TABLES)
+
+
+def is_required(key: str) -> bool:
+    """Return whether a table that has this key must hold it."""
+    required: bool = KEYS[key]["x-required"]
+    return required
+
+
+def alters(key: str) -> Alters:
+    """Return whether another value of a key alters the results of a run.
+
+    Args:
+        key: dotted, without the numbers of array tables; also one inside a table of free names.
+    """
+    found: Alters | None = KEYS[schema_key(key)]["x-alters"]
+    assert found is not None, f"{key}: neither the key nor its table says whether it alters results"
+    return found
+
+
+# Names
 
 
 def dotted(path: Path) -> str:
@@ -62,8 +169,19 @@ def dotted(path: Path) -> str:
 
 
 def plain(path: Path) -> str:
-    """Return a path without the numbers of array tables, as :func:`known_keys` has it."""
+    """Return a path without the numbers of array tables, as :data:`KEYS` has it."""
     return ".".join(part for part in path if isinstance(part, str))
+
+
+def parse_path(name: str) -> Path:
+    """Return the path that :func:`dotted` wrote."""
+    return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+
+
+def schema_key(name: str) -> str:
+    """Return what the schema calls a dotted name: without numbers, and inside a table of free names that table."""
+    name = plain(parse_path(name))
+    return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
 
 
 def full_keys_of_leaf(leaf: str) -> list[str]:
@@ -71,10 +189,18 @@ def full_keys_of_leaf(leaf: str) -> list[str]:
 
     Keys of ``[[data.train]]`` hide those of ``[[data.eval]]``, which has them all.
     """
-    found = {key for key in known_keys() if key.rsplit(".", 1)[-1] == leaf}
+    found = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
     keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})
     outside = [key for key in keys if key.rpartition(".")[0] not in ARRAY_TABLES]
     return outside if len(outside) == 1 else keys
+
+
+def header(table: str) -> str:
+    """Return the line that begins a table: ``"[data]"``, ``"[[data.train]]"``."""
+    return f"[[{table}]]" if table in ARRAY_TABLES else f"[{table}]"
+
+
+# What to write instead of a name that is not there
 
 
 def has_advice(path: Path) -> bool:
@@ -90,11 +216,10 @@ def advice_for_unknown(path: Path) -> str:
         return "This release does not have it yet; leave it out"
     homes = full_keys_of_leaf(leaf)
     if len(homes) == 1:
-        table, _, key = homes[0].rpartition(".")
+        table = homes[0].rpartition(".")[0]
         if leaf in TRANSLATIONS and TRANSLATIONS[leaf].ours != homes[0]:
             return f"Did you mean {homes[0]}? {TRANSLATIONS[leaf].advice()}"
-        place = f"in [[{table}]]" if table in ARRAY_TABLES else f"in [{table}]"
-        return f"`{key}` belongs {place if table else _TOP}: write {homes[0]}"
+        return f"`{leaf}` belongs {f'in {header(table)}' if table else _TOP}: write {homes[0]}"
     if leaf in TRANSLATIONS:
         return TRANSLATIONS[leaf].advice()
     if homes:
@@ -108,20 +233,110 @@ def advice_for_unknown(path: Path) -> str:
 def advice_without_match(path: Path) -> str:
     """Return what to do about a key that is like none that is known: which ones may stand in its place."""
     table = plain(path[:-1])
-    inside = sorted(key for key in known_keys() | known_tables() if key.rpartition(".")[0] == table)
+    inside = sorted(name for name in _ALL if name.rpartition(".")[0] == table)
     where = f"[{table}] has" if table else "The top of the file has"
-    names = ", ".join(key.rpartition(".")[2] for key in inside)
+    names = ", ".join(name.rpartition(".")[2] for name in inside)
     return f"Leave it out. {where} {names}" if inside else "Leave it out"
 
 
 def _nearest(path: Path) -> str:
     """Return the known key or table that looks most like an unknown one: in the same table first."""
     table, leaf = plain(path[:-1]), str(path[-1])
-    everything = known_keys() | known_tables()
-    same_table = {key.rsplit(".", 1)[-1]: key for key in everything if key.rpartition(".")[0] == table}
-    found = difflib.get_close_matches(leaf, sorted(same_table), n=1, cutoff=0.6)
+    same_table = sorted(name.rpartition(".")[2] for name in _ALL if name.rpartition(".")[0] == table)
+    found = difflib.get_close_matches(leaf, same_table, n=1, cutoff=0.6)
     if found:
         return dotted((*path[:-1], found[0]))
-    leaves = {key.rsplit(".", 1)[-1]: key for key in sorted(known_keys())}
+    leaves = {key.rpartition(".")[2]: key for key in sorted(KEYS)}
     found = difflib.get_close_matches(leaf, sorted(leaves), n=1, cutoff=0.75)
     return leaves[found[0]] if found else ""
+
+
+# What a key may hold, in words
+
+
+def allowed_values(schema: Mapping[str, Any]) -> str:
+    """Return what a schema allows, e.g. ``"whole number at least 2"`` or ``"true, false or "concat""``.
+
+    Args:
+        schema: one of :data:`KEYS`, or a part of it.
+    """
+    choices = list(dict.fromkeys(_choices(schema)))
+    return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+
+
+def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
+    kind = schema.get("type")
+    if "x-path" in schema:
+        path = schema["x-path"]
+        yield from (format_value(word) for word in path["words"])
+        yield from ["a path"] if path["name"] is None else ["a path", "a name on the hub"]
+    elif "anyOf" in schema:
+        for each in schema["anyOf"]:
+            yield from _choices(each)
+    elif "enum" in schema or "const" in schema:
+        yield from (format_value(value) for value in schema.get("enum", [schema.get("const")]))
+    elif kind == "boolean":
+        yield from ("true", "false")
+    elif "pattern" in schema:
+        example = schema["examples"][0]
+        yield f"{'a share' if example.endswith('%') else 'text'} such as {format_value(example)}"
+    elif kind == "array":
+        yield "list of " + allowed_values(schema["items"])
+    elif kind == "object":
+        names = schema.get("propertyNames", {}).get("enum")
+        yield "table" + (f" with any of {', '.join(names)}" if names else "")
+    else:
+        bounds = ", ".join(f"{words} {schema[name]:g}" for name, words in _BOUNDS.items() if name in schema)
+        yield f"{_TYPES[schema['type']]} {bounds}".rstrip()
+
+
+def what_to_write(key: str) -> str:
+    """Return the advice for a value of a wrong kind: what the key may hold, and its default where there is one.
+
+    Args:
+        key: dotted, without the numbers of array tables; one of :data:`KEYS`.
+    """
+    words, default = allowed_values(KEYS[key]), KEYS[key].get("default")
+    if words == "text":
+        words = "text in quotes"
+    elif words.startswith(("whole number", "number", "list of", "table")):
+        words = f"a {words}"
+    return f"Write {words}" + (f", for example {format_value(default)}" if default not in (None, [], {}) else "")
+
+
+def first_required(table: str) -> str:
+    """Return the first key below a table that must be there where the table is."""
+    return next(key for key in KEYS if key.startswith(f"{table}.") and is_required(key))
+
+
+def how_to_fill_in(name: str) -> str:
+    """Return the advice for a key or table that is missing: the line to write, and where.
+
+    Args:
+        name: dotted, without the numbers of array tables; a required key, or a table with one.
+    """
+    key = first_required(name) if name in TABLES else name
+    table, _, leaf = key.rpartition(".")
+    examples = KEYS[key]["examples"] if "examples" in KEYS[key] else KEYS[key]["enum"]
+    line = " or ".join(f"{leaf} = {format_value(value)}" for value in examples)
+    if name in TABLES:
+        return f"Write {header(table)} and below it {line}"
+    place = ("below its" if table in ARRAY_TABLES else "under") + f" {header(table)}" if table else "at the top"
+    return f"Write {line} {place}"
+
+
+def format_value(value: Any) -> str:
+    """Return a value as TOML, on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float | datetime.date | datetime.time):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        if not value:
+            return "{}"
+        names = {key: key if _BARE_KEY.fullmatch(key) else format_value(key) for key in value}
+        return "{ " + ", ".join(f"{names[key]} = {format_value(item)}" for key, item in value.items()) + " }"
+    # A JSON string is a TOML basic string, except that TOML also wants DEL escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

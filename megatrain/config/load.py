@@ -1,39 +1,52 @@
-"""TOML files and ``--set`` to one checked config. Every problem is found before any is reported."""
+"""TOML files and ``--set`` to one checked config. Every problem is found before any is reported.
+
+Files are read as trees of values with the line that each key stands on, laid over one another, cleaned of names that
+are not ours, and checked by the schema. :func:`salvage` returns what can be used of a config with mistakes.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain.config.combinations import find_bad_combinations, find_warnings
-from megatrain.config.explain import explain_error
-from megatrain.config.files import Tree, make_paths_absolute, read_toml
 from megatrain.config.keys import (
     ARRAY_TABLES,
-    FREE_TABLES,
+    KEYS,
+    TABLES,
     advice_for_unknown,
     advice_without_match,
     dotted,
     full_keys_of_leaf,
     has_advice,
-    known_keys,
-    known_tables,
+    parse_path,
     plain,
 )
 from megatrain.config.keys import Path as KeyPath
-from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.problems import (
+    ConfigError,
+    Problem,
+    encoding_problem,
+    explain_error,
+    find_bad_combinations,
+    find_warnings,
+    syntax_problem,
+)
 from megatrain.config.schema import RunConfig
 from megatrain.translate.names import ACCEPTED, ALWAYS_ON
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
 OVERRIDE = "--set"
+_MOST_ROUNDS = 20
+_HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
+_KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
+_KEY_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
+_STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,157 @@ def load_config(
     return LoadedConfig(config, origins, source, tuple(warnings))
 
 
+# Files
+
+
+@dataclass
+class Tree:
+    """The values of one file (or of several, merged).
+
+    Attributes:
+        values: nested tables.
+        origins: dotted key -> (file or "--set", line or None).
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
+
+    def origin(self, key: str) -> tuple[str, int | None]:
+        """Return where ``key`` was written, or the nearest table around it; ("", None) for a default."""
+        while key:
+            if key in self.origins:
+                return self.origins[key]
+            key = key.rpartition(".")[0]
+        return "", None
+
+
+def read_toml(path: Path) -> Tree:
+    """Read one config file.
+
+    Raises:
+        ConfigError: no such file, not readable, or not TOML.
+    """
+    source = str(path)
+    raw = b""
+    try:
+        raw = path.read_bytes()
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        near = sorted(p.name for p in path.parent.glob("*.toml") if p.is_file()) if path.parent.is_dir() else []
+        remedy = f"In that folder: {', '.join(near[:5])}" if near else "Check the path"
+        raise ConfigError(source, [Problem("", "there is no such file", remedy, source)]) from None
+    except IsADirectoryError:
+        problem = Problem("", "this is a folder", "Give the config file itself, such as run.toml", source)
+        raise ConfigError(source, [problem]) from None
+    except OSError as error:
+        problem = Problem("", f"the file cannot be read: {error.strerror}", "Check its permissions", source)
+        raise ConfigError(source, [problem]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(source, [encoding_problem(source, raw, error)]) from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(source, [syntax_problem(source, text, error)]) from None
+    lines = find_lines(text)
+    make_paths_absolute(values, path.resolve().parent)
+    return Tree(values, {key: (source, line) for key, line in lines.items()})
+
+
+def find_lines(text: str) -> dict[str, int]:
+    """Return the line (from 1) of every key and table header of a TOML text; dotted, array tables numbered."""
+    lines: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    table = ""
+    depth, quote = 0, ""  # inside an open array, or inside a multi-line string that ends with `quote`
+    for number, line in enumerate(text.splitlines(), start=1):
+        if quote:
+            if quote in line:
+                quote = ""
+            continue
+        if depth == 0:
+            header = _HEADER.fullmatch(line)
+            if header is not None:
+                name = ".".join(_parts(header[2]))
+                name = _with_numbers(name, counts)
+                if header[1] == "[[":
+                    counts[name] = counts.get(name, -1) + 1
+                    name = f"{name}.{counts[name]}"
+                table = f"{name}."
+                lines.setdefault(name, number)
+                continue
+            key = _KEY.match(line)
+            if key is not None:
+                lines.setdefault(table + ".".join(_parts(key[1])), number)
+        for mark in ('"""', "'''"):
+            if line.count(mark) % 2:
+                quote = mark
+        code = _STRING_OR_COMMENT.sub("", line)
+        if not _HEADER.fullmatch(line) or depth:
+            depth = max(0, depth + code.count("[") + code.count("{") - code.count("]") - code.count("}"))
+    return lines
+
+
+def _parts(text: str) -> list[str]:
+    return [match[1] or match[2] or match[3] or "" for match in _KEY_PART.finditer(text)]
+
+
+def _with_numbers(name: str, counts: dict[str, int]) -> str:
+    """Insert the current number after every array table that ``name`` goes through, its own last part excepted."""
+    parts = name.split(".")
+    path = parts[0]
+    for part in parts[1:]:
+        path = f"{path}.{counts[path]}.{part}" if path in counts else f"{path}.{part}"
+    return path
+
+
+# Paths
+
+
+def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
+    """Make every path in a tree of config values absolute, in place, as seen from ``folder``."""
+    for key, schema in KEYS.items():
+        if "x-path" in schema:
+            words, name = schema["x-path"]["words"], schema["x-path"]["name"]
+            *tables, leaf = key.split(".")
+            for table in _tables_at(values, tables):
+                if isinstance(table.get(leaf), str) and table[leaf] not in ("", *words):
+                    table[leaf] = _absolute(table[leaf], folder, name)
+
+
+def _tables_at(values: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the tables of a name: several where the way leads through an array table, none where it leads nowhere."""
+    if isinstance(values, list):
+        for item in values:
+            yield from _tables_at(item, names)
+    elif isinstance(values, dict):
+        if names:
+            yield from _tables_at(values.get(names[0]), names[1:])
+        else:
+            yield values
+
+
+def _absolute(text: str, folder: Path, name: str | None) -> str:
+    path = Path(text).expanduser()
+    candidate = path if path.is_absolute() else folder / path
+    if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):
+        return text  # a name on the hub, not a folder here
+    return _normalised(candidate)
+
+
+def _normalised(path: Path) -> str:
+    """Remove ``.`` and ``..`` without following links, so that globs survive."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and len(parts) > 1:
+            parts.pop()
+        elif part != ".":
+            parts.append(part)
+    return str(Path(*parts))
+
+
+# Layers
+
+
 def _merge(tree: Tree, other: Tree) -> None:
     """Lay ``other`` over ``tree``: tables merge, everything else is replaced together with its origins."""
 
@@ -119,12 +283,12 @@ def _apply_override(tree: Tree, text: str) -> list[Problem]:
     if not separator or not all(part.strip() for part in name.split(".")):
         return [Problem(name, f"`{text}` is not KEY=VALUE", "Write for example --set learning_rate=2e-5", OVERRIDE)]
     first, _, rest = name.partition(".")
-    if first not in known_keys() and first not in known_tables():
+    if first not in KEYS and first not in TABLES:
         homes = full_keys_of_leaf(first)
         if len(homes) > 1:
             return [Problem(name, f"`{first}` is in several tables", f"Write one of {', '.join(homes)}", OVERRIDE)]
         name = ".".join([*homes, rest] if rest else homes) or name
-    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+    path = parse_path(name)
     array = next((array for array in ARRAY_TABLES if name.startswith(f"{array}.")), "")
     if array and not isinstance(path[array.count(".") + 1], int):
         return [Problem(name, f"{array} is a list", f"Write {array}.0.{name[len(array) + 1 :]}", OVERRIDE)]
@@ -183,6 +347,9 @@ def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
     return []
 
 
+# Names that are not ours
+
+
 def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
     """Take unknown keys out of the tree (each a problem) and rename accepted old names (each a warning)."""
     problems: list[Problem] = []
@@ -197,13 +364,13 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
         for key in list(table):
             here = (*path, key)
             name, value = plain(here), table[key]
-            if name in known_keys() and name not in known_tables():
+            if name in KEYS:
                 continue
             if name in ARRAY_TABLES and isinstance(value, list):
                 for index, item in enumerate(value):
                     if isinstance(item, dict):
                         visit(item, (*here, index))
-            elif name in known_tables():
+            elif name in TABLES:
                 if isinstance(value, dict) and name not in ARRAY_TABLES:
                     visit(value, here)
             elif key in ACCEPTED or (key in ALWAYS_ON and value is True):
@@ -239,6 +406,9 @@ def _rename(tree: Tree, path: KeyPath, key: str, value: Any, warnings: list[str]
     return problems
 
 
+# Checking
+
+
 def _validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     """Return the config, or what the schema says against the values."""
     try:
@@ -246,7 +416,7 @@ def _validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     except ValidationError as error:
         found: dict[str, Problem] = {}
         for detail in error.errors(include_url=False):
-            problem = explain_error(detail, tree.values)
+            problem = explain_error(detail)
             if problem is not None:
                 found.setdefault(problem.key, problem)
         return None, _located(tree, found.values())
@@ -260,4 +430,80 @@ def _located(tree: Tree, problems: Iterable[Problem]) -> list[Problem]:
     return located
 
 
-assert known_keys() >= FREE_TABLES, "a free table is missing from the schema"
+# What can be used of a config with mistakes
+
+
+def salvage(
+    path: Path, extra_files: Sequence[Path], problems: Collection[Problem]
+) -> tuple[RunConfig | None, list[Problem]]:
+    """Return the config without the keys that are wrong, and the problems that show only then.
+
+    None where a key is wrong that a config needs, or a file is no TOML.
+    """
+    tree = Tree({})
+    try:
+        for file in (path, *extra_files):
+            _merge(tree, read_toml(file))
+    except ConfigError:
+        return None, []
+    said = {problem.message for problem in problems}
+    wrong = [problem.key for problem in problems]
+    further: list[Problem] = []
+    taken: list[str] = []
+    for _ in range(_MOST_ROUNDS):
+        removed = [_remove(tree.values, key) for key in wrong if key]
+        taken += [key for key in wrong if key]
+        try:
+            config = RunConfig.model_validate(tree.values)
+        except ValidationError as error:
+            wrong = [".".join(map(str, detail["loc"])) for detail in error.errors(include_url=False)]
+        else:
+            bad = find_bad_combinations(config)
+            if not bad:
+                return config, further
+            further += [
+                each
+                for each in _located(tree, bad)
+                if each.message not in said and not any(_follows_from(each, key) for key in taken)
+            ]
+            wrong = [each.key for each in bad]
+        if not any(removed) and not any(_is_there(tree.values, key) for key in wrong):
+            break
+    return None, further
+
+
+def _follows_from(problem: Problem, taken: str) -> bool:
+    """Return whether a problem speaks of a key that was taken out: it may be there only because of that."""
+    leaf = re.escape(taken.rpartition(".")[2])
+    return taken.startswith(f"{problem.key}.") or re.search(rf"\b{leaf}\b", problem.message) is not None
+
+
+def _is_there(values: Any, key: str) -> bool:
+    for part in key.split("."):
+        values = _inside(values, part)
+    return values is not None
+
+
+def _inside(values: Any, part: str) -> Any:
+    if isinstance(values, dict):
+        return values.get(part)
+    if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+        return values[int(part)]
+    return None
+
+
+def _remove(values: Any, key: str) -> bool:
+    """Remove a key, or the value around it that is neither table nor list; return whether there was one."""
+    *tables, leaf = key.split(".")
+    for part in tables:
+        inner = _inside(values, part)
+        if not isinstance(inner, dict | list):
+            if isinstance(values, dict) and inner is not None:
+                del values[part]
+                return True
+            return False
+        values = inner
+    if isinstance(values, dict) and leaf in values:
+        del values[leaf]
+        return True
+    return False

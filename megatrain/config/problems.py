@@ -1,12 +1,39 @@
-"""What is wrong with a config: one problem per mistake, all of them in one error."""
+"""What is wrong with a config: one problem per mistake, all of them in one error, each with what to write instead.
+
+Mistakes are of three kinds: the text is no TOML, a value is none that its key may hold, values do not go together.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megatrain.config.keys import (
+    ARRAY_TABLES,
+    KEYS,
+    TABLES,
+    allowed_values,
+    dotted,
+    first_required,
+    format_value,
+    header,
+    how_to_fill_in,
+    is_required,
+    plain,
+    what_to_write,
+)
+from megatrain.config.schema import RunConfig
+from megatrain.translate.names import SCHEDULER_ARGUMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from pydantic_core import ErrorDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +77,574 @@ class ConfigError(Exception):
             elsewhere = f"{problem.where}, " if problem.where and problem.where != source else ""
             lines.append(f"  {elsewhere}{problem}")
         super().__init__("\n".join(lines))
+
+
+# The text is no TOML
+
+
+_ERROR_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
+_LOOKS_LIKE_BARE_TEXT = re.compile(
+    r"=\s*(?!true\b|false\b)([0-9.]*[A-Za-z][\w./%-]*|\.{0,2}/[\w./-]*|[0-9.]+%)\s*(#.*)?$"
+)
+_LOOKS_LIKE_YAML = re.compile(r"\s*(?:- *)?([A-Za-z_]\w*)\s*:(\s|$)")
+_CURLY_QUOTES = ("\u2018", "\u2019", "\u201c", "\u201d")
+_TWICE = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
+#: What tomllib says -> what to do; the first that matches.
+_REMEDIES = (
+    ("unclosed array", "Close the list with ]"),
+    ("unclosed inline table", "Close the table with }, on the same line"),
+    ("unescaped '\\'", r"Write text with backslashes in single quotes: 'C:\data'"),
+    ("illegal character '\\n'", "Close the quotes on this line"),
+    ('expected "\'"', "Close the quotes on this line"),
+    ("expected '\"", "Close the quotes"),
+    ("illegal character", "Remove that character"),
+    ("at the end of a table declaration", "Write a table as [data] and an item of a list as [[data.train]]"),
+    ("leading zero", "Write the number without zeros before it"),
+    ("after a statement", "Write one KEY = VALUE on each line, with nothing but a # comment behind it"),
+)
+_ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
+
+
+def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
+    """Return the problem behind an error of the TOML reader.
+
+    Args:
+        source: the file.
+        text: its contents.
+        error: what ``tomllib`` raised.
+    """
+    said = str(error)
+    match = _ERROR_LINE.search(said)
+    lines = text.splitlines()
+    number = int(match[1]) if match and match[1] else len(lines) or None
+    if "end of document" in said:
+        number = _line_left_open(lines) or number
+    message = _ERROR_LINE.sub("", said).strip().rstrip(".")
+    message = message[:1].lower() + message[1:]
+    line = lines[number - 1] if number is not None and 0 < number <= len(lines) else ""
+    twice = _TWICE.search(said)
+    if twice is not None:
+        name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
+        name = name or line.strip()
+        return Problem("", f"{name.strip('[] ')} is there twice", "Keep one of the two", source, number)
+    return Problem("", f"this is not TOML: {message}", _remedy(said, line, lines), source, number)
+
+
+def _line_left_open(lines: list[str]) -> int | None:
+    """Return the last line with a quote that nothing closes, from 1; what the reader names is the end of the file."""
+    for number in range(len(lines), 0, -1):
+        line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
+        if "'" in line or '"' in line:
+            return number
+    return None
+
+
+def _remedy(said: str, line: str, lines: list[str]) -> str:
+    invisible = next((sign for sign in line if not sign.isprintable() and sign != "\t"), "")
+    if invisible:
+        return f"Remove the invisible character {invisible!a}"
+    bare = _LOOKS_LIKE_BARE_TEXT.search(line)
+    word = bare[1] if bare else ""
+    yaml = _LOOKS_LIKE_YAML.match(line)
+    if word.lower() in ("true", "false"):
+        return f"Write it in small letters: {word.lower()}"
+    if word.lower() in ("none", "null"):
+        return 'TOML has no null. Leave the key out, or write "none" where that is a choice'
+    if word:
+        return f'Text needs quotes: "{word}"'
+    if any(quote in line for quote in _CURLY_QUOTES):
+        return 'Write straight quotes: "'
+    if yaml is not None:
+        return f"This looks like YAML. Write {yaml[1]} = and the value, or translate a file: megatrain-tier import FILE"
+    if next((part for part in lines if part.strip()), "").lstrip().startswith("{"):
+        return "This looks like JSON. Write KEY = VALUE lines, or translate a file: megatrain-tier import FILE"
+    if line.lstrip().startswith(("//", ";", "--")):
+        return "Write # before a comment"
+    if line.startswith(("<<<<<<<", "=======", ">>>>>>>")):
+        return "Remove the marks of the merge, and keep one of the versions between them"
+    return next((remedy for part, remedy in _REMEDIES if part in said.lower()), _ANY)
+
+
+def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Problem:
+    """Return the problem of a file that is not UTF-8."""
+    line = raw[: error.start].count(b"\n") + 1
+    byte = raw[error.start]
+    return Problem("", f"the file is not UTF-8 text (byte 0x{byte:02x})", "Save it as UTF-8", source, line)
+
+
+# A value is none that its key may hold
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+_NUMBER = re.compile(r"[+-]?[0-9][0-9_]*(\.[0-9_]+)?([eE][+-]?[0-9]+)?")
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "is_instance_of": "text in quotes",  # a path
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+
+
+def explain_error(detail: ErrorDetails) -> Problem | None:
+    """Return the problem behind one complaint of the schema; None where another problem already covers it.
+
+    Args:
+        detail: what pydantic says.
+    """
+    path = _field_path(detail["loc"])
+    key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
+    schema, context = KEYS.get(name, {}), detail.get("ctx", {})
+    shown = f"{key} = {format_value(value)}"
+    if kind == "default_factory_not_called":
+        return None  # its default is the value of another key, which has the problem
+    if kind == "missing":
+        return _explain_missing(key, name)
+    if _takes_flag(schema) and _is_quoted_flag(value):
+        return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip().lower()}")
+    if "x-wrong" in schema:
+        return Problem(key, f"{shown} {schema['x-wrong']}", schema["x-write"])
+    if "propertyNames" in schema and detail["loc"][-1] == "[key]":
+        names = ", ".join(schema["propertyNames"]["enum"])
+        return Problem(
+            key, f"{key}: `{value}` is not a field of ours", f'Write ours = "yours", ours being one of {names}'
+        )
+    if kind in ("literal_error", "enum"):
+        return _explain_choice(key, shown, value, str(context.get("expected", "")))
+    if kind == "value_error":
+        return _explain_unit(key, name, shown, value, str(context.get("error", detail["msg"])))
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return Problem(key, f"{shown} is out of range", f"It must be {words} {context[bound]:g}")
+    if kind == "too_short" and value:
+        return None  # its items are wrong; each of them is reported
+    if kind in ("too_short", "string_too_short") or (kind == "is_instance_of" and value == ""):
+        is_needed = name in TABLES or is_required(name)
+        return Problem(key, f"{shown} is empty", how_to_fill_in(name) if is_needed else "Leave the key out or fill it")
+    if kind == "finite_number":
+        return Problem(key, f"{shown} is not a finite number", what_to_write(name))
+    if kind in _KINDS:
+        return _explain_type(key, name, shown, value, _KINDS[kind])
+    return Problem(key, f"{shown}: {detail['msg']}", what_to_write(name) if name in KEYS else "")
+
+
+def _explain_missing(key: str, name: str) -> Problem:
+    """Return the problem of a missing key, or of a missing table, which is called by what it must hold."""
+    if name in TABLES:
+        inner = first_required(name)
+        table = inner.rpartition(".")[0]
+        key = table if table in ARRAY_TABLES else inner
+    return Problem(key, f"`{key}` is missing", how_to_fill_in(name))
+
+
+def _takes_flag(schema: Mapping[str, Any]) -> bool:
+    return "const" not in schema and any(each.get("type") == "boolean" for each in (schema, *schema.get("anyOf", ())))
+
+
+def _is_quoted_flag(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() in ("true", "false")
+
+
+def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Cut what pydantic adds after the key: the branch of a union, the item of a list."""
+    for length in range(1, len(location) + 1):
+        if plain(location[:length]) in KEYS:
+            return location[:length]
+    return location
+
+
+def _explain_choice(key: str, shown: str, value: object, expected: str) -> Problem:
+    choices = re.findall(r"'([^']*)'", expected) or [expected]
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
+    remedy = f'Did you mean "{near[0]}"? ' if near else ""
+    listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
+    return Problem(key, f"{shown} is not a choice", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
+
+
+def _explain_unit(key: str, name: str, shown: str, value: object, reason: str) -> Problem:
+    """Return the problem of a size, rate or duration: what its reader says, unless the value is none of any kind."""
+    schema = KEYS[name]
+    words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, str) or (is_number and cast("float", value) > 0):
+        more = f", or {' or '.join(words)}" if words and "is not a size" in reason else ""
+        return Problem(key, f"{key} = {reason}{more}" if "size" in name else f"{key}: {reason}{more}")
+    example = next((text for text in schema.get("examples", ()) if text != "auto"), "2GiB")
+    return Problem(
+        key, f"{shown} is not text with a unit", f'Write {" or ".join([*words, "text"])} such as "{example}"'
+    )
+
+
+def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -> Problem:
+    if isinstance(value, str) and wanted in ("a number", "a whole number") and _NUMBER.fullmatch(value.strip()):
+        return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip()}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and wanted == "text in quotes":
+        return Problem(key, f"{shown} is a number", f'Write it in quotes: "{value}"')
+    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value) and value == int(value):
+        return Problem(key, f"{shown} is not a whole number", f"Write {int(value)}")
+    if wanted == "a list" and isinstance(value, dict) and name in TABLES:
+        return Problem(key, f"{key} is a table, not a list of tables", f"Write [[{key}]] with two brackets")
+    if name not in KEYS:
+        return Problem(key, f"{shown} is not a table", f"Write {header(name)} and its keys below it")
+    items = KEYS[name].get("items", {})
+    if wanted == "a list" and type(value) is {"string": str, "integer": int}.get(items.get("type")):
+        return Problem(key, f"{shown} is not a list", f"Write [{format_value(value)}]")
+    return Problem(key, f"{shown} is not {wanted}", what_to_write(name))
+
+
+# Values do not go together
+
+
+def find_bad_combinations(config: RunConfig) -> list[Problem]:
+    """Return every combination of values in ``config`` that cannot work. Looks at the config alone."""
+    return [
+        *_check_batch(config),
+        *_check_data(config),
+        *_check_evaluation(config),
+        *_check_optimizer(config),
+        *_check_gradients(config),
+        *_check_schedule(config),
+        *_check_attention(config),
+        *_check_kernels(config),
+        *_check_checkpoint(config),
+        *_check_tiers(config),
+        *_check_emulated_gpu(config),
+        *_check_paths(config),
+    ]
+
+
+def find_warnings(config: RunConfig) -> list[str]:
+    """Return sentences about values that have no effect together."""
+    warnings = []
+    optimizer = config.optimizer
+    if (
+        optimizer.lr_scheduler_type == "constant"
+        and "warmup_steps" in optimizer.model_fields_set
+        and optimizer.warmup_steps
+    ):
+        warnings.append('the "constant" schedule has no warm-up; "constant_with_warmup" has')
+    evaluation = config.evaluation
+    if evaluation.eval_strategy == "no" and not evaluation.eval_on_start:
+        if config.data.eval:
+            warnings.append('[[data.eval]] has no effect with evaluation.eval_strategy = "no"')
+        if config.data.val_size is not None:
+            warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
+    for key in KEYS:
+        for other, value in idle_with(key, config).items():
+            if not _is_usual(key, config):
+                warnings.append(f"{key} has no effect with {other} = {format_value(value)}")
+    if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
+        warnings.append('tiers.gpu.size has no effect with device = "cpu"')
+    if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
+        warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
+    return warnings
+
+
+def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
+    """Return the values of other keys in its table beside which a key has no effect; none where it has one."""
+    table = _table_of(key, config)
+    wanted: Mapping[str, Sequence[Any]] = KEYS[key].get("x-used-if", {})
+    return {other: getattr(table, other) for other, values in wanted.items() if getattr(table, other) not in values}
+
+
+def _is_usual(key: str, config: RunConfig) -> bool:
+    """Return whether a key has its default."""
+    leaf = key.rpartition(".")[2]
+    return bool(getattr(_table_of(key, config), leaf) == KEYS[key].get("default"))
+
+
+def _table_of(key: str, config: RunConfig) -> Any:
+    """Return the table that holds a key outside of array tables."""
+    return functools.reduce(getattr, key.split(".")[:-1], config)
+
+
+def _check_gradients(config: RunConfig) -> Iterator[Problem]:
+    training = config.training
+    is_split = training.train_batch_tokens is not None or training.gradient_accumulation_steps > 1
+    if config.precision.grad_dtype == "bfloat16" and config.advanced.micro_batch_order == "micro_batch" and is_split:
+        yield Problem(
+            "precision.grad_dtype",
+            'bfloat16 gradients cannot be summed over micro-batches in advanced.micro_batch_order = "micro_batch"',
+            'Write micro_batch_order = "layer", which sums all micro-batches first',
+        )
+
+
+def _check_batch(config: RunConfig) -> Iterator[Problem]:
+    training, length = config.training, config.data.max_length
+    tokens = training.train_batch_tokens
+    if training.max_steps == 0:
+        yield Problem("training.max_steps", "training.max_steps = 0 trains nothing", "Write -1 for whole epochs")
+    if tokens is None:
+        return
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if name in training.model_fields_set:
+            yield Problem(
+                f"training.{name}", f"training.{name} and training.train_batch_tokens both set the batch", "Keep one"
+            )
+    if tokens % length:
+        below, above = tokens // length * length, -(-tokens // length) * length
+        choices = f"{below} or {above}" if below else str(above)
+        yield Problem(
+            "training.train_batch_tokens",
+            f"training.train_batch_tokens = {tokens} is not a multiple of data.max_length = {length}",
+            f"Write {choices}",
+        )
+
+
+def _check_data(config: RunConfig) -> Iterator[Problem]:
+    if config.task != "pretrain":
+        if config.data.packing == "concat":
+            yield Problem(
+                "data.packing",
+                f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on rows that stay apart',
+                'Write packing = true, or task = "pretrain"',
+            )
+        return
+    if config.data.train_on != "all":
+        yield Problem(
+            "data.train_on",
+            f'data.train_on = "{config.data.train_on}" needs conversations, but task = "pretrain" trains plain text',
+            'Leave the key out, or write task = "sft"',
+        )
+    sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
+    sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
+    for key, source in sources:
+        if source.format not in ("auto", "text", "tokenized"):
+            yield Problem(
+                f"{key}.format",
+                f'{key}.format = "{source.format}" is not plain text, which task = "pretrain" trains',
+                'Write task = "sft"',
+            )
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    table, sets, val_size = config.evaluation, config.data.eval, config.data.val_size
+    if val_size is not None and sets:
+        yield Problem(
+            "data.val_size", "data.val_size keeps rows of [[data.train]], and [[data.eval]] names others", "Keep one"
+        )
+    if val_size is not None and val_size > 1 and val_size != int(val_size):
+        yield Problem(
+            "data.val_size",
+            f"data.val_size = {val_size:g} is not a whole number of rows",
+            f"Write {int(val_size)}, or a fraction below 1 of all rows",
+        )
+    if not sets and val_size is None and (table.eval_strategy != "no" or table.eval_on_start):
+        key = "eval_strategy" if table.eval_strategy != "no" else "eval_on_start"
+        yield Problem(
+            f"evaluation.{key}",
+            f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
+            'Write [[data.eval]] and below it path = "held_out.jsonl", or val_size = 0.01 in [data]',
+        )
+    names = [source.shown_name for source in sets]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem(
+                f"data.eval.{index}.name",
+                f'data.eval.{index} is called "{name}", as data.eval.{names.index(name)} is',
+                "Give each its own name",
+            )
+
+
+def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.optim == "sgd" and optimizer.sgd_nesterov and not optimizer.sgd_momentum:
+        yield Problem(
+            "optimizer.sgd_nesterov",
+            "optimizer.sgd_nesterov = true looks one step of momentum ahead, but optimizer.sgd_momentum = 0.0",
+            "Write sgd_momentum = 0.9, or leave sgd_nesterov out",
+        )
+    for number, group in enumerate(optimizer.groups):
+        if group.learning_rate is None and group.weight_decay is None:
+            key = f"optimizer.groups.{number}"
+            yield Problem(key, f"{key} changes nothing for its parameters", "Give it a learning_rate or a weight_decay")
+
+
+def _check_schedule(config: RunConfig) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    name, arguments = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
+    if name not in SCHEDULER_ARGUMENTS:
+        yield Problem(
+            "optimizer.lr_scheduler_type",
+            f'optimizer.lr_scheduler_type = "{name}" is not a schedule',
+            "Write one of " + ", ".join(f'"{known}"' for known in SCHEDULER_ARGUMENTS),
+        )
+        return
+    for argument in sorted(set(arguments) - SCHEDULER_ARGUMENTS[name]):
+        takers = [other for other, taken in SCHEDULER_ARGUMENTS.items() if argument in taken]
+        yield Problem(
+            "optimizer.lr_scheduler_kwargs",
+            f'the "{name}" schedule takes no `{argument}`',
+            "It belongs to " + ", ".join(f'"{taker}"' for taker in takers) if takers else "Leave it out",
+        )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
+        yield Problem(
+            "optimizer.lr_scheduler_kwargs",
+            'the "warmup_stable_decay" schedule needs `num_decay_steps`',
+            "Write lr_scheduler_kwargs = { num_decay_steps = 100 }",
+        )
+    if (
+        name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+        and len({"min_lr", "min_lr_rate"} & set(arguments)) != 1
+    ):
+        yield Problem(
+            "optimizer.lr_scheduler_kwargs",
+            f'the "{name}" schedule needs `min_lr` or `min_lr_rate`, one of them',
+            "Write lr_scheduler_kwargs = { min_lr_rate = 0.1 }",
+        )
+    warmup, steps = optimizer.warmup_steps, config.training.max_steps
+    if warmup >= 1 and warmup != int(warmup):
+        yield Problem(
+            "optimizer.warmup_steps",
+            f"optimizer.warmup_steps = {warmup} is not a whole number of steps",
+            f"Write {int(warmup)}, or a fraction below 1 of all steps",
+        )
+    elif warmup >= 1 and 0 < steps <= warmup and name != "constant":
+        yield Problem(
+            "optimizer.warmup_steps",
+            f"the warm-up of {int(warmup)} steps does not end within the {steps} steps of the run",
+            "Write fewer, or a fraction below 1 of all steps",
+        )
+
+
+def _check_attention(config: RunConfig) -> Iterator[Problem]:
+    key = "model.attn_implementation"
+    if config.model.attn_implementation != "flash_attention_2":
+        return
+    if config.device == "cpu":
+        yield Problem(key, 'flash_attention_2 needs a GPU, but device = "cpu"', 'Write "sdpa"')
+    if config.precision.compute_dtype == "float32":
+        yield Problem(key, 'flash_attention_2 has no float32, but precision.compute_dtype = "float32"', 'Write "sdpa"')
+    if config.data.packing and config.micro_batch_size not in (None, 1):
+        yield Problem(
+            key,
+            "flash_attention_2 separates packed documents only in micro-batches of one row, "
+            f"but training.per_device_train_batch_size = {config.micro_batch_size}",
+            'Write per_device_train_batch_size = 1 with a longer data.max_length, or "sdpa"',
+        )
+
+
+def _check_kernels(config: RunConfig) -> Iterator[Problem]:
+    if config.model.use_liger_kernel and config.device == "cpu":
+        yield Problem(
+            "model.use_liger_kernel",
+            'the kernels of model.use_liger_kernel need a GPU, but device = "cpu"',
+            "Write use_liger_kernel = false",
+        )
+    if config.model.compile and config.model.mlp_rows:
+        yield Problem(
+            "model.mlp_rows",
+            "model.mlp_rows runs pieces of a layer one by one, model.compile makes one graph of it: not both",
+            "Write mlp_rows = 0, or compile = false",
+        )
+
+
+def _check_checkpoint(config: RunConfig) -> Iterator[Problem]:
+    table = config.checkpoint
+    if table.save_strategy == "time" and table.save_interval is None:
+        yield Problem(
+            "checkpoint.save_strategy",
+            'checkpoint.save_strategy = "time" needs checkpoint.save_interval',
+            'Write save_interval = "45min"',
+        )
+    if table.save_interval is not None and table.save_strategy in ("steps", "epoch"):
+        yield Problem(
+            "checkpoint.save_interval",
+            f'checkpoint.save_interval has no effect with save_strategy = "{table.save_strategy}"',
+            'Leave it out, or write save_strategy = "time"',
+        )
+
+
+def _may_have_gpu_tier(config: RunConfig) -> bool:
+    return config.device != "cpu" or config.advanced.emulate_gpu
+
+
+def _check_emulated_gpu(config: RunConfig) -> Iterator[Problem]:
+    key = "advanced.emulate_gpu"
+    if not config.advanced.emulate_gpu:
+        return
+    if config.device != "cpu":
+        yield Problem(key, f'{key} = true needs device = "cpu", but device = "{config.device}"', 'Write device = "cpu"')
+    if config.tiers.gpu.size.is_auto:
+        yield Problem(key, f"{key} = true needs tiers.gpu.size", 'Write below [tiers.gpu] for example size = "2GiB"')
+
+
+def _check_tiers(config: RunConfig) -> Iterator[Problem]:
+    tiers = config.tiers
+    for kind in ("weights", "gradients", "optimizer", "activations"):
+        wanted = getattr(config.placement, kind)
+        key = f"placement.{kind}"
+        if wanted == "auto":
+            continue
+        if len(set(wanted)) != len(wanted):
+            yield Problem(key, f"{key} names a tier twice", "Name each tier once, the preferred one first")
+        if "nvme" in wanted and not tiers.nvme:
+            yield Problem(
+                key,
+                f'{key} names "nvme", but there is no [[tiers.nvme]]',
+                'Write [[tiers.nvme]] and below it path = "state"',
+            )
+        if "gpu" in wanted and not _may_have_gpu_tier(config):
+            yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
+    if tiers.direct == "on":
+        yield from _check_direct(config)
+    if tiers.safety_margin.is_auto:
+        yield Problem(
+            "tiers.safety_margin", 'tiers.safety_margin = "auto" is not a choice', 'Write for example "5%" or "2GiB"'
+        )
+    size, pinned = tiers.ram.size.nbytes, tiers.ram.pinned.nbytes
+    if size is not None and pinned is not None and pinned > size:
+        yield Problem(
+            "tiers.ram.pinned",
+            f'tiers.ram.pinned = "{tiers.ram.pinned.text}" is more than tiers.ram.size = "{tiers.ram.size.text}"',
+            "Write at most the size",
+        )
+    seen: dict[Path, int] = {}
+    for index, drive in enumerate(tiers.nvme):
+        first = seen.setdefault(drive.path, index)
+        if first != index:
+            yield Problem(
+                f"tiers.nvme.{index}.path",
+                f"tiers.nvme.{index}.path is the folder of tiers.nvme.{first}",
+                "Give each its own folder, best on its own drive",
+            )
+    if len({drive.rate is None for drive in tiers.nvme}) > 1:
+        yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Give a rate to all of them or to none")
+
+
+def _check_direct(config: RunConfig) -> Iterator[Problem]:
+    key, advice = "tiers.direct", 'Write direct = "auto"'
+    if not config.tiers.nvme:
+        yield Problem(key, f'{key} = "on", but there is no [[tiers.nvme]]', advice)
+    if not _may_have_gpu_tier(config):
+        yield Problem(key, f'{key} = "on", but device = "cpu": there is no GPU memory', advice)
+    if config.tiers.verify == "always":
+        text = f'{key} = "on" moves bytes that RAM never sees; tiers.verify = "always" compares them there'
+        yield Problem(key, text, f'{advice}, or verify = "resume"')
+
+
+def _check_paths(config: RunConfig) -> Iterator[Problem]:
+    template = config.model.chat_template
+    if template != "auto" and not Path(template).is_file():
+        yield Problem(
+            "model.chat_template",
+            f"model.chat_template: there is no file {template}",
+            'Write "auto" or the path of a .jinja file',
+        )
+    if config.output_dir == Path(config.model.model_name_or_path):
+        yield Problem("output_dir", "output_dir is the folder of the model that is trained", "Write another folder")
+    places = {"output_dir": config.output_dir}
+    places |= {f"tiers.nvme.{index}.path": drive.path for index, drive in enumerate(config.tiers.nvme)}
+    for key, path in places.items():
+        nearest = next((each for each in (path, *path.parents) if each.exists()), path)
+        if nearest.exists() and not nearest.is_dir():
+            yield Problem(key, f"{key}: {nearest} is a file", "Write the path of a folder")

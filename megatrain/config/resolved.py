@@ -1,37 +1,55 @@
-"""A config with every default filled in, as TOML that reproduces the run: written to a file, and read back."""
+"""A config with every default filled in: as TOML that reproduces the run, with the origin of each value, and compared.
+
+The TOML is written here, one key on each line and array tables under their headers, because origins and messages name
+lines; libraries write short tables of an array inline, and lists over several lines.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import tempfile
 import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from megatrain.config.explain import explain_error
-from megatrain.config.keys import dotted
-from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.keys import (
+    ARRAY_TABLES,
+    FREE_TABLES,
+    TABLES,
+    alters,
+    dotted,
+    format_value,
+    header,
+    parse_path,
+    plain,
+    schema_key,
+)
+from megatrain.config.keys import Path as KeyPath
+from megatrain.config.load import LoadedConfig, load_config
+from megatrain.config.problems import ConfigError, Problem, explain_error, idle_with
 from megatrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from pydantic_core import ErrorDetails
 
 FILE_NAME = "config.resolved.toml"
+DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
+#: Schedules whose learning rate after so many steps does not depend on how many there are in all.
+_ENDLESS_SCHEDULES = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
+
+
+# Written and read
 
 
 def to_toml(config: RunConfig) -> str:
     """Return ``config`` as TOML. Loading it gives an equal config."""
-    lines: list[str] = []
-    _write_table(resolved_values(config), "", lines)
-    return "\n".join(lines).lstrip("\n") + "\n"
+    return "".join(f"{text}\n" for _, text in _lines(resolved_values(config)))
 
 
 def resolved_values(config: RunConfig) -> dict[str, Any]:
@@ -60,16 +78,16 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        problems = [_unknown_here(detail, values) for detail in error.errors(include_url=False)]
+        problems = [_unknown_here(detail) for detail in error.errors(include_url=False)]
         raise ConfigError(source, [problem for problem in problems if problem is not None]) from None
 
 
-def _unknown_here(detail: ErrorDetails, values: Mapping[str, Any]) -> Problem | None:
+def _unknown_here(detail: ErrorDetails) -> Problem | None:
     """Return the problem behind one complaint about a config that was valid where it was written."""
     key = dotted(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return Problem(key, f"unknown key `{key}`", _NEWER)
-    problem = explain_error(detail, values)
+    problem = explain_error(detail)
     return None if problem is None else Problem(problem.key, problem.message, _NEWER)
 
 
@@ -115,41 +133,218 @@ def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
     return ConfigError(str(config.output_dir), [Problem("output_dir", message, "Write another folder")])
 
 
-def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
-    """Append a table: its values first, then the tables inside it, as TOML wants them."""
-    inner: list[tuple[str, Any]] = []
+def _lines(table: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, line) of a table: its values first, then the tables inside it, as TOML wants them."""
+    inner: list[tuple[KeyPath, dict[str, Any]]] = []
     for key, value in table.items():
-        if value is None or (key in ("nvme", "train", "eval") and not value):
+        here = (*path, key)
+        name = plain(here)
+        if value is None or (not value and name in ARRAY_TABLES | FREE_TABLES):
             continue  # TOML has no null, and no way to write an empty array of tables
-        is_table = isinstance(value, dict) and not _is_free_table(name, key)
-        if is_table or (isinstance(value, list | tuple) and value and isinstance(value[0], dict)):
-            inner.append((key, value))
-        elif not (isinstance(value, dict) and not value):
-            lines.append(f"{key} = {format_value(value)}")
-    for key, value in inner:
-        full = f"{name}.{key}" if name else key
-        for item in value if isinstance(value, list | tuple) else (value,):
-            header = f"[[{full}]]" if isinstance(value, list | tuple) else f"[{full}]"
-            lines.extend(("", header))
-            _write_table(item, full, lines)
+        if name in ARRAY_TABLES:
+            inner += [((*here, index), item) for index, item in enumerate(value)]
+        elif name in TABLES:
+            inner.append((here, value))
+        else:
+            yield dotted(here), f"{key} = {format_value(value)}"
+    for here, values in inner:
+        yield "", ""
+        yield "", header(plain(here))
+        yield from _lines(values, here)
 
 
-def _is_free_table(table: str, key: str) -> bool:
-    return f"{table}.{key}" in ("data.eval.columns", "data.train.columns", "optimizer.lr_scheduler_kwargs")
+# Where each value comes from
 
 
-def format_value(value: Any) -> str:
-    """Return a value as TOML."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        assert math.isfinite(value), value
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(format_value(item) for item in value) + "]"
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a resolved config.
+
+    Attributes:
+        text: as TOML has it.
+        key: what it sets; "" for a header or an empty line.
+        origin: ``file:line``, ``--set`` or "default"; "" where there is no key.
+    """
+
+    text: str
+    key: str = ""
+    origin: str = ""
+
+
+def resolved_lines(loaded: LoadedConfig) -> list[Line]:
+    """Return the lines of the resolved config; those that set a key know who set it."""
+    defaults = set(to_toml(_with_defaults(loaded.config)).splitlines())
+    return [
+        Line(text, key, _origin(loaded, key, is_default=text in defaults)) if key else Line(text)
+        for key, text in _lines(resolved_values(loaded.config))
+    ]
+
+
+def _with_defaults(config: RunConfig) -> RunConfig:
+    """Return a config with the same required values and the default of everything else."""
+    values = config.model_dump(mode="python")
+    kept = {
+        "task": values["task"],
+        "output_dir": values["output_dir"],
+        "model": {"model_name_or_path": values["model"]["model_name_or_path"]},
+        "data": {"train": [{"path": source["path"]} for source in values["data"]["train"]]},
+    }
+    return RunConfig.model_validate(kept)
+
+
+def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
+    """Return the origin of a key from the places that set it, something inside it, or a table around it."""
+    if key in loaded.origins:
+        return loaded.origins[key]
+    inside = [origin for known, origin in loaded.origins.items() if known.startswith(f"{key}.")]
+    if inside:  # an inline table here, a table with a header where it was written
+        return inside[0]
+    above = key
+    while not is_default and (above := above.rpartition(".")[0]):
+        if above in loaded.origins:  # an inline table there, or a whole array
+            return loaded.origins[above]
+    return DEFAULT
+
+
+# What changed between two configs
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key with two values.
+
+    Attributes:
+        key: as users write it, ``optimizer.groups.0.learning_rate``.
+        before: its values as TOML has them; None: not set.
+        now: its values as TOML has them; None: not set.
+    """
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before, now = ("not set" if value is None else format_value(value) for value in (self.before, self.now))
+        return f"{self.key}: {before} -> {now}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChanges:
+    """All keys that differ, in the order of the config.
+
+    Attributes:
+        altering: the run goes on with other numbers.
+        free: it goes on with the same ones.
+    """
+
+    altering: tuple[Change, ...]
+    free: tuple[Change, ...]
+
+
+def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
+    """Return what changed from the config of a checkpoint to the one that is to continue it.
+
+    Only the configs are compared. That the data is the same its fingerprint tells, that the model has the same
+    parameters the blocks of the checkpoint do.
+    """
+    old, new = dict(_leaves(resolved_values(before))), dict(_leaves(resolved_values(now)))
+    altering: list[Change] = []
+    free: list[Change] = []
+    for path in dict.fromkeys([*old, *new]):
+        if old.get(path) != new.get(path):
+            key = plain(path)
+            is_altering = alters(key) == "yes" and any(_has_effect(key, config) for config in (before, now))
+            change = Change(".".join(map(str, path)), old.get(path), new.get(path))
+            (altering if is_altering else free).append(change)
+    return ConfigChanges(tuple(altering), tuple(free))
+
+
+def _has_effect(key: str, config: RunConfig) -> bool:
+    """Return whether a key means anything beside the other values of a config."""
+    if idle_with(schema_key(key), config):
+        return False
+    if key == "training.num_train_epochs":
+        return config.training.max_steps <= 0 and _depends_on_length(config)
+    if key == "training.max_steps":
+        return _depends_on_length(config)
+    return True
+
+
+def _depends_on_length(config: RunConfig) -> bool:
+    """Return whether the learning rate of a step depends on the number of all steps."""
+    name, warmup = config.optimizer.lr_scheduler_type, config.optimizer.warmup_steps
+    return name not in _ENDLESS_SCHEDULES or (name != "constant" and 0 < warmup < 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two configs, by what it means for the results.
+
+    Attributes:
+        altering: they compute something else.
+        by_contents: only if what these name holds something else.
+        free: the results are the same.
+    """
+
+    altering: tuple[Change, ...]
+    by_contents: tuple[Change, ...]
+    free: tuple[Change, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.altering or self.by_contents or self.free)
+
+
+def difference(before: RunConfig, now: RunConfig) -> Difference:
+    """Return the difference of two runs. Unlike for a continued run, the model and the data are not known to agree."""
+    changes = compare(before, now)
+    altering = list(changes.altering)
+    by_contents: list[Change] = []
+    free: list[Change] = []
+    for change in changes.free:
+        key = plain(parse_path(change.key))
+        if _changes_length(key, before, now):
+            altering.append(change)
+        else:
+            (by_contents if alters(key) == "by contents" else free).append(change)
+    return Difference(tuple(altering), tuple(by_contents), tuple(free))
+
+
+def _changes_length(key: str, before: RunConfig, now: RunConfig) -> bool:
+    """Return whether a key makes one run longer than the other, which is nothing to a run that is continued."""
+    if key == "training.max_steps":
+        return True
+    return key == "training.num_train_epochs" and min(before.training.max_steps, now.training.max_steps) <= 0
+
+
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value that is no table and no list of tables, with its path."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {format_value(item)}" for key, item in value.items()) + " }"
-    # A JSON string is a TOML basic string, except that TOML also wants DEL escaped.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif plain(path) in ARRAY_TABLES:
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*path, index))
+    elif value is not None:
+        yield path, value
+
+
+def load_run(path: Path) -> RunConfig:
+    """Return the config in a file, or the resolved one of the run in an ``output_dir``.
+
+    Raises:
+        ConfigError: there is none, or it is not valid.
+    """
+    if not path.is_dir():
+        if path.name == FILE_NAME and path.is_file():
+            return config_from_toml(path.read_text(encoding="utf-8"), str(path))
+        return load_config(path).config
+    file = path / FILE_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        problem = Problem(
+            "", f"there is no {FILE_NAME} in this folder", "Give a config file, or the output_dir of a run"
+        )
+        raise ConfigError(str(path), [problem]) from None
+    return config_from_toml(text, str(file))

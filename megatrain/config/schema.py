@@ -1,189 +1,517 @@
-"""The config: one frozen model per TOML table, one field per key.
+"""The config: one frozen model per TOML table, one field per key, and beside each field all that is known of its key.
 
 Leaf names are those of transformers 5 and TRL 1 where one exists. Every key here does something in this release.
-Values are checked one by one here; combinations that cannot work are found by ``megatrain.config.combinations``.
+Values are checked one by one here; combinations that cannot work are found in ``megatrain.config.problems``.
+
+To add a key, add a field: ``keys`` makes the JSON Schema of it, from which follow the reference, ``config explain``,
+the messages about wrong values, and what is compared when a run is continued.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
-
-from megatrain.config.data_tables import DataConfig
-from megatrain.config.fields import (
-    ConfigPath,
-    CopyRule,
-    Duration,
-    GraphCount,
-    PlainSize,
-    Preference,
-    PrefetchSize,
-    ReportTargets,
-    ResumeSource,
-    StringTuple,
-    Table,
-    as_tuple,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
 )
-from megatrain.config.tier_tables import TiersConfig
-from tiered.units import GiB
+from pydantic_core import CoreSchema
+
+from megatrain.config.sizes import (
+    DURATION_SCHEMA,
+    RATE_SCHEMA,
+    SIZE_SCHEMA,
+    Size,
+    exact_duration,
+    exact_size,
+    parse_interval,
+    parse_rate,
+)
+from tiered.units import GiB, parse_size
+
+T = TypeVar("T")
+
+# What is said of a key. JSON Schema has words for type, bounds, description, examples and default; ours begin with x-.
+
+#: Whether another value changes what a continued run computes. Free ("no") are where bytes live, and what is shown and
+#: kept. "by contents" is what a checkpoint brings along: the weights, and the data, whose fingerprint is compared in
+#: place of the keys that make it; a run from the start would be another run.
+Alters = Literal["yes", "by contents", "no"]
+_HF = "transformers, TRL, LLaMA-Factory"
+_HF_AXOLOTL = "transformers, TRL, LLaMA-Factory, Axolotl"
+
+
+def key(
+    description: str,
+    default: Any = ...,
+    *,
+    alters: Alters | None = None,
+    same_name: str = "",
+    used_if: Mapping[str, Sequence[str | bool]] | None = None,
+    **words: Any,
+) -> Any:
+    """Return the pydantic field of a key.
+
+    Args:
+        description: one or two sentences for the reference, ``config explain`` and editors.
+        default: required without one.
+        alters: whether another value changes the results of a continued run. None: as its table says.
+        same_name: the tools in which the key has the same name and meaning.
+        used_if: another key of its table -> the values beside which this key has an effect.
+        words: further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
+    """
+    facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
+    if default is not ...:
+        words["default"] = default
+    return Field(
+        description=description, json_schema_extra={word: fact for word, fact in facts.items() if fact}, **words
+    )
+
+
+def _all_alter(alters: Alters) -> dict[str, Any]:
+    """Return the JSON Schema words of a table: what holds for its keys, and those of the tables inside it."""
+    return {"x-alters": alters}
+
+
+@dataclass(frozen=True, eq=False)
+class _Words:
+    """Annotation of a type: further words for its JSON Schema."""
+
+    words: Mapping[str, Any]
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), **self.words}
+
+
+def _is_not(wrong: str, write: str) -> _Words:
+    """Return the message about values of a type: ``KEY = VALUE <wrong>. <write>``."""
+    return _Words({"x-wrong": wrong, "x-write": write})
+
+
+def _path(*words: str, name: str | None = None) -> _Words:
+    """Mark text as a path, which is made absolute, unless it is one of ``words`` or a name on the hub.
+
+    Args:
+        words: values that are no path.
+        name: a regular expression: what matches and is not there as a file is a name on the hub.
+    """
+    return _Words({"x-path": {"words": words, "name": name}})
+
+
+# Kinds of values
+
+
+def _as_tuple(value: object) -> object:
+    """Return a list of TOML as a tuple, anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_path(value: object) -> object:
+    return Path(value) if isinstance(value, str) and value else value
+
+
+def _as_placement(value: object) -> object:
+    """Accept "auto", one tier, or several in order of preference."""
+    if isinstance(value, str) and value != "auto":
+        return (value,)
+    return _as_tuple(value)
+
+
+def _as_source(value: object) -> object:
+    """Accept true and false, as other tools write "auto" and "no"."""
+    return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
+
+
+def _as_reports(value: object) -> object:
+    """Accept one name, several, or "none"."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return _as_tuple(value)
+    return tuple(dict.fromkeys(name for name in names if name != "none"))
+
+
+def _plain_size(value: object) -> object:
+    if isinstance(value, str):
+        return parse_size(value)
+    return Size.parse(value).nbytes  # a bare number: refused with the advice to add a unit
+
+
+def _prefetch(value: object) -> object:
+    """Return "auto", "unlimited" or bytes."""
+    if value in ("auto", "unlimited") or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
+        return value
+    if isinstance(value, str) and value.strip() == "0":
+        return 0
+    return _plain_size(value)
+
+
+TierName = Literal["gpu", "ram", "nvme"]
+_TIER = {"type": "string", "enum": ["gpu", "ram", "nvme"]}
+_REPORTS = ["jsonl", "tensorboard", "wandb"]
+AUTO_SIZE = Size("auto")
+
+Listed = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+ConfigPath = Annotated[
+    Path, BeforeValidator(_as_path), PlainSerializer(str), WithJsonSchema({"type": "string", "minLength": 1}), _path()
+]
+ModelPath = Annotated[str, _path(name=r"[\w.-]+/[\w.-]+|[\w-]+")]
+#: owner/name; what ends as files do is a file.
+DatasetPath = Annotated[str, _path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+")]
+TemplatePath = Annotated[str, _path("auto")]
+CacheFolder = Annotated[str, Field(min_length=1), _path("auto", "none")]
+ResumeSource = Annotated[
+    str,
+    BeforeValidator(_as_source),
+    Field(min_length=1),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
+    _path("auto", "no"),
+]
+PlainSize = Annotated[int, BeforeValidator(_plain_size), PlainSerializer(exact_size), WithJsonSchema(dict(SIZE_SCHEMA))]
+Rate = Annotated[
+    float,
+    BeforeValidator(parse_rate),
+    PlainSerializer(lambda rate: exact_size(round(rate)) + "/s"),
+    WithJsonSchema(dict(RATE_SCHEMA)),
+]
+Duration = Annotated[
+    float, BeforeValidator(parse_interval), PlainSerializer(exact_duration), WithJsonSchema(dict(DURATION_SCHEMA))
+]
+Preference = Annotated[
+    Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)],
+    BeforeValidator(_as_placement),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, _TIER, {"type": "array", "items": _TIER, "minItems": 1}]}),
+    _is_not("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
+]
+PrefetchSize = Annotated[
+    Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
+    BeforeValidator(_prefetch),
+    PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "unlimited", "0", 0]}, SIZE_SCHEMA]}),
+]
+GraphCount = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=0)],
+    _is_not("is no number of layers", 'Write a whole number at least 0, or "auto"'),
+]
+#: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run.
+CopyRule = Annotated[
+    bool | Annotated[int, Field(ge=1)] | Literal["last"],
+    _is_not("is no rule for copies", 'Write true (every checkpoint), 5 (every fifth one), "last" or false'),
+]
+Packing = Annotated[
+    bool | Literal["concat"],
+    _is_not("is no way to pack", 'Write true, false or "concat"'),
+]
+NoRemoteCode = Annotated[
+    Literal[False], _is_not("is not possible: code in a model folder is never run here", "Leave the key out")
+]
+ReportTargets = Annotated[
+    tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
+    BeforeValidator(_as_reports),
+    WithJsonSchema({"anyOf": [{"enum": [*_REPORTS, "none"]}, {"type": "array", "items": {"enum": _REPORTS}}]}),
+]
+#: What a row may hold.
+RowFormat = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"
+]  # preference data comes with a task that uses it
+#: Our names of fields; the second line are names that other tools use for some of the first.
+ColumnName = Literal[
+    "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
+    "conversations", "query", "response",
+    "role", "content", "input_ids", "labels", "loss_mask", "attention_mask",
+]  # fmt: skip
+
+
+# The tables
+
+
+class Table(BaseModel):
+    """Base of every table: immutable, unknown keys refused, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Table):
     """``[model]``: what is trained."""
 
-    model_name_or_path: str = Field(min_length=1, description="Hugging Face folder with config.json and safetensors.")
-    tokenizer_name_or_path: str | None = Field(
-        default=None, description="Folder of the tokenizer. Default: the model's."
+    model_name_or_path: ModelPath = key(
+        "Hugging Face folder with config.json and safetensors.",
+        min_length=1,
+        examples=["path/to/model"],
+        alters="by contents",
+        same_name="TRL, LLaMA-Factory",
     )
-    chat_template: str = Field(default="auto", description='"auto" (the tokenizer\'s) or the path of a .jinja file.')
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        default="auto", description="Attention kernel; auto: sdpa where the model supports it, else eager."
+    tokenizer_name_or_path: ModelPath | None = key(
+        "Folder of the tokenizer. Default: the model's.", None, alters="by contents"
     )
-    compile: bool = Field(
-        default=False,
-        description="torch.compile of the layers, once per kind of layer. Other roundings than without; minutes at the "
+    chat_template: TemplatePath = key(
+        '"auto" (the tokenizer\'s) or the path of a .jinja file.', "auto", alters="by contents"
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key(
+        "Attention kernel; auto: sdpa where the model supports it, else eager.",
+        "auto",
+        alters="yes",
+        same_name="transformers, TRL, Axolotl, MegaTrain",
+    )
+    compile: bool = key(
+        "torch.compile of the layers, once per kind of layer. Other roundings than without; minutes at the "
         "first step, and a C++ compiler or Triton.",
+        False,
+        alters="yes",
     )
-    compile_backend: Literal["inductor", "aot_eager", "eager"] = Field(
-        default="inductor", description="compile: inductor makes kernels; the others are for finding faults."
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = key(
+        "compile: inductor makes kernels; the others are for finding faults.",
+        "inductor",
+        alters="yes",
+        used_if={"compile": [True]},
     )
-    use_liger_kernel: bool = Field(
-        default=False,
-        description="Norms, gated MLPs and cross entropy computed by the package liger-kernel, where it has kernels "
+    use_liger_kernel: bool = key(
+        "Norms, gated MLPs and cross entropy computed by the package liger-kernel, where it has kernels "
         "for the model; needs a GPU. Other roundings than without.",
+        False,
+        alters="yes",
+        same_name="transformers, TRL",
     )
-    mlp_rows: int = Field(
-        default=0,
-        ge=0,
-        description="Run the MLPs of layers over so many tokens at a time and once more in the backward, for long "
+    mlp_rows: int = key(
+        "Run the MLPs of layers over so many tokens at a time and once more in the backward, for long "
         "sequences: memory inside them is that of a piece. Weights' gradients are summed in another order. 0: off.",
+        0,
+        ge=0,
+        alters="yes",
     )
-    trust_remote_code: Literal[False] = Field(default=False, description="Code in a model folder is never run.")
-    train_from_scratch: bool = Field(default=False, description="Start from random weights; only config.json is read.")
-    freeze: StringTuple = Field(
-        default=(), description='Globs of parameter names that stay as they are, e.g. ["model.embed_tokens.*"].'
+    trust_remote_code: NoRemoteCode = key("Code in a model folder is never run.", False, alters="no")
+    train_from_scratch: bool = key("Start from random weights; only config.json is read.", False, alters="by contents")
+    freeze: Listed[str] = key(
+        'Globs of parameter names that stay as they are, e.g. ["model.embed_tokens.*"].', (), alters="yes"
     )
 
 
-class PrecisionConfig(Table):
+class PrecisionConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[precision]``: number formats."""
 
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="What layers multiply; auto: bfloat16 with CUDA, float32 on the CPU."
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "What layers multiply; auto: bfloat16 with CUDA, float32 on the CPU.", "auto"
     )
-    grad_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="What gradients are kept in until the update. They are summed in float32 either way; bfloat16 "
+    grad_dtype: Literal["float32", "bfloat16"] = key(
+        "What gradients are kept in until the update. They are summed in float32 either way; bfloat16 "
         "halves their bytes and rounds each sum once, to 8 bits of mantissa.",
+        "float32",
+    )
+
+
+_SOURCE_PATH = (
+    "File, glob or folder of .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow files (text files also with .gz), or "
+    "the hub name of a dataset (the last three need the data extra)."
+)
+
+
+class DatasetConfig(Table, json_schema_extra=_all_alter("by contents")):
+    """``[[data.train]]``: one source of training rows."""
+
+    path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["data.jsonl"])
+    subset: str | None = key("Hub datasets: which subset (configuration).", None, min_length=1)
+    split: str | None = key(
+        'Folders and hub datasets: which split. Default: "train" where there are several.', None, min_length=1
+    )
+    format: RowFormat = key("What a row holds; auto: seen from its fields, row by row.", "auto")
+    columns: dict[ColumnName, str] = key(
+        'Our field -> your column, e.g. { prompt = "question", completion = "answer" }.', {}
+    )
+    max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
+    weight: float = key(
+        "How often its documents are used in an epoch: 2.5 is twice each, and half of them a third time; "
+        "0.3 is three in ten. data_seed chooses which.",
+        1.0,
+        gt=0,
+    )
+
+
+class EvalSetConfig(DatasetConfig):
+    """``[[data.eval]]``: rows that are only evaluated on."""
+
+    path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["held_out.jsonl"])
+    name: str | None = key(
+        'What metrics call it, e.g. "held_out". Default: the last part of the path, without its ending.',
+        None,
+        min_length=1,
+    )
+
+    @property
+    def shown_name(self) -> str:
+        """What metrics call it."""
+        return self.name or re.sub(r"[*?].*|[.][A-Za-z].*", "", self.path.rstrip("/").rpartition("/")[2]) or "eval"
+
+    def as_source(self, max_samples: int | None = None) -> DatasetConfig:
+        """Return the same rows as a source of training rows, at most ``max_samples`` of them."""
+        values = self.model_dump(exclude={"name"})
+        limits = [limit for limit in (self.max_samples, max_samples) if limit is not None]
+        return DatasetConfig.model_validate({**values, "max_samples": min(limits, default=None)})
+
+
+class DataConfig(Table):
+    """``[data]``: rows, masks and their arrangement."""
+
+    max_length: int = key("Tokens in a row of a micro-batch.", 1024, ge=2, alters="yes", same_name="TRL")
+    packing: Packing = key(
+        'true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
+        "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
+        "false: one document a row, padded. Default: true, but false where the model would mix documents of a row.",
+        True,
+        alters="yes",
+        same_name="TRL, LLaMA-Factory",
+    )
+    train_on: Literal["assistant", "last_assistant", "completion", "all"] = key(
+        "assistant: all of the assistant's turns; last_assistant: only the last one; completion: what "
+        "follows the prompt, in a conversation the last turn; all: every token. Plain text is always trained on "
+        "whole. Default: assistant (sft), all (pretrain).",
+        "assistant",
+        alters="by contents",
+    )
+    overlong: Literal["truncate", "drop", "error"] = key(
+        "What happens to conversations longer than max_length. Plain text is cut into pieces.",
+        "truncate",
+        alters="by contents",
+    )
+    bad_rows: Literal["drop", "error"] = key(
+        "What happens to rows whose loss mask cannot be proven, or that the chat template refuses: drop "
+        "leaves them out, counted and explained; error ends the run at the first.",
+        "drop",
+        alters="by contents",
+    )
+    max_dropped: float = key(
+        "Largest share of the rows, or of the tokens, of a source that may be dropped or cut; with more a "
+        "run is refused. Above 0.05 there is a warning. 1: no limit.",
+        0.5,
+        ge=0,
+        le=1,
+        alters="by contents",
+    )
+    cache_dir: CacheFolder = key(
+        "Folder of tokenized data, found again by its contents. auto: $XDG_CACHE_HOME/megatrain-tier/"
+        "tokens, else below ~/.cache; none: tokens are kept in RAM.",
+        "auto",
+        alters="no",
+    )
+    max_cache_size: PlainSize | None = key(
+        "Largest size of that folder; what was used longest ago is removed. Default: no limit.", None, ge=1, alters="no"
+    )
+    val_size: float | None = key(
+        "Rows of [[data.train]] that are kept from training and evaluated on instead, chosen by data_seed. "
+        ">= 1: so many. < 1: that share of them. Not together with [[data.eval]]. Default: none.",
+        None,
+        gt=0,
+        alters="by contents",
+        same_name="LLaMA-Factory",
+    )
+    train: Listed[DatasetConfig] = key("The sources of training rows.", min_length=1)
+    eval: Listed[EvalSetConfig] = key(
+        "Rows that are only evaluated on: one loss for each table, as [evaluation] says.", ()
     )
 
 
 class TrainingConfig(Table):
     """``[training]``: size of a step and length of the run."""
 
-    train_batch_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        description="Tokens per optimizer step, a multiple of data.max_length. Instead of the next two.",
+    train_batch_tokens: int | None = key(
+        "Tokens per optimizer step, a multiple of data.max_length. Instead of the next two.", None, ge=2, alters="yes"
     )
-    per_device_train_batch_size: int = Field(default=8, ge=1, description="Rows per micro-batch.")
-    gradient_accumulation_steps: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
-    num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the data.")
-    max_steps: int = Field(default=-1, ge=-1, description="Optimizer steps; overrides num_train_epochs. -1: not set.")
-    label_smoothing_factor: float = Field(
-        default=0.0,
+    per_device_train_batch_size: int = key("Rows per micro-batch.", 8, ge=1, alters="yes", same_name=_HF)
+    gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=_HF)
+    num_train_epochs: float = key("Passes over the data.", 1.0, gt=0, alters="yes", same_name=_HF)
+    max_steps: int = key(
+        "Optimizer steps; overrides num_train_epochs. -1: not set.", -1, ge=-1, alters="yes", same_name=_HF
+    )
+    label_smoothing_factor: float = key(
+        "Share of every target that is spread evenly over the vocabulary. Evaluations do not smooth.",
+        0.0,
         ge=0,
         lt=1,
-        description="Share of every target that is spread evenly over the vocabulary. Evaluations do not smooth.",
+        alters="yes",
+        same_name=_HF,
     )
-    neftune_noise_alpha: float = Field(
-        default=0.0,
+    neftune_noise_alpha: float = key(
+        "NEFTune: uniform noise on the input embeddings, of at most this / sqrt(tokens in a row x width). 0: none.",
+        0.0,
         ge=0,
-        description="NEFTune: uniform noise on the input embeddings, of at most this / sqrt(tokens in a row x width). "
-        "0: none.",
-    )
-
-
-class EvaluationConfig(Table):
-    """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
-
-    eval_strategy: Literal["no", "steps", "epoch"] = Field(
-        default="no",
-        description="When to evaluate. Unless no, also at the end. Default: steps where there is a [[data.eval]] or a "
-        "data.val_size, else no.",
-    )
-    eval_steps: int = Field(default=100, ge=1, description="steps: optimizer steps between two evaluations.")
-    eval_on_start: bool = Field(default=False, description="Also before the first step.")
-    eval_max_samples: int | None = Field(
-        default=None, ge=1, description="Use at most this many rows of each set, from the start."
-    )
-    per_device_eval_batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Rows per micro-batch, at most those of a training micro-batch, whose memory is planned. "
-        "Default: the same.",
+        alters="yes",
+        same_name=_HF,
     )
 
 
 class ParameterGroupConfig(Table):
-    """``[[optimizer.groups]]``: parameters with settings of their own."""
+    """``[[optimizer.groups]]``: settings for some of the parameters."""
 
-    params: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1)] = Field(
-        description="Globs of parameter names. Of the groups that match a parameter the first one counts."
+    params: Listed[str] = key(
+        "Globs of parameter names. Of the groups that match a parameter the first one counts.",
+        min_length=1,
+        examples=[["*norm*"]],
     )
-    learning_rate: float | None = Field(
-        default=None, gt=0, description="Peak learning rate, on the same schedule. Not set: the optimizer's."
-    )
-    weight_decay: float | None = Field(
-        default=None, ge=0, description="For those of them that decay. Not set: the optimizer's."
-    )
+    learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
+    weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
 
 
-class OptimizerConfig(Table):
+class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 
-    optim: Literal["adamw", "lion", "sgd", "adafactor"] = Field(
-        default="adamw",
-        description="State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none.",
+    optim: Literal["adamw", "lion", "sgd", "adafactor"] = key(
+        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none.",
+        "adamw",
+        same_name=_HF,
     )
-    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(
-        default=0.1,
+    learning_rate: float = key("Peak learning rate.", 1e-5, gt=0, same_name=_HF_AXOLOTL)
+    weight_decay: float = key(
+        "Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",
+        0.1,
         ge=0,
-        description="Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",
+        same_name=_HF_AXOLOTL,
     )
-    weight_decay_exclude: StringTuple = Field(
-        default=("*.bias", "*norm*", "*embed*"), description="Globs of parameter names that do not decay."
+    weight_decay_exclude: Listed[str] = key(
+        "Globs of parameter names that do not decay.", ("*.bias", "*norm*", "*embed*")
     )
-    adam_beta1: float = Field(
-        default=0.9, ge=0, lt=1, description="adamw: decay of the first moment. lion: its weight in the direction."
+    adam_beta1: float = key(
+        "adamw: decay of the first moment. lion: its weight in the direction.",
+        0.9,
+        ge=0,
+        lt=1,
+        same_name=_HF_AXOLOTL,
+        used_if={"optim": ["adamw", "lion"]},
     )
-    adam_beta2: float = Field(
-        default=0.95, ge=0, lt=1, description="adamw: decay of the second moment. lion: of its moment, 0.99 by default."
+    adam_beta2: float = key(
+        "adamw: decay of the second moment. lion: of its moment, 0.99 by default.",
+        0.95,
+        ge=0,
+        lt=1,
+        same_name=_HF_AXOLOTL,
+        used_if={"optim": ["adamw", "lion"]},
     )
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="adamw: added to the denominator.")
-    sgd_momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: decay of the moment. 0: no state.")
-    sgd_nesterov: bool = Field(default=False, description="sgd: look one step of momentum ahead.")
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, description="Gradients are scaled to at most this norm. 0: no clipping."
+    adam_epsilon: float = key(
+        "adamw: added to the denominator.", 1e-8, gt=0, same_name=_HF_AXOLOTL, used_if={"optim": ["adamw"]}
     )
-    nonfinite: Literal["stop", "skip", "ignore"] = Field(
-        default="stop",
-        description="A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look "
+    sgd_momentum: float = key("sgd: decay of the moment. 0: no state.", 0.9, ge=0, lt=1, used_if={"optim": ["sgd"]})
+    sgd_nesterov: bool = key("sgd: look one step of momentum ahead.", False, used_if={"optim": ["sgd"]})
+    max_grad_norm: float = key(
+        "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=_HF_AXOLOTL
+    )
+    nonfinite: Literal["stop", "skip", "ignore"] = key(
+        "A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look "
         "and, without clipping, lets a layer be updated during the backward.",
+        "stop",
     )
-    lr_scheduler_type: str = Field(
-        default="cosine", description="Name of a schedule of transformers, e.g. cosine, linear."
+    lr_scheduler_type: str = key("Name of a schedule of transformers, e.g. cosine, linear.", "cosine", same_name=_HF)
+    lr_scheduler_kwargs: dict[str, int | float | str] = key(
+        "Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }.", {}, same_name=_HF
     )
-    lr_scheduler_kwargs: dict[str, int | float | str] = Field(
-        default_factory=dict, description="Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }."
-    )
-    warmup_steps: float = Field(default=0.03, ge=0, description=">= 1: steps. < 1: fraction of all steps.")
-    groups: Annotated[tuple[ParameterGroupConfig, ...], BeforeValidator(as_tuple)] = Field(
-        default=(), description="Parameters with a learning rate or a decay of their own."
-    )
+    warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=_HF_AXOLOTL)
+    groups: Listed[ParameterGroupConfig] = key("Parameters with another learning rate or weight decay.", ())
 
     @model_validator(mode="before")
     @classmethod
@@ -193,33 +521,68 @@ class OptimizerConfig(Table):
         return values
 
 
-class CheckpointConfig(Table):
+class EvaluationConfig(Table, json_schema_extra=_all_alter("no")):
+    """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
+
+    eval_strategy: Literal["no", "steps", "epoch"] = key(
+        "When to evaluate. Unless no, also at the end. Default: steps where there is a [[data.eval]] or a "
+        "data.val_size, else no.",
+        "no",
+        same_name=_HF,
+    )
+    eval_steps: int = key(
+        "steps: optimizer steps between two evaluations.",
+        100,
+        ge=1,
+        same_name=_HF,
+        used_if={"eval_strategy": ["steps"]},
+    )
+    eval_on_start: bool = key("Also before the first step.", False, same_name=_HF)
+    eval_max_samples: int | None = key("Use at most this many rows of each set, from the start.", None, ge=1)
+    per_device_eval_batch_size: int | None = key(
+        "Rows per micro-batch, at most those of a training micro-batch, whose memory is planned. Default: the same.",
+        None,
+        ge=1,
+        same_name=_HF,
+    )
+
+
+class CheckpointConfig(Table, json_schema_extra=_all_alter("no")):
     """``[checkpoint]``: when the run is saved, how often that is kept, and what a run starts from."""
 
-    save_strategy: Literal["steps", "time", "epoch", "no"] = Field(
-        default="steps",
-        description="When to save. Unless no, also at the end. Default: time where save_interval is given, else steps.",
+    save_strategy: Literal["steps", "time", "epoch", "no"] = key(
+        "When to save. Unless no, also at the end. Default: time where save_interval is given, else steps.",
+        "steps",
+        same_name=_HF_AXOLOTL,
     )
-    save_steps: int = Field(default=200, ge=1, description="steps: optimizer steps between two saves.")
-    save_interval: Duration | None = Field(default=None, description='time: between two saves, e.g. "45min".')
-    save_total_limit: int = Field(default=2, ge=1, description="Checkpoints that are kept, the newest ones.")
-    save_copy: CopyRule = Field(
-        default=False,
-        description="Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
+    save_steps: int = key(
+        "steps: optimizer steps between two saves.",
+        200,
+        ge=1,
+        same_name=_HF_AXOLOTL,
+        used_if={"save_strategy": ["steps"]},
+    )
+    save_interval: Duration | None = key(
+        'time: between two saves, e.g. "45min".', None, used_if={"save_strategy": ["time"]}
+    )
+    save_total_limit: int = key("Checkpoints that are kept, the newest ones.", 2, ge=1, same_name=_HF_AXOLOTL)
+    save_copy: CopyRule = key(
+        "Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
         'drive of [[tiers.nvme]] is lost. true: of every checkpoint; 5: of every fifth; "last": only of the one at the '
         "end or at a stop, which all but false copy. save_total_limit of them are kept.",
+        False,
     )
-    save_on_signal: bool = Field(
-        default=True,
-        description="SIGTERM, SIGINT and SIGHUP: finish the step, save, exit with 75. false: end at once.",
+    save_on_signal: bool = key(
+        "SIGTERM, SIGINT and SIGHUP: finish the step, save, exit with 75. false: end at once.", True
     )
-    resume_from_checkpoint: ResumeSource = Field(
-        default="auto",
-        description='"auto": continue the run in output_dir if there is one; "no": start at the beginning, '
+    resume_from_checkpoint: ResumeSource = key(
+        '"auto": continue the run in output_dir if there is one; "no": start at the beginning, '
         "refused where output_dir holds checkpoints; or the output_dir of another run, to start from its newest one.",
+        "auto",
+        same_name=_HF_AXOLOTL,
     )
-    async_save: bool = Field(default=True, description="Training goes on while a checkpoint is written.")
-    min_free_disk: PlainSize = Field(default=GiB, ge=0, description="Space that a save leaves free on its drive.")
+    async_save: bool = key("Training goes on while a checkpoint is written.", True)
+    min_free_disk: PlainSize = key("Space that a save leaves free on its drive.", GiB, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -241,114 +604,191 @@ class CheckpointConfig(Table):
         return self.save_strategy != "no" or self.save_on_signal
 
 
-class ExportConfig(Table):
+class ExportConfig(Table, json_schema_extra=_all_alter("no")):
     """``[export]``: the Hugging Face folder written at the end."""
 
-    format: Literal["safetensors"] = Field(default="safetensors", description="Config, tokenizer, shards and index.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto: the compute dtype.")
-    max_shard_size: PlainSize = Field(default=5 * 10**9, ge=1, description='Largest file, e.g. "5GB".')
+    format: Literal["safetensors"] = key("Config, tokenizer, shards and index.", "safetensors")
+    dtype: Literal["auto", "float32", "bfloat16"] = key("auto: the compute dtype.", "auto")
+    max_shard_size: PlainSize = key('Largest file, e.g. "5GB".', 5 * 10**9, ge=1)
 
 
-class LoggingConfig(Table):
+class LoggingConfig(Table, json_schema_extra=_all_alter("no")):
     """``[logging]``: what is shown and kept."""
 
-    logging_steps: int = Field(default=1, ge=1, description="Steps between two lines.")
-    report_to: ReportTargets = Field(
-        default=("jsonl",),
-        description="Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; wandb, "
+    logging_steps: int = key("Steps between two lines.", 1, ge=1, same_name=_HF)
+    report_to: ReportTargets = key(
+        "Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; wandb, "
         'Weights & Biases. The last two need the extra of that name. "none": nowhere.',
+        ("jsonl",),
+        same_name=_HF,
     )
-    project: str = Field(default="megatrain-tier", min_length=1, description="wandb: project of the run.")
-    progress: Literal["auto", "bar", "plain", "json", "none"] = Field(
-        default="auto", description="auto: a bar on a terminal, else plain lines."
+    project: str = key("wandb: project of the run.", "megatrain-tier", min_length=1)
+    progress: Literal["auto", "bar", "plain", "json", "none"] = key(
+        "auto: a bar on a terminal, else plain lines.", "auto"
     )
 
 
-class PlacementConfig(Table):
+class GpuTierConfig(Table):
+    """``[tiers.gpu]``: what fits best there has its home in GPU memory, the rest passes through."""
+
+    size: Size = key('GPU memory this run may use: "22GiB", "90%" or "auto".', AUTO_SIZE)
+
+
+class RamTierConfig(Table):
+    """``[tiers.ram]``."""
+
+    size: Size = key('RAM for blocks: "110GiB", "90%" or "auto" (measured, cgroup-aware).', AUTO_SIZE)
+    pinned: Size = key("How much of it is pinned; auto: all, where CUDA exists.", AUTO_SIZE)
+
+
+class NvmeTierConfig(Table):
+    """``[[tiers.nvme]]``: one folder on a drive. Several tables are striped."""
+
+    path: ConfigPath = key(
+        "Folder for training state on this drive, made when missing. Parts of checkpoints lie there too: "
+        "deleting it destroys them.",
+        examples=["state"],
+    )
+    size: Size = key('Space it may take: "300GiB", "50%" or "auto" (of what is free).', AUTO_SIZE)
+    mount_point: ConfigPath | None = key(
+        'Folder where the drive of this path is mounted, e.g. "/mnt/nvme0": a run is refused while it is '
+        "not, so that blocks never fill another drive. Default: not looked at.",
+        None,
+    )
+    rate: Rate | None = key(
+        'Relative weight when striped, e.g. "2.0GB/s". Default: as doctor measured it, else equal.', None
+    )
+    max_written: PlainSize | None = key(
+        'Stop before all runs together write more than this there, e.g. "200TB". Default: no limit.', None, ge=1
+    )
+
+
+class TiersConfig(Table, json_schema_extra=_all_alter("no")):
+    """``[tiers]``: what this run may use."""
+
+    safety_margin: Size = key(
+        'Kept free where a size is "auto"; of GPU memory at least 1 GiB, or a tenth, for libraries.',
+        Size("5%", fraction=0.05),
+    )
+    engine: Literal["posix", "auto", "kvikio"] = key(
+        "How files are read and written. auto: kvikio where GPUDirect Storage works, else posix.", "posix"
+    )
+    direct: Literal["auto", "off", "on"] = key(
+        "Blocks go between drives and GPU memory without passing RAM. auto: where kvikio's probe shows "
+        'that GPUDirect Storage does it, and verify is not "always"; on: an error where it does not.',
+        "auto",
+    )
+    verify: Literal["resume", "always", "off"] = key(
+        "When files are compared with the checksums taken as they were written. resume: when a generation "
+        "is opened; always: at every read, too; off: no checksums in a step.",
+        "resume",
+    )
+    on_disk_full: Literal["pause", "error"] = key(
+        "A drive that is full during the run: pause until there is room, or end the run.", "pause"
+    )
+    allow_tmpfs: bool = key(
+        "Accept a [[tiers.nvme]] path on tmpfs, which is RAM: for tests. Checkpoints there are gone after a restart.",
+        False,
+    )
+    gpu: GpuTierConfig = key("GPU memory.", default_factory=GpuTierConfig)
+    ram: RamTierConfig = key("Host memory.", default_factory=RamTierConfig)
+    nvme: Listed[NvmeTierConfig] = key("Folders on drives; none: nothing is kept in files.", ())
+
+
+class PlacementConfig(Table, json_schema_extra=_all_alter("no")):
     """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
 
-    weights: Preference = Field(default="auto", description="Parameters in the compute dtype.")
-    gradients: Preference = Field(default="auto", description="Gradient sums.")
-    optimizer: Preference = Field(default="auto", description="Optimizer state, and the low halves of bf16 parameters.")
-    activations: Preference = Field(default="auto", description="Inputs of layers, kept for the recompute.")
+    weights: Preference = key("Parameters in the compute dtype.", "auto")
+    gradients: Preference = key("Gradient sums.", "auto")
+    optimizer: Preference = key("Optimizer state, and the low halves of bf16 parameters.", "auto")
+    activations: Preference = key("Inputs of layers, kept for the recompute.", "auto")
 
 
-class AdvancedConfig(Table):
-    """``[advanced]``: for measurements. The results do not depend on any of these."""
-
-    prefetch: PrefetchSize = Field(
-        default="auto", description='Bytes fetched ahead: "auto", "0", "2GiB" or "unlimited".'
-    )
-    eviction_policy: Literal["schedule", "lru"] = Field(default="schedule", description="Who leaves a full tier first.")
-    file_size: PlainSize | None = Field(
-        default=None,
-        ge=4096,
-        multiple_of=4096,
-        description='Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.',
-    )
-    micro_batch_order: Literal["layer", "micro_batch"] = Field(
-        default="layer", description="layer: each layer runs for all micro-batches before the next."
-    )
-    keep_graphs: GraphCount = Field(
-        default="auto",
-        description="Layers, counted from the last one, that the backward does not run again, as the graph of their "
-        "forward is kept in the compute tier. auto: as many as fit where every block is at home there, none with "
-        "compile or use_liger_kernel; 0: none.",
-    )
-    emulate_gpu: bool = Field(
-        default=False,
-        description='With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
-        "tests, and for trying a setup out; the processor computes.",
-    )
-
-
-class ProfileConfig(Table):
+class ProfileConfig(Table, json_schema_extra=_all_alter("no")):
     """``[profile]``: timelines."""
 
-    trace_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple)] = Field(
-        default=(), description="Steps, from 1, whose timeline is written to output_dir/trace.json, for Perfetto."
+    trace_steps: Listed[Annotated[int, Field(ge=1)]] = key(
+        "Steps, from 1, whose timeline is written to output_dir/trace.json, for Perfetto.", ()
+    )
+
+
+class AdvancedConfig(Table, json_schema_extra=_all_alter("no")):
+    """``[advanced]``: for measurements. The results do not depend on any of these."""
+
+    prefetch: PrefetchSize = key('Bytes fetched ahead: "auto", "0", "2GiB" or "unlimited".', "auto")
+    eviction_policy: Literal["schedule", "lru"] = key("Which blocks leave a full tier first.", "schedule")
+    file_size: PlainSize | None = key(
+        'Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
+    )
+    micro_batch_order: Literal["layer", "micro_batch"] = key(
+        "layer: each layer runs for all micro-batches before the next.", "layer"
+    )
+    keep_graphs: GraphCount = key(
+        "Layers, counted from the last one, that the backward does not run again, as the graph of their "
+        "forward is kept in the compute tier. auto: as many as fit where every block is at home there, none with "
+        "compile or use_liger_kernel; 0: none.",
+        "auto",
+    )
+    emulate_gpu: bool = key(
+        'With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
+        "tests, and for trying a setup out; the processor computes.",
+        False,
     )
 
 
 class RunConfig(Table):
     """A whole run."""
 
-    config_version: Literal[1] = Field(default=1, description="Version of this file format.")
-    task: Literal["sft", "pretrain"] = Field(description="sft: chats and prompts; pretrain: plain text.")
-    output_dir: ConfigPath = Field(description="Folder of the run: metrics, resolved config, trained model.")
-    run_name: str = Field(description="Default: the name of output_dir.")
-    seed: int = Field(default=42, ge=0, description="Dropout and random weights.")
-    data_seed: int = Field(ge=0, description="Order of the data. Default: seed.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when there is one.")
-    full_determinism: bool = Field(
-        default=True,
-        description="On a GPU: only kernels that give the same bits at every run. false: any; bits then depend on "
-        "timing.",
+    config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
+    task: Literal["sft", "pretrain"] = key("sft: chats and prompts; pretrain: plain text.", alters="yes")
+    output_dir: ConfigPath = key(
+        "Folder of the run: metrics, resolved config, trained model.",
+        examples=["outputs/first"],
+        alters="no",
+        same_name=_HF,
     )
-    model: ModelConfig = Field(description="What is trained.")
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Number formats.")
-    data: DataConfig = Field(description="Rows, masks and their arrangement.")
-    training: TrainingConfig = Field(default_factory=TrainingConfig, description="Size and number of steps.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The update and its schedule.")
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Losses of held-out rows.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and continuing.")
-    export: ExportConfig = Field(default_factory=ExportConfig, description="The folder written at the end.")
-    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and kept.")
-    tiers: TiersConfig = Field(default_factory=TiersConfig, description="What this run may use.")
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="Where kinds of bytes live.")
-    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="Timelines.")
-    advanced: AdvancedConfig = Field(default_factory=AdvancedConfig, description="For measurements.")
+    run_name: str = key(
+        "Default: the name of output_dir.",
+        default_factory=lambda above: above["output_dir"].name or "run",
+        alters="no",
+        same_name=_HF,
+    )
+    seed: int = key("Dropout and random weights.", 42, ge=0, alters="yes", same_name=_HF)
+    data_seed: int = key(
+        "Order of the data. Default: seed.",
+        default_factory=lambda above: above["seed"],
+        ge=0,
+        alters="yes",
+        same_name=_HF,
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto: cuda when there is one.", "auto", alters="yes")
+    full_determinism: bool = key(
+        "On a GPU: only kernels that give the same bits at every run. false: any; bits then depend on timing.",
+        True,
+        alters="yes",
+        same_name="transformers",
+    )
+    model: ModelConfig = key("What is trained.")
+    precision: PrecisionConfig = key("Number formats.", default_factory=PrecisionConfig)
+    data: DataConfig = key("Rows, masks and their arrangement.")
+    training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = key("The update and its schedule.", default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = key("Losses of held-out rows.", default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = key("Saving and continuing.", default_factory=CheckpointConfig)
+    export: ExportConfig = key("The folder written at the end.", default_factory=ExportConfig)
+    logging: LoggingConfig = key("What is shown and kept.", default_factory=LoggingConfig)
+    tiers: TiersConfig = key("What this run may use.", default_factory=TiersConfig)
+    placement: PlacementConfig = key("Where kinds of bytes live.", default_factory=PlacementConfig)
+    profile: ProfileConfig = key("Timelines.", default_factory=ProfileConfig)
+    advanced: AdvancedConfig = key("For measurements.", default_factory=AdvancedConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_dependent_defaults(cls, values: Any) -> Any:
-        """Fill the keys whose default is another key's value."""
+        """Fill the keys whose usual default is another one beside certain values of other tables."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
-        if isinstance(filled.get("output_dir"), str | Path):
-            filled.setdefault("run_name", Path(filled["output_dir"]).name or "run")
-        filled.setdefault("data_seed", filled.get("seed", 42))
         if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
             filled["data"] = {"train_on": "all", **filled["data"]}
         if isinstance(filled.get("data"), dict) and (filled["data"].get("eval") or filled["data"].get("val_size")):

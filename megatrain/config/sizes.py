@@ -1,21 +1,40 @@
-"""Sizes as a config writes them: bytes with a unit, a share of what the machine has, or "auto"."""
+"""Sizes, rates and durations as a config writes them: read, written back exactly, and as patterns of JSON Schema.
+
+A size is bytes with a unit, a share of what the machine has, or "auto"; a duration is seconds everywhere inside.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import CoreSchema, core_schema
 
-from tiered.units import GB, MB, GiB, KiB, MiB, parse_size
+from tiered.units import GB, MB, GiB, KiB, MiB, parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 _EXACT_UNITS = ((GiB, "GiB"), (GB, "GB"), (MiB, "MiB"), (MB, "MB"), (KiB, "KiB"))
 _RATE = re.compile(r"\s*(.+?)\s*/\s*s\s*")
+_DURATION = re.compile(r"(?:\s*[0-9][0-9_]*(?:\.[0-9]+)?\s*[A-Za-z]+)+\s*")
+_DURATION_PART = re.compile(r"[0-9][0-9_]*(?:\.[0-9]+)?\s*[A-Za-z]+")
+_DURATION_EXAMPLES = 'Write for example "45min", "90s" or "1h30min"'
+
+_SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*([kKmMgGtT][iI]?)?[bB]\s*$"
+_DURATION_PATTERN = r"^(\s*[0-9][0-9_]*(\.[0-9]+)?\s*(s|S|min|Min|MIN|h|H|d|D))+\s*$"
+#: JSON Schemas of what this module reads.
+SIZE_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _SIZE_PATTERN, "examples": ["110GiB", "110GB"]}
+SHARE_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*%\s*$", "examples": ["90%"]}
+RATE_SCHEMA: Mapping[str, Any] = {
+    "type": "string", "pattern": _SIZE_PATTERN.replace(r"\s*$", r"\s*/\s*s\s*$"), "examples": ["2.0GB/s"],
+}  # fmt: skip
+DURATION_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _DURATION_PATTERN, "examples": ["45min"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,10 @@ class Size:
             cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(lambda size: size.text)
         )
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"const": "auto"}, SHARE_SCHEMA, SIZE_SCHEMA], "examples": ["auto", "110GiB", "90%"]}
+
 
 def parse_rate(value: object) -> float:
     """Return the bytes per second that a rate such as ``"2.0GB/s"`` names.
@@ -105,3 +128,30 @@ def exact_size(nbytes: int) -> str:
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
     return f"{nbytes}B"
+
+
+def parse_interval(value: object) -> float:
+    """Return the seconds that a duration above 0 names; several parts are added.
+
+    Raises:
+        ValueError: not text, no unit, an unknown unit, or nothing; the text says what to write.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f'{value} has no unit. Write "{value}min" or "{value}s"')
+    if not isinstance(value, str) or _DURATION.fullmatch(value) is None:
+        shown = f'"{value}" is' if isinstance(value, str) else "this is"
+        raise ValueError(f"{shown} not a duration. {_DURATION_EXAMPLES}")
+    seconds = sum(parse_duration(part) for part in _DURATION_PART.findall(value))
+    if not 0 < seconds < math.inf:
+        raise ValueError(f'"{value}" is not a duration above 0. {_DURATION_EXAMPLES}')
+    return seconds
+
+
+def exact_duration(seconds: float) -> str:
+    """Return a duration so that :func:`parse_interval` gives the same number back."""
+    if seconds != int(seconds):
+        return f"{Decimal(repr(seconds)):f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [f"{count}{unit}" for count, unit in ((hours, "h"), (minutes, "min"), (rest, "s")) if count]
+    return "".join(parts)

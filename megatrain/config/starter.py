@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.config.json_schema import FILE_NAME as SCHEMA_NAME
-from megatrain.config.resolved import format_value
+from megatrain.config.keys import SCHEMA_FILE_NAME, format_value
 from tiered.units import GiB, format_size
 
 _EXAMPLE_MODEL = "path/to/model"
@@ -61,7 +60,7 @@ def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, dat
         data: None: an example that has to be replaced.
     """
     parts = [
-        f"#:schema ./{SCHEMA_NAME}",
+        f"#:schema ./{SCHEMA_FILE_NAME}",
         "# Made by `megatrain-tier init` for this machine. What a key means: `megatrain-tier config explain KEY`.",
         "#   megatrain-tier check FILE    find every mistake",
         "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",

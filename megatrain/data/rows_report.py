@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatrain.config.data_tables import DataConfig
+    from megatrain.config.schema import DataConfig
 
 
 class DataError(Exception):

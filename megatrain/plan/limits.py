@@ -23,8 +23,7 @@ from tiered.units import GiB, MiB, format_size
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.config.schema import RunConfig
-    from megatrain.config.tier_tables import NvmeTierConfig
+    from megatrain.config.schema import NvmeTierConfig, RunConfig
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 

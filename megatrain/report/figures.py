@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatrain.config.json_schema import leaf_schema
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, known_keys, plain
-from megatrain.config.resolved import format_value, resolved_values
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, format_value, known_keys, leaf_schema, plain
+from megatrain.config.resolved import resolved_values
 from megatrain.config.schema import RunConfig
 from megatrain.report.history import RunHistory
 from tiered.errors import TieredError

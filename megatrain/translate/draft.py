@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatrain.config.json_schema import leaf_schema
-from megatrain.config.keys import known_keys, plain
+from megatrain.config.keys import known_keys, leaf_schema, plain
 from megatrain.translate.names import KEYS, TITLES, Fate, Tool
 
 _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")

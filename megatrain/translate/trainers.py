@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.json_schema import leaf_schema
+from megatrain.config.keys import leaf_schema
 from megatrain.translate.draft import (
     Draft,
     Rule,

@@ -11,11 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain.config.combinations import find_bad_combinations
-from megatrain.config.explain import explain_error
-from megatrain.config.json_schema import json_schema
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, dotted, known_keys
-from megatrain.config.resolved import format_value
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, dotted, format_value, json_schema, known_keys
+from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import Draft, Entry, Left, plain_key, read_source
 from megatrain.translate.engines import translate_deepspeed, translate_megatrain
@@ -136,7 +133,7 @@ def _problems(draft: Draft) -> list[tuple[str, str]]:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        found = [(dotted(detail["loc"]), explain_error(detail, values)) for detail in details]
+        found = [(dotted(detail["loc"]), explain_error(detail)) for detail in details]
         return [(problem.key if problem else key, str(problem or key)) for key, problem in found]
     bad = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
     return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad]

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.config import load_config
-from megatrain.config.json_schema import FILE_NAME
+from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
 from megatrain.plan import machine
 from megatrain.plan.machine import FileSystem
@@ -31,16 +31,16 @@ def test_a_file_for_this_machine(here: Path) -> None:
     result = call("init")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
-        f"wrote  run.toml and {FILE_NAME}",
+        f"wrote  run.toml and {SCHEMA_FILE_NAME}",
         "fill   model_name_or_path, path",
         "next   megatrain-tier check run.toml",
     ]
     text = Path("run.toml").read_text()
-    assert text.startswith(f"#:schema ./{FILE_NAME}\n")
+    assert text.startswith(f"#:schema ./{SCHEMA_FILE_NAME}\n")
     config = load_config("run.toml").config
     assert config.task == "sft" and config.tiers.ram.size.is_auto
-    assert json.loads(Path(FILE_NAME).read_text())["properties"]["task"]
-    assert sorted(path.name for path in here.iterdir()) == [FILE_NAME, "run.toml"]
+    assert json.loads(Path(SCHEMA_FILE_NAME).read_text())["properties"]["task"]
+    assert sorted(path.name for path in here.iterdir()) == [SCHEMA_FILE_NAME, "run.toml"]
 
 
 def test_nothing_is_overwritten(here: Path) -> None:
@@ -50,12 +50,12 @@ def test_nothing_is_overwritten(here: Path) -> None:
     assert [path.name for path in here.iterdir()] == ["run.toml"]
     assert Path("run.toml").read_text() == "mine"
     assert call("init", "nowhere/run.toml").exit_code == 2
-    Path(FILE_NAME).write_text("not ours")
+    Path(SCHEMA_FILE_NAME).write_text("not ours")
     assert call("init", "other.toml").exit_code == 0
-    assert Path(FILE_NAME).read_text() == "not ours"
-    Path(FILE_NAME).write_text('{"title": "Config of megatrain-tier"}')
+    assert Path(SCHEMA_FILE_NAME).read_text() == "not ours"
+    Path(SCHEMA_FILE_NAME).write_text('{"title": "Config of megatrain-tier"}')
     assert call("init", "third.toml", "--json").exit_code == 0
-    assert "properties" in Path(FILE_NAME).read_text(), "an older schema of ours is renewed"
+    assert "properties" in Path(SCHEMA_FILE_NAME).read_text(), "an older schema of ours is renewed"
 
 
 def test_with_a_model_and_data_it_passes_check(here: Path) -> None:

@@ -10,8 +10,15 @@ from typing import Any
 
 from wrong_inputs.workplace import CONFIG_NAME, Workplace, WrongInput, numbered
 
-from megatrain.config.json_schema import is_required, leaf_schema
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, full_keys_of_leaf, known_keys, known_tables
+from megatrain.config.keys import (
+    ARRAY_TABLES,
+    FREE_TABLES,
+    full_keys_of_leaf,
+    is_required,
+    known_keys,
+    known_tables,
+    leaf_schema,
+)
 from megatrain.translate.names import NOT_YET, TRANSLATIONS
 
 COMMANDS = ("check", "plan")

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatrain.config import LoadedConfig, RunConfig, Size, load_config, to_toml, write_resolved
+from megatrain.config import LoadedConfig, RunConfig, load_config, to_toml, write_resolved
 from megatrain.config.keys import known_keys, known_tables
+from megatrain.config.load import salvage
 from megatrain.config.problems import ConfigError
 
 SMALLEST = """
@@ -48,7 +49,12 @@ def test_smallest_file_has_every_default(smallest: Path) -> None:
 
 def test_paths_are_relative_to_the_file(smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    config = load_config(smallest).config
+    more = '[[tiers.nvme]]\npath = "scratch/a"\nmount_point = "scratch"\n'
+    config = load_config(write(tmp_path, SMALLEST + more)).config
+    assert (config.tiers.nvme[0].path, config.tiers.nvme[0].mount_point) == (
+        tmp_path / "scratch/a",
+        tmp_path / "scratch",
+    )
     assert config.output_dir == tmp_path / "out"
     assert config.model.model_name_or_path == str(tmp_path / "model")
     assert config.data.train[0].path == str(tmp_path / "chat.jsonl")
@@ -279,13 +285,64 @@ def test_every_key_is_described() -> None:
     assert {"tiers.ram", "data.train"} <= known_tables()
 
 
+GOOD = """task = "sft"
+output_dir = "out"
+[model]
+model_name_or_path = "org/model"
+[[data.train]]
+path = "chat.jsonl"
+"""
+
+
+def problems_of(path: Path) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    return caught.value
+
+
 @pytest.mark.parametrize(
-    ("text", "total", "expected"),
-    [("2GiB", 100, 2 << 30), ("90%", 1000, 900), ("auto", 1000, 1000), ("1.5GB", 0, 1_500_000_000), (" 50 % ", 10, 5)],
+    "wrong",
+    [
+        "[training]\nbogus = 3\n",
+        '[optimizer]\nlearning_rate = "x"\n',
+        "[tiers.ram]\nsize = 3\n",
+        '[[data.train]]\npath = "b.jsonl"\nformat = "nonsense"\n',
+        "[training]\ntrain_batch_tokens = 100\n",
+        '[placement]\nweights = ["nvme"]\n',
+        "[bogus]\nx = 1\n",
+    ],
 )
-def test_size_resolves(text: str, total: int, expected: int) -> None:
-    assert Size.parse(text).resolve(total) == expected
+def test_the_rest_can_be_used(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD + wrong)
+    error = problems_of(path)
+    config, further = salvage(path, (), error.problems)
+    assert config is not None and further == []
+    assert config.model.model_name_or_path == "org/model"
+    assert config.data.train[0].path.endswith("chat.jsonl")
 
 
-def test_auto_size_has_its_own_value() -> None:
-    assert Size.parse("auto").resolve(1000, auto_bytes=7) == 7
+def test_problems_behind_others_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD + '[optimizer]\nlearning_rate = "x"\n[training]\ntrain_batch_tokens = 100\n')
+    config, further = salvage(path, (), problems_of(path).problems)
+    assert config is not None and config.training.train_batch_tokens is None
+    assert [(problem.key, problem.line) for problem in further] == [("training.train_batch_tokens", 10)]
+
+
+@pytest.mark.parametrize("text", ['task = "sft"\n', "x = = 1", GOOD.replace('"sft"', '"dpo"')])
+def test_too_little_is_left(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    config, _ = salvage(path, (), problems_of(path).problems)
+    assert config is None
+
+
+def test_further_files_are_laid_over(tmp_path: Path) -> None:
+    path, over = tmp_path / "run.toml", tmp_path / "over.toml"
+    path.write_text(GOOD)
+    over.write_text("[data]\nmax_length = 64\nbogus = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [over])
+    config, _ = salvage(path, (over,), caught.value.problems)
+    assert config is not None and config.data.max_length == 64

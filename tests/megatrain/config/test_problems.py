@@ -42,8 +42,8 @@ BAD = {
     "later release": ('[precision]\nmaster_dtype = "bfloat16"', "line 8: unknown key `precision.master_dtype`. This release does not have it yet; leave it out"),
     "text number": ('[optimizer]\nlearning_rate = "1e-5"', 'line 8: optimizer.learning_rate = "1e-5" is text. Write it without quotes: 1e-5'),
     "text boolean": ('[checkpoint]\nasync_save = "True"', 'line 8: checkpoint.async_save = "True" is text. Write it without quotes: true'),
-    "text packing": ('[data]\npacking = "True"', 'line 8: data.packing: "True" is text. Write it without quotes: true'),
-    "odd packing": ('[data]\npacking = "best"', """line 8: data.packing: 'best' is no way to pack. Write true, false or "concat\""""),
+    "text packing": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
+    "odd packing": ('[data]\npacking = "best"', 'line 8: data.packing = "best" is no way to pack. Write true, false or "concat"'),
     "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
     "number for text": ("[model]\n", "line 7: model is there twice. Keep one of the two"),
     "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
@@ -80,6 +80,8 @@ BAD = {
     "same folder": ('[[tiers.nvme]]\npath = "a"\n[[tiers.nvme]]\npath = "./a"', "line 10: tiers.nvme.1.path is the folder of tiers.nvme.0"),
     "half the rates": ('[[tiers.nvme]]\npath = "a"\nrate = "1GB/s"\n[[tiers.nvme]]\npath = "b"', "only some of [[tiers.nvme]] have a rate"),
     "pinned": ('[tiers.ram]\nsize = "1GiB"\npinned = "2GiB"', 'line 9: tiers.ram.pinned = "2GiB" is more than tiers.ram.size = "1GiB"'),
+    "odd copies": ("[checkpoint]\nsave_copy = [7]", "line 8: checkpoint.save_copy = [7] is no rule for copies. Write true (every checkpoint), 5"),
+    "lists of reports": ("[logging]\nreport_to = [[]]", 'line 8: logging.report_to = [] is not a choice. Write one of "jsonl", "tensorboard", "wandb"'),
     "interval without unit": ("[checkpoint]\nsave_interval = 45", 'line 8: checkpoint.save_interval: 45 has no unit. Write "45min" or "45s"'),
     "no interval": ('[checkpoint]\nsave_strategy = "time"', 'line 8: checkpoint.save_strategy = "time" needs checkpoint.save_interval. Write save_interval = "45min"'),
     "two rhythms": ('[checkpoint]\nsave_strategy = "epoch"\nsave_interval = "1h"', 'line 9: checkpoint.save_interval has no effect with save_strategy = "epoch"'),
@@ -113,7 +115,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('[model]\nmodel_name_or_path = "model"\n', "", "`model.model_name_or_path` is missing"),
         ('[[data.train]]\npath = "chat.jsonl"\n', "", "`data.train` is missing. Write [[data.train]] and below it path"),
         ('path = "chat.jsonl"\n', "", "line 5: `data.train.0.path` is missing"),
-        ('"model"\n', '"model"\ntrust_remote_code = true\n', "line 5: model.trust_remote_code = true: code in a model folder is never run here"),
+        ('"model"\n', '"model"\ntrust_remote_code = true\n', "line 5: model.trust_remote_code = true is not possible: code in a model folder is never run here"),
         ('"model"\n', '"model"\nchat_template = "no.jinja"\n', "line 5: model.chat_template: there is no file"),
         ('"model"\n', '"model"\nattn_implementation = "flash_attention_2"\n', "separates packed documents only in micro-batches of one row"),
         ('"model"', "3", "line 4: model.model_name_or_path = 3 is a number. Write it in quotes"),
@@ -228,3 +230,12 @@ def test_the_direct_way_needs_both_ends_and_no_checksums(tmp_path: Path) -> None
 def test_lines_are_found_in_awkward_toml(tmp_path: Path) -> None:
     text = 'run_name = """\nseed = 3\n"""\n' + HEAD + 'columns = { "prompt" = "a" }\n[optimizer]\nweight_decay_exclude = [\n  "a=[", # ]\n  "b",\n]\n"adam_beta1" = 7\n'  # fmt: skip
     assert problems_of(tmp_path, text) == ["line 16: optimizer.adam_beta1 = 7 is out of range. It must be below 1"]
+
+
+def test_keys_without_effect_beside_another_value_are_warned_of(tmp_path: Path) -> None:
+    head = HEAD.replace("[model]", '[model]\ncompile_backend = "eager"')
+    (tmp_path / "run.toml").write_text(head + '[optimizer]\noptim = "lion"\nadam_epsilon = 1e-6\nadam_beta1 = 0.8\n')
+    assert load_config(tmp_path / "run.toml").warnings == (
+        "model.compile_backend has no effect with compile = false",
+        'optimizer.adam_epsilon has no effect with optim = "lion"',
+    )

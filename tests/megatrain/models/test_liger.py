@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
-from megatrain.config import combinations, load_config
+from megatrain.config import load_config, problems
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss
@@ -282,7 +282,7 @@ PLACEMENTS = {
 
 @pytest.fixture
 def liger_on_the_cpu(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
+    monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     return liger
 

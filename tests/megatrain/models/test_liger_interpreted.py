@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.config import combinations
+from megatrain.config import problems
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.models.liger import _PLAIN, LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
@@ -135,7 +135,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 @interpreted
 @pytest.mark.slow
 def test_placement_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combinations, "_check_kernels", lambda config: iter(()))
+    monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(
         planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, torch.device("cuda"))
     )

@@ -1,4 +1,7 @@
-"""The JSON Schema says of values what the loader says; checked by a validator for the words that it uses."""
+"""What is known of each key, and its JSON Schema: it says of values what the loader says.
+
+The schema is checked by a validator for the words that it uses.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import ConfigError, load_config, to_toml
-from megatrain.config.json_schema import json_schema, leaf_schema
-from megatrain.config.keys import known_keys
+from megatrain.config.keys import alters, json_schema, known_keys, leaf_schema, schema_key
+from megatrain.config.schema import DataConfig, ModelConfig, RunConfig, Table, TrainingConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TYPES: dict[str, tuple[type, ...]] = {
@@ -164,3 +167,19 @@ def test_sizes_are_taken_by_both_or_by_none(text: str) -> None:
     else:
         is_size = True
     assert is_size == (not complaints(schema, text)), text
+
+
+@pytest.mark.parametrize("key", sorted(known_keys()))
+def test_every_key_is_known_to_alter_results_or_not(key: str) -> None:
+    assert alters(key) in ("yes", "by contents", "no")
+
+
+@pytest.mark.parametrize("table", [RunConfig, ModelConfig, DataConfig, TrainingConfig])
+def test_a_new_key_of_a_table_that_mixes_both_must_be_decided_upon(table: type[Table]) -> None:
+    assert not table.model_config.get("json_schema_extra")
+
+
+def test_a_key_inside_a_table_of_free_names_is_that_table() -> None:
+    assert schema_key("data.train.0.columns.prompt") == "data.train.columns"
+    assert alters("data.train.0.columns.prompt") == "by contents"
+    assert alters("optimizer.lr_scheduler_kwargs.num_cycles") == "yes"

@@ -1,13 +1,14 @@
-"""What `config explain` knows of a key, and under which names it is found."""
+"""What `config explain` knows of a key, under which names it is found, and the page of all of them in docs/."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from megatrain.config import ConfigError
-from megatrain.config.changes import alters_results
-from megatrain.config.describe import alters, describe_key, find_keys
-from megatrain.config.keys import known_keys
+from megatrain.config.keys import alters, known_keys
+from megatrain.config.reference import describe_key, find_keys, to_markdown
 from megatrain.translate.names import TRANSLATIONS
 
 
@@ -15,7 +16,7 @@ from megatrain.translate.names import TRANSLATIONS
 def test_every_key_is_described(key: str) -> None:
     found = describe_key(key)
     assert found.meaning and found.values and found.default
-    assert (found.alters == "yes") == alters_results(key)
+    assert found.alters == alters(key)
     assert find_keys(key) == ([key], "")
 
 
@@ -32,7 +33,7 @@ def test_a_description_in_full() -> None:
     ("key", "default", "example"),
     [
         ("task", "required", ()),
-        ("tiers.nvme.path", "required", ()),
+        ("tiers.nvme.path", "required", ("[[tiers.nvme]]", 'path = "state"')),
         ("run_name", "see above", ()),
         ("training.train_batch_tokens", "not set", ()),
         ("tiers.ram.size", '"auto"', ("[tiers.ram]", 'size = "110GiB"')),
@@ -92,3 +93,14 @@ def test_a_name_that_is_not_there() -> None:
         find_keys("learning_rat")
     with pytest.raises(ConfigError, match="no key `qqq`"):
         find_keys("qqq")
+
+
+def test_reference_is_up_to_date() -> None:
+    text = (Path(__file__).parents[3] / "docs/config.md").read_text(encoding="utf-8")
+    assert text == to_markdown() + "\n", "run: python -m megatrain.config.reference > docs/config.md"
+
+
+def test_reference_has_every_key() -> None:
+    text = to_markdown()
+    for key in known_keys():
+        assert f"| `{key.rsplit('.', 1)[-1]}` |" in text, key

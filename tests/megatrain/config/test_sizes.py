@@ -1,4 +1,4 @@
-"""Durations with units become seconds, and are written back exactly."""
+"""Sizes and durations with units become bytes and seconds, and durations are written back exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config.durations import exact_duration, parse_interval
+from megatrain.config import Size
+from megatrain.config.sizes import exact_duration, parse_interval
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,15 @@ def test_every_duration_comes_back(seconds: float) -> None:
 @pytest.mark.parametrize("text", ["45min", "30s", "2h", "1h30min", "0.25s"])
 def test_what_people_write_stays_as_it_is(text: str) -> None:
     assert exact_duration(parse_interval(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "expected"),
+    [("2GiB", 100, 2 << 30), ("90%", 1000, 900), ("auto", 1000, 1000), ("1.5GB", 0, 1_500_000_000), (" 50 % ", 10, 5)],
+)
+def test_size_resolves(text: str, total: int, expected: int) -> None:
+    assert Size.parse(text).resolve(total) == expected
+
+
+def test_auto_size_has_its_own_value() -> None:
+    assert Size.parse("auto").resolve(1000, auto_bytes=7) == 7

@@ -1,0 +1,174 @@
+"""What a key means, for ``config explain`` and ``docs/config.md``: its values, default, effect, and other names.
+
+The page is made by ``python -m megatrain.config.reference > docs/config.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.config.keys import (
+    KEYS,
+    TABLES,
+    advice_for_unknown,
+    allowed_values,
+    alters,
+    format_value,
+    full_keys_of_leaf,
+    header,
+    is_required,
+    leaf_schema,
+    parse_path,
+    plain,
+    schema_key,
+)
+from megatrain.config.problems import ConfigError, Problem
+from megatrain.translate.names import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
+
+_INTRODUCTION = """\
+# Config file
+
+Made from the schema by `python -m megatrain.config.reference > docs/config.md`; do not edit by hand.
+
+The file is TOML. Later values win: defaults < CONFIG < each `-c FILE` < `--set KEY=VALUE`. Tables merge, arrays are
+replaced. In `--set`, a last name that is unique is enough (`--set learning_rate=2e-5`); items of a list have numbers
+(`--set data.train.0.max_samples=100`). Paths are relative to the file they stand in, those in `--set` to the current
+directory. Sizes need a unit: `"120GiB"` (2^30), `"120GB"` (10^9), and `"90%"` where a share makes sense; so do
+durations: `"45min"`, `"30s"`, `"1h30min"`. Every problem is reported at once, with its line, and exit code 2.
+`output_dir/config.resolved.toml` holds every default and reproduces the run.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDescription:
+    """One key.
+
+    Attributes:
+        key: dotted, without the numbers of array tables.
+        meaning: its description.
+        values: what may be written, as a sentence.
+        default: as TOML, or why there is none.
+        alters: "yes", "no", or "by contents": the model or the data may be another one.
+        other_names: (tool, its name, note).
+        example: lines of TOML.
+    """
+
+    key: str
+    meaning: str
+    values: str
+    default: str
+    alters: str
+    other_names: tuple[tuple[str, str, str], ...]
+    example: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        names = [{"tool": tool, "name": name, "note": note} for tool, name, note in self.other_names]
+        return {
+            "key": self.key,
+            "meaning": self.meaning,
+            "values": self.values,
+            "default": self.default,
+            "alters_results": self.alters,
+            "other_names": names,
+            "schema": leaf_schema(self.key),
+        }
+
+
+def find_keys(name: str) -> tuple[list[str], str]:
+    """Return the keys that a name means, and what to say first: that it is another tool's name, or "".
+
+    Args:
+        name: a dotted key, with or without the numbers of array tables; a last name; a table; another tool's name.
+
+    Raises:
+        ConfigError: nothing is called that.
+    """
+    key = schema_key(name.strip().strip("[]"))
+    if key in KEYS:
+        return [key], ""
+    if key in TABLES:
+        return sorted(inner for inner in KEYS if inner.startswith(f"{key}.")), ""
+    leaf = key.rpartition(".")[2]
+    homes = sorted(known for known in KEYS if known.rpartition(".")[2] == leaf)
+    if homes and leaf == key:
+        preferred = full_keys_of_leaf(leaf)
+        return preferred if len(preferred) == 1 else homes, ""
+    if leaf in TRANSLATIONS and (ours := TRANSLATIONS[leaf].ours):
+        return find_keys(ours)[0], TRANSLATIONS[leaf].advice()
+    if leaf in ACCEPTED:
+        return [ACCEPTED[leaf]], f"`{leaf}` is the name in {TRANSFORMERS_4}; here: {ACCEPTED[leaf]}"
+    advice = advice_for_unknown(tuple(name.split(".")))
+    raise ConfigError("the config", [Problem(name, f"there is no key `{name}`", advice or "All keys: config schema")])
+
+
+def describe_key(key: str) -> KeyDescription:
+    """Return what there is to say about one of :data:`megatrain.config.keys.KEYS`."""
+    schema = KEYS[key]
+    return KeyDescription(
+        key=key,
+        meaning=schema["description"],
+        values=allowed_values(schema),
+        default=_default(key, "see above"),
+        alters=alters(key),
+        other_names=tuple(_other_names(key)),
+        example=_example(key),
+    )
+
+
+def _default(key: str, in_words: str) -> str:
+    """Return a default as TOML, or why there is none; ``in_words`` where the description says what it is."""
+    schema = KEYS[key]
+    if "default" in schema:
+        return format_value(schema["default"])
+    if "Default:" in schema["description"]:
+        return in_words
+    return "required" if is_required(key) else "not set"
+
+
+def _other_names(key: str) -> Iterator[tuple[str, str, str]]:
+    if "x-same-name" in KEYS[key]:
+        yield KEYS[key]["x-same-name"], key.rpartition(".")[2], "the same name"
+    for old, ours in ACCEPTED.items():
+        if ours == key:
+            yield TRANSFORMERS_4, old, "accepted"
+    for name, translation in TRANSLATIONS.items():
+        if translation.ours and plain(parse_path(translation.ours)) == key:
+            yield translation.tool, name, translation.note
+
+
+def _example(key: str) -> tuple[str, ...]:
+    schema, (table, _, leaf) = KEYS[key], key.rpartition(".")
+    value = schema.get("default")
+    if value in (None, "auto", [], {}):
+        kinds = [schema, *schema.get("anyOf", [])]
+        value = next((each for kind in kinds for each in kind.get("examples", ()) if each != value), value)
+    if value in (None, [], {}):
+        return ()
+    return (*((header(table),) if table else ()), f"{leaf} = {format_value(value)}")
+
+
+def to_markdown() -> str:
+    """Return the reference as Markdown."""
+    parts = [_INTRODUCTION]
+    for table in ("", *TABLES):
+        rows = [_row(key) for key in KEYS if key.rpartition(".")[0] == table]
+        title = f"`{header(table)}`" if table else "Top of the file"
+        if rows:
+            parts += ["", f"## {title}", "", "| key | values | default | meaning |", "|---|---|---|---|", *rows]
+    return "\n".join(parts)
+
+
+def _row(key: str) -> str:
+    cells = (allowed_values(KEYS[key]), _default(key, "see meaning"), KEYS[key]["description"])
+    values, default, meaning = (text.replace("|", "\\|").replace("<", "&lt;") for text in cells)
+    values = re.sub(r'"[^"]*"', r"`\g<0>`", values)
+    shown = f"`{default}`" if "default" in KEYS[key] else default
+    return f"| `{key.rpartition('.')[2]}` | {values} | {shown} | {meaning} |"
+
+
+if __name__ == "__main__":
+    print(to_markdown())
