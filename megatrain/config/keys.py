@@ -6,7 +6,7 @@ import datetime
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -95,6 +95,8 @@ def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterato
 
 _SCHEMA = _make_schema()
 _ALL = dict(_walk(_SCHEMA))
+#: Every key and table, in the order of the config.
+NAMES = tuple(_ALL)
 #: Dotted name, without the numbers of array tables -> schema, in the order of the config.
 KEYS: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" in schema}
 TABLES: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" not in schema}
@@ -158,6 +160,12 @@ def alters(key: str) -> Alters:
     found: Alters | None = KEYS[schema_key(key)]["x-alters"]
     assert found is not None, f"{key}: neither the key nor its table says whether it alters results"
     return found
+
+
+def used_if(key: str) -> Mapping[str, Sequence[Any]]:
+    """Return the other keys that must have one of some values for a key to have an effect: dotted key -> values."""
+    table = key.rpartition(".")[0]
+    return {f"{table}.{other}": values for other, values in KEYS[key].get("x-used-if", {}).items()}
 
 
 # Names

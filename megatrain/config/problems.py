@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,10 +27,10 @@ from megatrain.config.keys import (
     how_to_fill_in,
     is_required,
     plain,
+    used_if,
     what_to_write,
 )
 from megatrain.config.schema import RunConfig
-from megatrain.translate.names import SCHEDULER_ARGUMENTS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -304,6 +304,23 @@ def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -
 # Values do not go together
 
 
+#: Extra arguments that each schedule of transformers takes.
+_SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
+    "constant": frozenset(),
+    "constant_with_warmup": frozenset(),
+    "linear": frozenset(),
+    "cosine": frozenset({"num_cycles"}),
+    "cosine_with_restarts": frozenset({"num_cycles"}),
+    "polynomial": frozenset({"lr_end", "power"}),
+    "inverse_sqrt": frozenset({"timescale"}),
+    "cosine_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate"}),
+    "cosine_warmup_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"}),
+    "warmup_stable_decay": frozenset(
+        {"num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"}
+    ),
+}
+
+
 def find_bad_combinations(config: RunConfig) -> list[Problem]:
     """Return every combination of values in ``config`` that cannot work. Looks at the config alone."""
     return [
@@ -340,8 +357,8 @@ def find_warnings(config: RunConfig) -> list[str]:
             warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
     for key in KEYS:
         for other, value in idle_with(key, config).items():
-            if not _is_usual(key, config):
-                warnings.append(f"{key} has no effect with {other} = {format_value(value)}")
+            if _value(key, config) != KEYS[key].get("default"):
+                warnings.append(f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}")
     if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
     if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
@@ -350,21 +367,14 @@ def find_warnings(config: RunConfig) -> list[str]:
 
 
 def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
-    """Return the values of other keys in its table beside which a key has no effect; none where it has one."""
-    table = _table_of(key, config)
-    wanted: Mapping[str, Sequence[Any]] = KEYS[key].get("x-used-if", {})
-    return {other: getattr(table, other) for other, values in wanted.items() if getattr(table, other) not in values}
+    """Return the other keys, with their values, beside which a key has no effect; none where it has one."""
+    found = {other: (_value(other, config), values) for other, values in used_if(key).items()}
+    return {other: value for other, (value, values) in found.items() if value not in values}
 
 
-def _is_usual(key: str, config: RunConfig) -> bool:
-    """Return whether a key has its default."""
-    leaf = key.rpartition(".")[2]
-    return bool(getattr(_table_of(key, config), leaf) == KEYS[key].get("default"))
-
-
-def _table_of(key: str, config: RunConfig) -> Any:
-    """Return the table that holds a key outside of array tables."""
-    return functools.reduce(getattr, key.split(".")[:-1], config)
+def _value(key: str, config: RunConfig) -> Any:
+    """Return the value of a key outside of array tables."""
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def _check_gradients(config: RunConfig) -> Iterator[Problem]:
@@ -472,15 +482,15 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
 def _check_schedule(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     name, arguments = optimizer.lr_scheduler_type, optimizer.lr_scheduler_kwargs
-    if name not in SCHEDULER_ARGUMENTS:
+    if name not in _SCHEDULE_ARGUMENTS:
         yield Problem(
             "optimizer.lr_scheduler_type",
             f'optimizer.lr_scheduler_type = "{name}" is not a schedule',
-            "Write one of " + ", ".join(f'"{known}"' for known in SCHEDULER_ARGUMENTS),
+            "Write one of " + ", ".join(f'"{known}"' for known in _SCHEDULE_ARGUMENTS),
         )
         return
-    for argument in sorted(set(arguments) - SCHEDULER_ARGUMENTS[name]):
-        takers = [other for other, taken in SCHEDULER_ARGUMENTS.items() if argument in taken]
+    for argument in sorted(set(arguments) - _SCHEDULE_ARGUMENTS[name]):
+        takers = [other for other, taken in _SCHEDULE_ARGUMENTS.items() if argument in taken]
         yield Problem(
             "optimizer.lr_scheduler_kwargs",
             f'the "{name}" schedule takes no `{argument}`',

@@ -461,28 +461,3 @@ NOT_YET: frozenset[str] = frozenset(
         "precision.optimizer_dtype",
     }
 )
-
-#: Keys of ``[optimizer]`` that only some optimizers read.
-OPTIMIZERS_WITH_KEY: dict[str, frozenset[str]] = {
-    "adam_beta1": frozenset({"adamw", "lion"}),
-    "adam_beta2": frozenset({"adamw", "lion"}),
-    "adam_epsilon": frozenset({"adamw"}),
-    "sgd_momentum": frozenset({"sgd"}),
-    "sgd_nesterov": frozenset({"sgd"}),
-}
-
-#: Extra arguments that each schedule of transformers takes.
-SCHEDULER_ARGUMENTS: dict[str, frozenset[str]] = {
-    "constant": frozenset(),
-    "constant_with_warmup": frozenset(),
-    "linear": frozenset(),
-    "cosine": frozenset({"num_cycles"}),
-    "cosine_with_restarts": frozenset({"num_cycles"}),
-    "polynomial": frozenset({"lr_end", "power"}),
-    "inverse_sqrt": frozenset({"timescale"}),
-    "cosine_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate"}),
-    "cosine_warmup_with_min_lr": frozenset({"num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"}),
-    "warmup_stable_decay": frozenset(
-        {"num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"}
-    ),
-}

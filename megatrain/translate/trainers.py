@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.keys import leaf_schema
+from megatrain.config.keys import KEYS, leaf_schema, used_if
 from megatrain.translate.draft import (
     Draft,
     Rule,
@@ -22,7 +22,7 @@ from megatrain.translate.draft import (
     mapping,
     read_mapping,
 )
-from megatrain.translate.names import OPTIMIZERS_WITH_KEY, PLANNER
+from megatrain.translate.names import PLANNER
 
 _OPTIMIZERS = {
     "adamw": ("adamw", "paged_adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
@@ -250,11 +250,11 @@ def fill_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
     As in transformers, weight decay applies to embeddings, but not to biases and norms.
     """
     chosen = {key: entry.value for key, entry in draft.entries.items()}
-    unused = set()
-    if chosen.get("checkpoint.save_strategy", "steps") != "steps":
-        unused.add("checkpoint.save_steps")
-    if str(chosen.get("optimizer.optim", "adamw")) not in OPTIMIZERS_WITH_KEY["adam_beta2"]:
-        unused.add("optimizer.adam_beta2")
+    unused = {
+        key
+        for key in defaults
+        if any(chosen.get(other, KEYS[other]["default"]) not in values for other, values in used_if(key).items())
+    }
     num_steps = chosen.get("training.max_steps")
     if isinstance(num_steps, int) and num_steps > 0:
         unused.add("training.num_train_epochs")

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, dotted, format_value, json_schema, known_keys
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, dotted, format_value, schema_key
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import Draft, Entry, Left, plain_key, read_source
@@ -111,7 +111,7 @@ def _settle(draft: Draft) -> None:
     Raises:
         TranslationError: A required key has no usable value.
     """
-    for key in [key for key in draft.entries if _schema_key(key) not in known_keys()]:
+    for key in [key for key in draft.entries if schema_key(key) not in KEYS]:
         _take_out(draft, key, f"this release has no {plain_key(key)}")
     while True:
         problems = _problems(draft)
@@ -156,12 +156,6 @@ def _take_out(draft: Draft, key: str, why: str) -> None:
     entry = draft.entries.pop(key)
     if entry.theirs:
         draft.lose(entry.theirs, why, entry.value)
-
-
-def _schema_key(key: str) -> str:
-    """Return a key as the schema has it: without indices; a key inside a free table is that table."""
-    name = plain_key(key)
-    return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +224,7 @@ def _line(leaf: str, entry: Entry) -> str:
 
 def _in_order(entries: Mapping[str, Entry]) -> list[str]:
     """Return keys in the order of the schema: the values of a table before the tables inside it."""
-    order = {name: number for number, name in enumerate(_names(json_schema(), ""))}
+    order = {name: number for number, name in enumerate(NAMES)}
 
     def place(key: str) -> tuple[bool, list[tuple[int, str]]]:
         parts, path = key.split("."), []
@@ -241,13 +235,6 @@ def _in_order(entries: Mapping[str, Entry]) -> list[str]:
         return len(parts) > 1, path
 
     return sorted(entries, key=place)
-
-
-def _names(schema: Mapping[str, Any], prefix: str) -> list[str]:
-    names = []
-    for name, inner in schema.get("properties", {}).items():
-        names += [prefix + name, *_names(inner.get("items", inner), f"{prefix}{name}.")]
-    return names
 
 
 def one_line(left: Left) -> str:
