@@ -21,7 +21,7 @@ import pytest
 from bench import gpu, gpu_profile
 from bench.gpu_sides.cases import PARTS, VARIANTS, part_named, write_shape
 from bench.gpu_sides.job import Job
-from megatrain.config.keys import known_keys
+from megatrain.config.keys import KEYS
 from tiered.events import STALL_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -243,7 +243,7 @@ def test_a_part_with_variants_is_ours_alone_with_other_tables() -> None:
     for name in VARIANTS:  # keys of a config, all of them
         tables = part_named(f"7b_4k+{name}").tables
         texts = {f"{table}.{key}" if key else table for table, key in _keys(tables)}
-        assert texts <= known_keys(), texts
+        assert texts <= KEYS.keys(), texts
     for wrong in ("8b_4k", "7b_4k+faster"):
         with pytest.raises(KeyError):
             part_named(wrong)

@@ -135,16 +135,6 @@ def leaf_schema(key: str) -> Schema:
     return schema
 
 
-def known_keys() -> frozenset[str]:
-    """Return every dotted key that holds a value, without the numbers of array tables."""
-    return frozenset(KEYS)
-
-
-def known_tables() -> frozenset[str]:
-    """Return every dotted name of a table, without the numbers of array tables."""
-    return frozenset(TABLES)
-
-
 def is_required(key: str) -> bool:
     """Return whether a table that has this key must hold it."""
     required: bool = KEYS[key]["x-required"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, format_value, known_keys, leaf_schema, plain
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, format_value, leaf_schema, plain
 from megatrain.config.resolved import resolved_values
 from megatrain.config.schema import RunConfig
 from megatrain.report.history import RunHistory
@@ -317,7 +317,7 @@ def _changed_settings(config: RunConfig) -> list[Setting]:
         elif key in ARRAY_TABLES:
             for index, inner in enumerate(value):
                 look(inner, (*path, index))
-        elif key in known_keys() and key not in _RUN_KEYS and value is not None and value != {}:
+        elif key in KEYS and key not in _RUN_KEYS and value is not None and value != {}:
             default = leaf_schema(key).get("default")
             if (list(value) if isinstance(value, tuple) else value) != default:
                 text = "" if default is None or default == {} else format_value(default)

@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from megatrain.config.keys import known_keys, leaf_schema, plain
+from megatrain.config.keys import KEYS as OUR_KEYS
+from megatrain.config.keys import leaf_schema, plain
 from megatrain.translate.names import KEYS, TITLES, Fate, Tool
 
 _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
@@ -291,7 +292,7 @@ def plain_key(key: str) -> str:
 def _number(value: Any, ours: str) -> Any:
     """Return a value as a number where our key is one: YAML takes 1e-5 for text."""
     name = plain_key(ours)
-    if isinstance(value, str) and name in known_keys() and leaf_schema(name).get("type") in ("number", "integer"):
+    if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):
         try:
             number = float(value)
         except ValueError:

@@ -10,15 +10,7 @@ from typing import Any
 
 from wrong_inputs.workplace import CONFIG_NAME, Workplace, WrongInput, numbered
 
-from megatrain.config.keys import (
-    ARRAY_TABLES,
-    FREE_TABLES,
-    full_keys_of_leaf,
-    is_required,
-    known_keys,
-    known_tables,
-    leaf_schema,
-)
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, TABLES, full_keys_of_leaf, is_required, leaf_schema
 from megatrain.translate.names import NOT_YET, TRANSLATIONS
 
 COMMANDS = ("check", "plan")
@@ -120,7 +112,7 @@ def _put(key: str, value: str) -> Any:
 def value_cases() -> Iterator[WrongInput]:
     """Every key with values of other types, outside of its range, next to its choices, and with broken units."""
     generator = random.Random(SEED)
-    for key in sorted(known_keys()):
+    for key in sorted(KEYS):
         schema = leaf_schema(key)
         types = [] if key in _NO_TYPE_CHECK else wrong_type(schema)
         for value in sorted(generator.sample(types, min(2, len(types)))):
@@ -138,16 +130,16 @@ def value_cases() -> Iterator[WrongInput]:
 
 def name_cases() -> Iterator[WrongInput]:
     """Every key and table misspelled, keys in a wrong table, and every key that another tool has."""
-    for key in sorted(known_keys()):
+    for key in sorted(KEYS):
         yield _renamed(key)
-    for table in sorted(known_tables() - ARRAY_TABLES):
+    for table in sorted(TABLES.keys() - ARRAY_TABLES):
         yield _renamed_table(table)
     generator = random.Random(SEED)
-    tables = sorted(known_tables())
+    tables = sorted(TABLES)
     misplaced = set()  # keys of two tables may have the same last name
-    for key in sorted(generator.sample(sorted(known_keys()), 30)):
+    for key in sorted(generator.sample(sorted(KEYS), 30)):
         leaf, home = key.rpartition(".")[2], key.rpartition(".")[0]
-        there = [table for table in tables if table != home and f"{table}.{leaf}" not in known_keys()]
+        there = [table for table in tables if table != home and f"{table}.{leaf}" not in KEYS]
         misplaced.add((leaf, generator.choice(there)))
     for leaf, table in sorted(misplaced):
         yield _in_other_table(leaf, table)
@@ -198,7 +190,7 @@ def _of_other_tool(leaf: str) -> WrongInput:
 
 def missing_cases() -> Iterator[WrongInput]:
     """Every key that is required, left out."""
-    for key in sorted(known_keys()):
+    for key in sorted(KEYS):
         if is_required(key) and key not in FREE_TABLES:
             yield _without(key)
 

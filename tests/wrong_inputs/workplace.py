@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.keys import ARRAY_TABLES, known_tables
+from megatrain.config.keys import ARRAY_TABLES, TABLES
 from reference.tiny_model import write_tiny_model
 
 CONFIG_NAME = "run.toml"
@@ -207,4 +207,4 @@ def make_workplace(folder: Path, base_model: Path) -> Workplace:
 
 
 def all_tables() -> list[str]:
-    return sorted(known_tables())
+    return sorted(TABLES)

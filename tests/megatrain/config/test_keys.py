@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import ConfigError, load_config, to_toml
-from megatrain.config.keys import alters, json_schema, known_keys, leaf_schema, schema_key
+from megatrain.config.keys import KEYS, alters, json_schema, leaf_schema, schema_key
 from megatrain.config.schema import DataConfig, ModelConfig, RunConfig, Table, TrainingConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -99,7 +99,7 @@ def test_examples_and_their_resolved_form_keep_to_it(name: str) -> None:
     assert complaints(json_schema(), resolved) == []
 
 
-@pytest.mark.parametrize("key", sorted(known_keys()))
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_every_key_has_a_meaning_and_a_default_that_keeps_to_it(key: str) -> None:
     schema = leaf_schema(key)
     assert schema["description"]
@@ -169,7 +169,7 @@ def test_sizes_are_taken_by_both_or_by_none(text: str) -> None:
     assert is_size == (not complaints(schema, text)), text
 
 
-@pytest.mark.parametrize("key", sorted(known_keys()))
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_every_key_is_known_to_alter_results_or_not(key: str) -> None:
     assert alters(key) in ("yes", "by contents", "no")
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatrain.config import LoadedConfig, RunConfig, load_config, to_toml, write_resolved
-from megatrain.config.keys import known_keys, known_tables
+from megatrain.config.keys import KEYS, TABLES
 from megatrain.config.load import salvage
 from megatrain.config.problems import ConfigError
 
@@ -210,8 +210,8 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
         "tiers.nvme.mount_point",
         "evaluation.eval_max_samples", "evaluation.per_device_eval_batch_size",
     }  # fmt: skip
-    optional |= {key for key in known_keys() if key.startswith("data.eval.")}
-    for key in known_keys() - optional:
+    optional |= {key for key in KEYS if key.startswith("data.eval.")}
+    for key in KEYS.keys() - optional:
         assert f"\n{key.rsplit('.', 1)[-1]} = " in "\n" + text, key
 
 
@@ -282,7 +282,7 @@ def test_every_key_is_described() -> None:
         return len(fields)
 
     assert check(RunConfig) >= 15
-    assert {"tiers.ram", "data.train"} <= known_tables()
+    assert {"tiers.ram", "data.train"} <= TABLES.keys()
 
 
 GOOD = """task = "sft"

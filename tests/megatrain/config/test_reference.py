@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ConfigError
-from megatrain.config.keys import alters, known_keys
+from megatrain.config.keys import KEYS, alters
 from megatrain.config.reference import describe_key, find_keys, to_markdown
 from megatrain.translate.names import TRANSLATIONS
 
 
-@pytest.mark.parametrize("key", sorted(known_keys()))
+@pytest.mark.parametrize("key", sorted(KEYS))
 def test_every_key_is_described(key: str) -> None:
     found = describe_key(key)
     assert found.meaning and found.values and found.default
@@ -102,5 +102,5 @@ def test_reference_is_up_to_date() -> None:
 
 def test_reference_has_every_key() -> None:
     text = to_markdown()
-    for key in known_keys():
+    for key in KEYS:
         assert f"| `{key.rsplit('.', 1)[-1]}` |" in text, key
