@@ -41,7 +41,7 @@ import tiered.durable.commit
 from bench.common import QUICKSTART, Report
 from bench.models import write_llama
 from bench.sides import run_config
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import NvmeTier, RamTier, TieredStore
 from tiered.durable.arrays import flush_contents

@@ -26,7 +26,7 @@ from bench.common import QUICKSTART, ROOT, Report
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.loader import LoaderPosition
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.session import Session
 from megatrain.trainer import Trainer
 

@@ -40,7 +40,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
 from megatrain.evaluation import load_evaluation_sets
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from megatrain.verify.proof import IGNORED, make_plain_optimizer
 

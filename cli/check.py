@@ -14,7 +14,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DATA, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED
 from .options import config_options, json_option
-from .spinner import Spinner, without_collector
+from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
     from megatrain.checkup import Finding

@@ -167,7 +167,7 @@ def _print(infos: list[CheckpointInfo]) -> None:
 
     from tiered.units import format_size
 
-    from .render import PLAIN_WIDTH
+    from .render import PLAIN_WIDTH, print_line
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -181,14 +181,19 @@ def _print(infos: list[CheckpointInfo]) -> None:
     table.add_column("generation", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for info in infos:
-        notes = ["copy"] * info.is_copy + ["newest: a run continues from here"] * info.is_newest
-        note = info.problem or ", ".join(notes)
+        state = ["lost"] if info.lost else ["unusable"] if info.problem else []
+        notes = ["copy"] * info.is_copy + ["newest"] * info.is_newest + state
         table.add_row(
             "?" if info.step is None else str(info.step),
-            info.saved_at or "",
-            format_size(info.nbytes) if info.problem is None else "",
+            (info.saved_at or "").replace("+00:00", "Z"),
+            format_size(info.nbytes),
             "" if info.loss is None else f"{info.loss:.4f}",
             str(info.generation),
-            Text(note, style="red" if info.problem else "green"),
+            Text(", ".join(notes), style="red" if info.problem else "green"),
         )
     console.print(table)
+    for info in infos:
+        if info.problem is not None:
+            print_line(console, f"{_name(info)}: {info.problem}", indent=2, style="red")
+    newest = next((info for info in infos if info.is_newest), None)
+    print_line(console, "a run has nothing to continue" if newest is None else f"a run continues from {_name(newest)}")

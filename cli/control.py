@@ -1,26 +1,37 @@
-"""What ``status``, ``save`` and ``stop`` share: finding runs, reaching the living, times and sizes as text."""
+"""``megatrain-tier status``, ``save`` and ``stop``: look at runs, follow one, ask one to save or to stop."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
+from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
+from .options import json_option
 
 if TYPE_CHECKING:
-    from megatrain.run_folder import Owner, RunStatus
+    from rich.console import RenderableType
 
-POLL_S = 0.1
+    from megatrain.run.folder import Owner
+    from megatrain.run.status import RunStatus
+
+_POLL_S = 0.1
+_VIEW_POLL_S = 0.25
 _NOT_ENTERED = ("snap", "live")  # folders of blocks: many files, no runs
 
 run_argument = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN")
-timeout_option = click.option(
+_timeout_option = click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0),
@@ -31,9 +42,68 @@ timeout_option = click.option(
 )
 
 
-def find_runs(root: Path) -> Iterator[Path]:
-    """Yield ``root`` and the folders below it that a run wrote its status into. Follows no symbolic links."""
-    from megatrain.run_folder import STATUS_NAME
+# -- status --------------------------------------------------------------------------------------------------------
+
+
+@click.command("status")
+@click.argument("run", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="[RUN]")
+@click.option(
+    "--follow",
+    "is_followed",
+    is_flag=True,
+    help="Show the live view of a run until it ends, and exit with its exit code; 0 where it is done already. Ctrl-C "
+    "leaves the view and not the run.",
+)
+@json_option
+def status_command(run: Path | None, is_followed: bool, as_json: bool) -> int:
+    """Show where runs stand.
+
+    RUN is the output_dir of a run, or a folder with several below it; default: the current one.
+    """
+    if is_followed:
+        return _follow(_one_of(run or Path()), as_json=as_json)
+    seen = [_look(path) for path in _find_runs(run or Path())]
+    if run is not None and not seen and (alone := _look(run)).owner is not None:
+        seen = [alone]
+    if as_json:
+        click.echo(json.dumps({"runs": [_to_json(one) for one in seen]}))
+    else:
+        for one in seen:
+            _print(one)
+    if not seen:
+        if run is not None:
+            raise RunFailedError(f"no run in '{run}' or below. Give the output_dir of one", EXIT_CONFIG)
+        if not as_json:
+            click.echo("no run in the current folder or below")
+    return EXIT_DONE
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A run as it was found.
+
+    Attributes:
+        path: of its folder.
+        owner: the living process, or None.
+        status: written by that process; without one, by the last.
+        saved_step: of the checkpoint that it would continue.
+        drive_bytes: path of a drive -> bytes of its checkpoints there.
+        copied_steps: of whole copies in output_dir.
+        lost_steps: of checkpoints whose parts on a drive are gone.
+    """
+
+    path: Path
+    owner: Owner | None
+    status: RunStatus | None
+    saved_step: int | None
+    drive_bytes: dict[Path, int]
+    copied_steps: list[int]
+    lost_steps: list[int]
+
+
+def _find_runs(root: Path) -> Iterator[Path]:
+    """Yield ``root`` and the folders below it that have a status. Follows no symbolic links."""
+    from megatrain.run.status import STATUS_NAME
 
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
@@ -42,57 +112,466 @@ def find_runs(root: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def require_owner(run: Path) -> Owner:
-    """Return the living process of a run, or end the command: what it was last seen doing."""
-    from megatrain.run_folder import living_owner, read_status
+def _one_of(root: Path) -> Path:
+    """Return the run to follow: the folder itself, or the only living run below it."""
+    from megatrain.run.folder import living_owner
+
+    if living_owner(root) is not None:
+        return root
+    alive = [path for path in _find_runs(root) if living_owner(path) is not None]
+    if len(alive) > 1:
+        raise RunFailedError(
+            f"{len(alive)} runs are alive in '{root}': name one of {', '.join(map(str, alive))}", EXIT_CONFIG
+        )
+    return alive[0] if alive else root
+
+
+def _look(path: Path) -> _Seen:
+    from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints
+    from megatrain.run.folder import living_owner
+    from megatrain.run.status import read_status
+
+    owner = living_owner(path)
+    status = read_status(path) if owner is None else _own_status(path, owner)
+    saved = saved_checkpoints(path)
+    return _Seen(
+        path,
+        owner,
+        status,
+        next((checkpoint.step for checkpoint in saved if not checkpoint.missing), None),
+        bytes_on_drives(path),
+        sorted(checkpoint.step for checkpoint in saved if checkpoint.is_copy and not checkpoint.missing),
+        sorted({checkpoint.step for checkpoint in saved if checkpoint.missing}),
+    )
+
+
+def _print(seen: _Seen) -> None:
+    click.secho(str(seen.path), bold=True)
+    for name, text in _lines(seen):
+        _echo(f"  {name:<9}{text}" if name else f"  {text}", indent=11 if name else 4)
+
+
+def _echo(text: str, *, indent: int = 2) -> None:
+    """Print text; on a terminal each line is wrapped between words, and continued lines are indented."""
+    for line in text.splitlines():
+        if sys.stdout.isatty():
+            width, lead = max(40, shutil.get_terminal_size().columns), len(line) - len(line.lstrip())
+            line = textwrap.fill(
+                line.lstrip(), width, initial_indent=" " * lead, subsequent_indent=" " * indent,
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+        click.echo(line)
+
+
+def _lines(seen: _Seen) -> list[tuple[str, str]]:
+    status, owner = seen.status, seen.owner
+    if owner is None:
+        lines = [("", line) for line in _describe_ended(seen.path).splitlines()]
+        lines += [*_evaluations(status), *_places(seen)]
+        if status is not None and status.state == "done" and (seen.path / "final").is_dir():
+            lines.append(("model", str(seen.path / "final")))
+        return lines
+    if status is None:
+        return [("starting", owner.text)]
+    lines = [(status.state, _progress(status)), *_evaluations(status)]
+    if status.metrics is not None and status.metrics.tier_used_bytes:
+        lines.append(("memory", _memory(status)))
+    if seen.saved_step is not None:
+        when = f", {_age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
+        lines.append(("saved", f"step {seen.saved_step}{when}"))
+    lines += _places(seen)
+    lines.append(("process", f"{owner.pid} on {owner.host}, last wrote {_age(status.updated_at)} ago"))
+    if status.message:
+        lines.append(("message", status.message))
+    return lines
+
+
+def _places(seen: _Seen) -> list[tuple[str, str]]:
+    """Return a line for each drive that holds parts of checkpoints, and one for the copies in output_dir."""
+    from tiered.units import format_size
+
+    lines = [
+        ("drive", f"{format_size(nbytes)} of its checkpoints lie in {path}: deleting that folder destroys them")
+        for path, nbytes in seen.drive_bytes.items()
+    ]
+    if seen.copied_steps:
+        steps = ", ".join(map(str, seen.copied_steps))
+        lines.append(("copies", f"step{'s' if len(seen.copied_steps) > 1 else ''} {steps}, whole in output_dir"))
+    return lines
+
+
+def _evaluations(status: RunStatus | None) -> list[tuple[str, str]]:
+    """Return a line for each evaluation set; figures that are not finite were written as text."""
+    lines = []
+    for name, each in (status.evaluations if status is not None else {}).items():
+        loss, perplexity = float(each["loss"]), float(each["perplexity"])
+        lines.append(("eval", f"{name}: loss {loss:.4f}, perplexity {perplexity:.2f} at step {each['step']}"))
+    return lines
+
+
+def _progress(status: RunStatus) -> str:
+    if not status.max_steps:
+        return status.run_name
+    parts = [f"step {status.step}/{status.max_steps} {100.0 * status.step / status.max_steps:.1f}%"]
+    if (metrics := status.metrics) is not None:
+        parts += [
+            f"loss {metrics.loss:.4f}",
+            f"gnorm {metrics.grad_norm:.2f}",
+            f"lr {metrics.lr:.1e}",
+            f"{metrics.real_tokens_per_s:,.0f} tok/s",
+            f"eta {duration(metrics.eta_s)}",
+        ]
+    return " | ".join(parts)
+
+
+def _memory(status: RunStatus) -> str:
+    from megatrain.run.metrics import format_tiers
+    from tiered.units import format_size
+
+    metrics = status.metrics
+    assert metrics is not None
+    tiers = [format_tiers({tier: used}, metrics.tier_capacity_bytes) for tier, used in metrics.tier_used_bytes.items()]
+    return "  ".join([*tiers, f"process {format_size(metrics.rss_bytes)}"])
+
+
+def _to_json(seen: _Seen) -> dict[str, Any]:
+    return {
+        "path": str(seen.path.resolve()),
+        "running": seen.owner is not None,
+        "owner": None if seen.owner is None else seen.owner.text,
+        "saved_step": seen.saved_step,
+        "checkpoint_bytes_on_drives": {str(path): nbytes for path, nbytes in seen.drive_bytes.items()},
+        "copied_steps": seen.copied_steps,
+        "lost_steps": seen.lost_steps,
+        "status": None if seen.status is None else seen.status.to_json(),
+    }
+
+
+# -- status --follow -----------------------------------------------------------------------------------------------
+
+
+def _follow(run: Path, *, as_json: bool) -> int:
+    """Show what a run does until it ends; Ctrl-C leaves the view. Of one that has ended, show how.
+
+    Returns:
+        The exit code of the run; 0 if the view was left; 1 if the run died.
+    """
+    from megatrain.run.folder import living_owner
+    from megatrain.run.status import read_status
+
+    owner = living_owner(run)
+    if owner is None:
+        status = read_status(run)
+        if status is None:
+            raise RunFailedError(_not_a_run(run), EXIT_CONFIG)
+        if as_json:
+            click.echo(json.dumps(status.to_json()))
+        else:
+            _echo(_describe_ended(run))
+        return _exit_code_of(status)
+    view = _JsonLines() if as_json else _View() if sys.stdout.isatty() else _Lines()
+    try:
+        view.open()
+        while (now := living_owner(run)) is not None and now.pid == owner.pid:
+            if (status := _own_status(run, owner)) is not None:
+                view.show(status)
+            time.sleep(_VIEW_POLL_S)
+        status = read_status(run)  # the last one, written before the folder was unlocked
+        if status is not None and status.pid == owner.pid:
+            view.show(status)
+    except KeyboardInterrupt:
+        view.close()
+        click.echo(f"the run goes on, process {owner.pid}", err=True)
+        return EXIT_DONE
+    finally:
+        view.close()
+    if not as_json:
+        _echo(_describe_ended(run))
+    return EXIT_FAILED if status is None or status.pid != owner.pid else _exit_code_of(status)
+
+
+def _exit_code_of(status: RunStatus) -> int:
+    """Return the exit code of a run that has ended; one whose last state is not final died."""
+    from megatrain.run.status import FINAL_STATES
+
+    if status.state not in FINAL_STATES:
+        return EXIT_FAILED
+    if status.exit_code is not None:
+        return status.exit_code
+    return {"done": EXIT_DONE, "stopped": EXIT_INTERRUPTED_AND_SAVED}.get(status.state, EXIT_FAILED)
+
+
+class _Lines:
+    """A line for each step that is seen, and each message."""
+
+    def __init__(self) -> None:
+        self._step, self._message = -1, ""
+
+    def open(self) -> None:
+        """Begin to draw."""
+
+    def show(self, status: RunStatus) -> None:
+        """Show what is new."""
+        from megatrain.run.metrics import format_step
+
+        if status.metrics is not None and status.metrics.step != self._step:
+            self._step = status.metrics.step
+            self.say(format_step(status.metrics))
+        if status.message and status.message != self._message:
+            self._message = status.message
+            self.say(status.message)
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+        click.echo(text)
+
+    def close(self) -> None:
+        """Restore the terminal. Safe to call twice."""
+
+
+class _JsonLines(_Lines):
+    """A JSON object for each change of the status."""
+
+    def show(self, status: RunStatus) -> None:
+        if status.updated_at + str(status.step) != self._message:
+            self._message = status.updated_at + str(status.step)
+            self.say(json.dumps(status.to_json()))
+
+
+class _View(_Lines):
+    """The live view, as the run itself shows it on a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        from megatrain.run.activity import Moment
+
+        super().__init__()
+        self._console = Console(highlight=False)
+        self._status: RunStatus | None = None
+        self._moment, self._seen_s = Moment(doing="starting"), time.monotonic()
+
+    def open(self) -> None:
+        from .render import LiveView
+
+        self._live = LiveView(self._console, self._picture)
+
+    def show(self, status: RunStatus) -> None:
+        from megatrain.run.activity import Moment
+
+        moment = Moment.from_json(status.activity)
+        # The status is written once a second: in between the seconds of the same activity are counted here.
+        if moment != self._moment:
+            self._moment, self._seen_s = moment, time.monotonic()
+        self._status = status
+        if status.message and status.message != self._message:
+            self._message = status.message
+            self.say(status.message)
+
+    def say(self, text: str) -> None:
+        self._live.say(text)
+
+    def close(self) -> None:
+        self._moment = replace(self._moment, doing="", notice="")
+        self._live.close(stays=self._status is not None and self._status.metrics is not None)
+
+    def _picture(self) -> RenderableType:
+        from megatrain.run.metrics import EvaluationMetrics
+
+        from .render import live_view
+
+        status, moment = self._status, self._moment
+        if moment.doing:
+            moment = replace(moment, seconds=moment.seconds + time.monotonic() - self._seen_s)
+        if status is None:
+            return live_view(None, moment, width=self._console.width)
+        evaluations = {
+            name: EvaluationMetrics(int(each["step"]), status.max_steps, name, float(each["loss"]), 0, 0.0)
+            for name, each in status.evaluations.items()
+        }
+        return live_view(status.metrics, moment, evaluations, width=self._console.width)
+
+
+# -- save ----------------------------------------------------------------------------------------------------------
+
+
+@click.command("save")
+@run_argument
+@_timeout_option
+@json_option
+def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
+    """Let a living run save itself after its present step, and go on.
+
+    RUN is the run's output_dir. Returns once the checkpoint is on disk.
+    """
+    from megatrain.run.folder import check_reachable, living_owner, send_signal
+
+    owner = _require_owner(run)
+    try:
+        check_reachable(run, owner)
+        before = _wait_for_handler(run, owner, timeout_s)
+        send_signal(run, owner, signal.SIGUSR1)
+    except ProcessLookupError:
+        raise RunFailedError(f"{run}: {_describe_ended(run)}", EXIT_FAILED) from None
+    if not as_json:
+        click.echo(f"asked process {owner.pid}: it saves after its present step", err=True)
+    saved: list[int] = []
+
+    def is_over() -> bool:
+        has_ended = living_owner(run) != owner  # before the status is read, which a run writes before it ends
+        status = _own_status(run, owner)
+        if status is not None and (step := _newer_checkpoint(before, status)) is not None:
+            saved.append(step)
+        return bool(saved) or has_ended
+
+    is_in_time = _wait_for(is_over, timeout_s)
+    if saved:
+        path = str((run / "checkpoints").resolve())
+        text = f"saved  checkpoint at step {saved[0]}"
+        click.echo(json.dumps({"saved_step": saved[0], "path": path}) if as_json else text)
+        return EXIT_DONE
+    if is_in_time:
+        raise RunFailedError(f"{run}: {_describe_ended(run)}", EXIT_FAILED)
+    status = _own_status(run, owner)
+    why = f": {status.message}" if status is not None and status.state == "paused" else ""
+    raise RunFailedError(
+        f"no checkpoint within {timeout_s:g} s{why}. The run still saves after its step: see "
+        f"megatrain-tier status {run}",
+        EXIT_FAILED,
+    )
+
+
+def _wait_for_handler(run: Path, owner: Owner, timeout_s: float) -> RunStatus:
+    """Wait until a run handles SIGUSR1, which ends a process without a handler; return its status.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
+    from megatrain.run.folder import catches_signal, living_owner
+
+    seen: list[RunStatus] = []
+
+    def is_ready() -> bool:
+        if living_owner(run) != owner:
+            raise ProcessLookupError
+        status = _own_status(run, owner)
+        if status is not None and status.state not in ("starting", "training", "paused"):
+            raise RunFailedError(f"{run}: its steps are done ({status.state}): it saves no more", EXIT_FAILED)
+        if status is None or not catches_signal(owner.pid or 0, signal.SIGUSR1):
+            return False
+        seen.append(status)
+        return True
+
+    if not _wait_for(is_ready, timeout_s):
+        raise RunFailedError(f"{run}: still starting after {timeout_s:g} s; it was not asked", EXIT_FAILED)
+    return seen[-1]
+
+
+def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
+    """Return the step of a checkpoint that holds at least the steps done when the run was asked."""
+    is_new = (now.checkpoint_step, now.checkpoint_at) != (before.checkpoint_step, before.checkpoint_at)
+    if now.checkpoint_step is None or not is_new or now.checkpoint_step < before.step:
+        return None
+    return now.checkpoint_step
+
+
+# -- stop ----------------------------------------------------------------------------------------------------------
+
+
+@click.command("stop")
+@run_argument
+@_timeout_option
+@json_option
+def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
+    """Let a living run finish its step, save and end.
+
+    RUN is the run's output_dir. Returns once the run has ended. A second stop ends the run at once, without saving.
+    """
+    from megatrain.run.folder import committed_step, living_owner, send_signal
+    from megatrain.run.status import read_status
+
+    owner = _require_owner(run)
+    try:
+        send_signal(run, owner, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has just ended
+    else:
+        if not as_json:
+            click.echo(f"asked process {owner.pid}: it finishes its step, saves and ends", err=True)
+    if not _wait_for(lambda: living_owner(run) != owner, timeout_s):
+        raise RunFailedError(
+            f"process {owner.pid} has not ended within {timeout_s:g} s; it still will, after its step. "
+            "Another stop ends it at once, without saving",
+            EXIT_FAILED,
+        )
+    status, saved_step = read_status(run), committed_step(run)
+    if as_json:
+        state, step = (None, None) if status is None else (status.state, status.step)
+        click.echo(json.dumps({"state": state, "step": step, "saved_step": saved_step}))
+    else:
+        _echo(_describe_ended(run))
+    return EXIT_DONE
+
+
+# -- shared --------------------------------------------------------------------------------------------------------
+
+
+def _require_owner(run: Path) -> Owner:
+    """Return the living process of a run; without one end the command, saying how the run ended."""
+    from megatrain.run.folder import living_owner
+    from megatrain.run.status import read_status
 
     owner = living_owner(run)
     if owner is None:
         if read_status(run) is None:
-            raise RunFailedError(f"'{run}' is not the folder of a run. Give the output_dir of one", EXIT_CONFIG)
-        raise RunFailedError(f"{run}: {describe_ended(run)}", EXIT_FAILED)
+            raise RunFailedError(_not_a_run(run), EXIT_CONFIG)
+        raise RunFailedError(f"{run}: {_describe_ended(run)}", EXIT_FAILED)
     return owner
 
 
-def own_status(run: Path, owner: Owner) -> RunStatus | None:
-    """Return what the living process wrote, None if nothing yet: a file of the run before is not its."""
-    from megatrain.run_folder import read_status
+def _not_a_run(run: Path) -> str:
+    return f"'{run}' is not the folder of a run. Give the output_dir of one"
+
+
+def _own_status(run: Path, owner: Owner) -> RunStatus | None:
+    """Return the status that the living process wrote; None while that of an earlier run is there."""
+    from megatrain.run.status import read_status
 
     status = read_status(run)
     return status if status is not None and status.pid == owner.pid and status.host == owner.host else None
 
 
-def wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether it was over in time."""
+def _wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until something is over; return whether it was in time."""
     end_s = time.monotonic() + timeout_s
     while not is_over():
         if time.monotonic() >= end_s:
             return False
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     return True
 
 
-def describe_ended(run: Path) -> str:
+def _describe_ended(run: Path) -> str:
     """Return how a run that is not running ended, and what to do."""
-    from megatrain.run_folder import read_status
+    from megatrain.run.status import read_status
 
     status = read_status(run)
     if status is None:
         return "not running"
-    goes_on = _what_next(run)
-    seen = f"{age(status.updated_at)} ago"
+    what_next = _what_next(run)
+    seen = f"{_age(status.updated_at)} ago"
     if status.state == "done":
         lost = _lost(run)
         return f"done, {status.step} steps, {seen}" + (f"\n{lost}" if lost else "")
     if status.state == "stopped":
-        return f"stopped at step {status.step}, {seen}; {goes_on}"
+        return f"stopped at step {status.step}, {seen}; {what_next}"
     if status.state == "failed":
-        return f"failed at step {status.step}, {seen}: {status.message}\n{goes_on}"
-    return f"not running; last seen at step {status.step}, {seen}; {goes_on}"
+        return f"failed at step {status.step}, {seen}: {status.message}\n{what_next}"
+    return f"not running; last seen at step {status.step}, {seen}; {what_next}"
 
 
 def _what_next(run: Path) -> str:
-    """Return from where a run would continue, and what of it is gone with a drive."""
+    """Return from which step a run would continue, and which checkpoints are lost with a drive."""
     from megatrain.checkpoint.whereabouts import usable_checkpoint
 
     found, lost = usable_checkpoint(run), _lost(run)
@@ -108,15 +587,15 @@ def _what_next(run: Path) -> str:
 
 
 def _lost(run: Path) -> str:
-    """Return which checkpoints of a run are gone with a drive, "" if none is."""
+    """Return which checkpoints of a run are lost with a drive, "" if none is."""
     from megatrain.checkpoint.whereabouts import Lost, saved_checkpoints
 
     lost = Lost.of(saved_checkpoints(run))
     return "" if lost is None else str(lost)
 
 
-def age(moment: str) -> str:
-    """Return how long ago a date and time was, in the two largest units at most: "40 s", "3 min", "2 h 5 min"."""
+def _age(moment: str) -> str:
+    """Return how long ago a date and time was: "40 s", "3 min", "2 h 5 min"."""
     try:
         seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
     except (ValueError, TypeError):
@@ -125,7 +604,7 @@ def age(moment: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the two largest units at most."""
+    """Return a duration in its two largest units at most."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = int(seconds) // 60

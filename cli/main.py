@@ -1,6 +1,6 @@
-"""The command group: which commands there are, and which exit code each failure has.
+"""The command group: the commands, and the exit code of each error.
 
-Nothing heavy is imported here or by the command modules themselves, so that ``--help`` answers at once.
+Neither this module nor those of the commands import anything heavy at their top: ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ EXIT_DATA = 4
 EXIT_VERIFY = 5
 EXIT_INTERRUPTED_AND_SAVED = 75
 
+PROGRAM = "megatrain-tier"
 DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 
-#: Errors that are the user's to mend: (module, class, exit code). Looked up only among imported modules.
+#: Errors that users can fix: (module, class, exit code). Looked up among the imported modules only.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.config.problems", "ConfigError", EXIT_CONFIG),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
@@ -43,7 +44,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "ExportTargetError", EXIT_CONFIG),
     ("tiered.errors", "UnusableDirectoryError", EXIT_CONFIG),
     ("megatrain.checkpoint.state", "CheckpointError", EXIT_FAILED),
-    ("megatrain.run_folder", "UnreachableRunError", EXIT_FAILED),
+    ("megatrain.run.folder", "UnreachableRunError", EXIT_FAILED),
     ("megatrain.report.history", "NotARunError", EXIT_CONFIG),
     ("megatrain.plan.placement", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
@@ -57,29 +58,25 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
+#: name -> module and name of the command in it. Imported when it is asked for.
 _COMMANDS = {
-    name: f".{name}"
-    for name in (
-        "check",
-        "ckpt",
-        "clean",
-        "completion",
-        "config",
-        "data",
-        "doctor",
-        "export",
-        "init",
-        "plan",
-        "report",
-        "run",
-        "save",
-        "status",
-        "stop",
-        "trace",
-        "verify",
-    )
+    **{
+        name: (f".{name}", "command")
+        for name in ("check", "ckpt", "clean", "config", "data", "doctor", "export", "init", "plan", "report", "run")
+    },
+    **{name: (".control", f"{name}_command") for name in ("save", "status", "stop")},
+    "completion": (".main", "completion_command"),
+    "import": (".import_", "command"),  # a keyword of Python
+    "trace": (".trace", "command"),
+    "verify": (".verify", "command"),
 }
-_COMMANDS["import"] = ".import_"  # a word of Python
+
+#: Shell -> how to have it complete commands and options.
+_SHELLS = {
+    "bash": 'eval "$(megatrain-tier completion bash)"      # in ~/.bashrc',
+    "zsh": 'eval "$(megatrain-tier completion zsh)"       # in ~/.zshrc, after compinit',
+    "fish": "megatrain-tier completion fish | source       # in ~/.config/fish/config.fish",
+}
 
 
 class RunFailedError(Exception):
@@ -91,7 +88,7 @@ class RunFailedError(Exception):
 
 
 def exit_code_of(error: BaseException) -> int | None:
-    """Return the exit code of an expected error, or None for one that nobody foresaw."""
+    """Return the exit code of an expected error, or None."""
     if isinstance(error, RunFailedError):
         return error.exit_code
     for module_name, class_name, code in EXPECTED_ERRORS:
@@ -102,7 +99,7 @@ def exit_code_of(error: BaseException) -> int | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return one message for a person, without a traceback."""
+    """Return the message of an error, without a traceback."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
@@ -116,7 +113,7 @@ def describe(error: BaseException) -> str:
 
 
 class CommandGroup(click.Group):
-    """Loads commands when they are asked for and turns exceptions into messages and exit codes."""
+    """Imports a command when it is called, and turns exceptions into messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -124,8 +121,8 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(_COMMANDS[cmd_name], __package__)
-        command = module.command
+        module, name = _COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module, __package__), name)
         assert isinstance(command, click.Command), cmd_name
         return command
 
@@ -156,9 +153,9 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        click.echo(f"megatrain-tier {version('megatrain-tier')}")
+        click.echo(f"{PROGRAM} {version(PROGRAM)}")
     except PackageNotFoundError:
-        click.echo("megatrain-tier (not installed, run from its folder)")
+        click.echo(f"{PROGRAM} (not installed, run from its folder)")
     ctx.exit()
 
 
@@ -185,7 +182,28 @@ def command_group() -> None:
     """
 
 
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion_command(ctx: click.Context, shell: str) -> int:
+    """Print the completion script of a shell.
+
+    \b
+    bash   eval "$(megatrain-tier completion bash)"  in ~/.bashrc
+    zsh    eval "$(megatrain-tier completion zsh)"   in ~/.zshrc, after compinit
+    fish   megatrain-tier completion fish | source   in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, shell
+    variable = f"_{PROGRAM.replace('-', '_').upper()}_COMPLETE"
+    click.echo(f"# {_SHELLS[shell]}")
+    click.echo(kind(ctx.find_root().command, {}, PROGRAM, variable).source())
+    return EXIT_DONE
+
+
 def main() -> None:
     """Run the command line; the console command megatrain-tier."""
     _let_gpu_memory_grow()
-    command_group.main(prog_name="megatrain-tier")
+    command_group.main(prog_name=PROGRAM)

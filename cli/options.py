@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
 
-    from .spinner import Spinner
+    from .terminal import Spinner
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -48,7 +48,7 @@ json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="P
 def load(
     config: Path, extra_files: Sequence[Path], overrides: Sequence[str], spinner: Spinner | None = None
 ) -> LoadedConfig:
-    """Read the config of a command and print its warnings on stderr, where a spinner makes room for them."""
+    """Read the config of a command; print its warnings on stderr, above the spinner if there is one."""
     from megatrain.config import load_config
 
     loaded = load_config(config, extra_files, overrides)

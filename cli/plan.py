@@ -1,4 +1,4 @@
-"""``megatrain-tier plan``: show where every byte goes. Trains nothing."""
+"""``megatrain-tier plan``: the placement of every byte, the traffic of a step, the length of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, RunFailedError
 from .main import describe as describe_error
 from .options import config_options, json_option, load
-from .spinner import Spinner, without_collector
+from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -97,11 +97,10 @@ def command(
 
 
 def _trainer(config: RunConfig) -> Trainer:
+    from megatrain.run.metrics import RunObserver
     from megatrain.trainer import Trainer
 
-    from .render import QuietObserver
-
-    return Trainer(config, observer=QuietObserver())
+    return Trainer(config, observer=RunObserver())
 
 
 def _configs_of(

@@ -1,4 +1,4 @@
-"""What people see: the plan as a table, progress as a live view or plain lines, the summary."""
+"""Text on the console: the plan as a table, progress as a live view or lines, the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 import threading
 from collections import deque
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,11 +17,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.activity import Activity, Moment
-from megatrain.metrics import (
+from megatrain.run.activity import Activity, Moment
+from megatrain.run.metrics import (
     CheckpointMetrics,
     EvaluationMetrics,
     RunInfo,
+    RunObserver,
     RunSummary,
     StepMetrics,
     format_checkpoint,
@@ -36,21 +37,22 @@ from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
 
     from megatrain.plan.limits import Objection
     from megatrain.plan.plan import Estimate
     from megatrain.plan.simulate import SimulatedStep
 
-_REFRESH_S = 0.25  # often enough for the eye; a picture takes a few milliseconds of a processor
-_CLOSE_TIMEOUT_S = 5.0  # for a terminal that takes nothing
+_REFRESH_S = 0.25  # drawing takes a few milliseconds
+_CLOSE_TIMEOUT_S = 5.0  # for a stopped terminal
 _SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR = 47, 54, 8  # columns
 _LONGEST_NAME = 24
 
-PLAIN_WIDTH = 140  # columns of a table that goes to a file: wide enough that notes stay on one line
+PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
 
 
 class PlanView(Protocol):
-    """What the table needs to know of a plan. Sizes are bytes.
+    """What the table shows of a plan. Sizes are bytes.
 
     Attributes:
         headline: model, parameters, tokens and steps, in one line.
@@ -60,7 +62,7 @@ class PlanView(Protocol):
         budgets: tier -> bytes.
         traffic: ``"ram->nvme"`` -> bytes per step.
         fits: whether it can run.
-        guesses: what of the workspace was guessed, and why; empty: it is exact.
+        guesses: parts of the workspace that were estimated, and why; empty: it is exact.
         messages: hints, or what does not fit.
     """
 
@@ -86,7 +88,7 @@ class PlanView(Protocol):
 
 @runtime_checkable
 class TimedPlan(Protocol):
-    """A plan with an estimate of times and wear: lines for people, and JSON values."""
+    """A plan with an estimate of times and wear."""
 
     @property
     def estimate(self) -> Estimate | None: ...
@@ -142,10 +144,12 @@ def print_plan(
 
 
 def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
-    """Print text; on a terminal it is cut between words.
+    """Print text; on a terminal it is wrapped between words.
 
     Args:
-        indent: columns that further lines begin with: those of the name that stands at the start.
+        console: where.
+        text: may have several lines.
+        indent: columns before a continued line: the width of the name at the start.
         style: of rich.
     """
     if console.is_terminal:
@@ -201,25 +205,22 @@ def plan_table(plan: PlanView) -> Table:
     return table
 
 
-class QuietObserver:
-    """Shows nothing."""
+class ConsoleObserver(RunObserver):
+    """Shows nothing. A context manager, for what is drawn before the first step and must be cleared at the end."""
 
-    def on_start(self, info: RunInfo) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def on_step(self, metrics: StepMetrics) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-
-    def on_message(self, text: str) -> None: ...
-
-    def on_end(self, summary: RunSummary) -> None: ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Restore the terminal. Safe to call twice."""
 
 
-class PlainObserver(QuietObserver):
+class PlainObserver(ConsoleObserver):
     """One line per ``logging_steps`` steps, without control characters."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
@@ -253,7 +254,7 @@ class PlainObserver(QuietObserver):
         print_line(self._console, text)
 
 
-class JsonObserver(QuietObserver):
+class JsonObserver(ConsoleObserver):
     """One JSON object per line on stdout."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
@@ -281,14 +282,15 @@ class JsonObserver(QuietObserver):
 
 
 class LiveView:
-    """A few lines at the end of a terminal that are drawn again and again; messages scroll above them.
+    """A few lines at the end of a terminal, redrawn a few times a second; messages scroll above them.
 
-    Everything is written by a thread of its own: neither drawing nor a terminal that takes nothing (Ctrl-S, a dead
-    connection) holds up whoever calls. A context is not needed: ``close`` puts the terminal right.
+    Only a thread of this object writes: neither drawing nor a stopped terminal (Ctrl-S, a dead connection) blocks the
+    caller.
 
     Args:
-        picture: returns what is shown; called by the thread, a few times a second.
-        is_lost: whether there is no terminal any more; then only messages are written, as lines.
+        console: of the terminal.
+        picture: returns the lines; called by the thread.
+        is_lost: whether the terminal is gone; then only messages are written, as lines.
     """
 
     def __init__(
@@ -307,10 +309,10 @@ class LiveView:
         self._news.set()
 
     def close(self, *, stays: bool = True) -> None:
-        """Draw a last time and put the terminal right; safe to call twice. Does not wait for one that takes nothing.
+        """Draw a last time and restore the terminal. Safe to call twice; gives up on a stopped terminal.
 
         Args:
-            stays: whether the last picture is left standing.
+            stays: whether the last picture stays.
         """
         self._stays = stays
         self._over = True
@@ -324,10 +326,10 @@ class LiveView:
         while True:
             self._news.wait(_REFRESH_S)
             self._news.clear()
-            is_over = self._over  # before the messages are taken: none that came before close is missed
+            is_over = self._over  # read before the messages are taken, so that those sent before close are printed
             if is_drawn and self._is_lost():
                 is_drawn = False
-                self._console.file = io.StringIO()  # what puts a terminal right is not for the log
+                self._console.file = io.StringIO()  # the sequences that restore a terminal must not go to the log
                 live.stop()
             while self._messages:
                 text = self._messages.popleft()
@@ -345,10 +347,12 @@ class LiveView:
 
 
 class LiveObserver(PlainObserver):
-    """A view of a few lines that moves while a step is computed; messages scroll above it.
+    """A view of a few lines, redrawn while a step is computed; messages scroll above it.
 
     Args:
-        activity: what the run is doing at this moment.
+        logging_steps: every how many steps the figures change.
+        console: default: stdout.
+        activity: what the run is doing.
         is_lost: whether the terminal is gone; then lines are printed.
     """
 
@@ -367,10 +371,9 @@ class LiveObserver(PlainObserver):
         self._shown: StepMetrics | None = None
         self._evaluations: dict[str, EvaluationMetrics] = {}
 
-    def watch(self, activity: Activity) -> None:
-        """Show from now on what a run is doing: before its first step, too."""
-        self._activity = activity
+    def __enter__(self) -> Self:
         self._open()
+        return self
 
     def on_start(self, info: RunInfo) -> None:
         self._open()
@@ -420,25 +423,30 @@ def make_observer(
     *,
     logging_steps: int = 1,
     console: Console | None = None,
+    activity: Activity | None = None,
     is_lost: Callable[[], bool] = lambda: False,
-) -> QuietObserver:
-    """Return the observer that ``logging.progress`` asks for; "auto" is a live view on a terminal, else lines.
+) -> ConsoleObserver:
+    """Return the observer for ``logging.progress``; "auto" is a live view on a terminal, else lines.
 
     Args:
+        progress: as in the config.
+        logging_steps: as in the config.
+        console: default: stdout.
+        activity: shown by the live view.
         is_lost: whether the terminal is gone.
     """
     console = console or Console(highlight=False)
     if progress == "none":
-        return QuietObserver()
+        return ConsoleObserver()
     if progress == "json":
         return JsonObserver(logging_steps=logging_steps, console=console)
     if progress == "bar" or (progress == "auto" and console.is_terminal):
-        return LiveObserver(logging_steps=logging_steps, console=console, is_lost=is_lost)
+        return LiveObserver(logging_steps=logging_steps, console=console, activity=activity, is_lost=is_lost)
     return PlainObserver(logging_steps=logging_steps, console=console)
 
 
 def is_shown(metrics: StepMetrics, logging_steps: int) -> bool:
-    """Return whether a step is shown: the first, the last, and every ``logging_steps`` in between."""
+    """Return whether a step is shown: the first, the last, and every ``logging_steps``-th."""
     return metrics.step % logging_steps == 0 or metrics.step in (1, metrics.max_steps)
 
 
@@ -449,18 +457,18 @@ def live_view(
     *,
     width: int = 80,
 ) -> RenderableType:
-    """Return the view of a run: figures of its last step, and bars for the run, for what it does now, for each tier.
+    """Return the view of a run: figures of its last step, and bars for the run, its activity and each tier.
 
     Args:
         metrics: of the last step; None before the first.
-        moment: what is done now.
-        evaluations: set -> its last one.
-        width: columns there are, at least 60.
+        moment: current activity.
+        evaluations: set -> its last evaluation.
+        width: columns, at least 60.
     """
     bars = Table.grid(padding=(0, 2, 0, 0))
     names = ["run", "now", *(metrics.tier_used_bytes if metrics is not None else ())]
     room = width - max(len(name) for name in names) - 2 * 2
-    # The same from picture to picture, whatever the texts are: bars that change their length draw the eye.
+    # Independent of the texts: bars must not change their length from picture to picture.
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
     bar = room - texts
     lines: list[RenderableType] = []
@@ -498,7 +506,7 @@ def live_view(
 
 
 def describe_moment(moment: Moment) -> str:
-    """Return what a run is doing now: "backward layers.3, micro-batch 2/4  1.2 s"."""
+    """Return the current activity: "backward layers.3, micro-batch 2/4  1.2 s"."""
     unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_NAME:]
     what = " ".join(part for part in (moment.phase, unit) if part)
     if moment.doing != "step":
@@ -511,7 +519,7 @@ def describe_moment(moment: Moment) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """Return the time since something began, with decimals only where they move."""
+    """Return a duration, with decimals below a minute."""
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
 
 
@@ -520,7 +528,7 @@ def _bar(done: float, total: float, width: int) -> RenderableType:
 
 
 def _cut(text: str, width: int) -> Text:
-    """Return text that the time at its end survives where it is too long."""
+    """Return text that is shortened in front of the duration at its end."""
     if len(text) > width:
         head, mark, tail = text.rpartition("  ")
         text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
@@ -528,7 +536,7 @@ def _cut(text: str, width: int) -> Text:
 
 
 def _loss_lines(summary: RunSummary) -> list[str]:
-    """Return how far the loss came: means, as the loss of one step says more about its rows than about the model."""
+    """Return the first and the last loss, as means: the loss of one step depends on its rows."""
     count = summary.num_averaged
     if summary.mean_losses is not None and count > 1:
         first, last = summary.mean_losses
@@ -539,7 +547,7 @@ def _loss_lines(summary: RunSummary) -> list[str]:
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """Return what is said at the end of a run."""
+    """Return the lines at the end of a run."""
     rate = summary.num_real_tokens / summary.seconds if summary.seconds > 0 else 0.0
     verdict = "stopped" if summary.interrupted else "done"
     first = f"{verdict}   {summary.num_steps} steps in {format_duration(summary.seconds)}"

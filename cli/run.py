@@ -1,13 +1,21 @@
-"""``megatrain-tier run``: train."""
+"""``megatrain-tier run``: train, on this terminal or detached from it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import TYPE_CHECKING
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import click
 
-from .detach import run_detached, tell_started
 from .main import (
     EXIT_DOES_NOT_FIT,
     EXIT_DONE,
@@ -17,13 +25,15 @@ from .main import (
     exit_code_of,
 )
 from .options import config_options, json_option, load
-from .output import RunOutput
-from .spinner import Spinner, without_collector
+from .terminal import RunOutput, Spinner, without_collector
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from megatrain.run.metrics import RunInfo, RunSummary
 
-    from megatrain.metrics import RunInfo, RunSummary
+#: Environment variable with the file descriptor on which a detached run reports its start.
+_VARIABLE = "MEGATRAIN_TIER_DETACHED"
+_POLL_S = 0.1
+_STOP_S = 10.0
 
 
 @click.command("run")
@@ -75,7 +85,7 @@ def command(
         words = [str(config), *(word for file in extra_files for word in ("-c", str(file)))]
         words += [word for override in overrides for word in ("--set", override)]
         words += ["--allow-config-change"] * allow_config_change + ["--json"] * as_json
-        return run_detached(words, as_json=as_json)
+        return _run_detached(words, as_json=as_json)
     with RunOutput() as output:
         return _run(config, extra_files, overrides, dry_run, allow_config_change, as_json, output)
 
@@ -97,28 +107,32 @@ def _run(
             spinner.stop()
         spinner.say("importing torch")
         with without_collector():
-            from megatrain.metrics import Observers
             from megatrain.plan.limits import refuse
+            from megatrain.run.activity import Activity
+            from megatrain.run.metrics import Observers, RunObserver
             from megatrain.trainer import Trainer
 
-            from .render import LiveObserver, QuietObserver, make_observer, print_plan
+            from .render import make_observer, print_plan
 
             spinner.say("reading the model and planning")
-            observer = make_observer(
+            activity = Activity()
+            console = make_observer(
                 "json" if as_json else logging.progress,
                 logging_steps=logging.logging_steps,
+                activity=activity,
                 is_lost=lambda: output.is_lost,
             )
 
-            class Starting(QuietObserver):
-                """Told first that training starts: output_dir is the run's own from then on."""
+            class Starting(RunObserver):
+                """Called first when training starts: from then on output_dir belongs to the run."""
 
                 def on_start(self, info: RunInfo) -> None:
-                    tell_started(output, info.output_dir)
+                    _report_start(output, info.output_dir)
 
             trainer = Trainer(
                 loaded.config,
-                observer=Observers([Starting(), observer]),
+                observer=Observers([Starting(), console]),
+                activity=activity,
                 allow_config_change=allow_config_change,
                 exit_code_of=_exit_code_of,
             )
@@ -130,14 +144,10 @@ def _run(
     if dry_run:
         return 0
     try:
-        if isinstance(observer, LiveObserver):
-            observer.watch(trainer.activity)
-        summary = trainer.train()
+        with console:
+            summary = trainer.train()
     except KeyboardInterrupt as error:
-        observer.close()
-        raise RunFailedError(_say_interrupted(loaded.config.output_dir), _exit_code_of(error)) from None
-    finally:
-        observer.close()
+        raise RunFailedError(_describe_interrupted(loaded.config.output_dir), _exit_code_of(error)) from None
     code = _exit_code_of(summary)
     if code == EXIT_INTERRUPTED_AND_SAVED:
         raise RunFailedError(
@@ -149,7 +159,7 @@ def _run(
 
 
 def _exit_code_of(ending: BaseException | RunSummary) -> int:
-    """Return what the command ends with after an error, or after a run that came to its end or was stopped."""
+    """Return the exit code after an error, or after a run that is done or was stopped."""
     if isinstance(ending, BaseException):
         return exit_code_of(ending) or EXIT_FAILED
     if not ending.interrupted:
@@ -157,11 +167,95 @@ def _exit_code_of(ending: BaseException | RunSummary) -> int:
     return EXIT_FAILED if ending.saved_step is None else EXIT_INTERRUPTED_AND_SAVED
 
 
-def _say_interrupted(output_dir: Path) -> str:
-    """Return what is left of a run that was ended at once."""
-    from megatrain.run_folder import committed_step
+def _describe_interrupted(output_dir: Path) -> str:
+    """Return what is saved of a run that was ended at once."""
+    from megatrain.run.folder import committed_step
 
     saved = committed_step(output_dir)
     if saved is None:
         return "interrupted; nothing saved"
     return f"interrupted; saved before, at step {saved}: run the same command again to continue from there"
+
+
+# -- run --detach --------------------------------------------------------------------------------------------------
+
+
+def _report_start(output: RunOutput, output_dir: Path) -> None:
+    """Report the start of training to the parent of a detached run; name the log for output that loses its terminal."""
+    from megatrain.run.folder import LOG_NAME
+
+    log = output_dir / LOG_NAME
+    number = os.environ.pop(_VARIABLE, None)
+    if number is None:
+        output.goes_to(log)
+        return
+    output.move_to(log)
+    with contextlib.suppress(OSError, ValueError):  # the parent may have ended; the run goes on
+        os.write(int(number), json.dumps({"output_dir": str(output_dir), "log": str(log)}).encode())
+        os.close(int(number))
+
+
+def _run_detached(words: Sequence[str], *, as_json: bool) -> int:
+    """Start ``run`` with these arguments in a new session, and wait until it trains; show its output meanwhile.
+
+    Returns:
+        0 once it trains; the exit code of the run if it ended before.
+    """
+    assert __package__ is not None
+    command = [sys.executable, "-m", __package__, "run", *words]
+    started, report = os.pipe()
+    # Not a pipe: this process ends before the run does, and its output must not break.
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            pass_fds=[report],
+            start_new_session=True,
+            env={**os.environ, _VARIABLE: str(report)},
+        )
+        os.close(report)
+        try:
+            reported = _wait(process, said, started, as_json=as_json)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            raise RunFailedError("interrupted before the run began; it was ended", EXIT_FAILED) from None
+        finally:
+            os.close(started)
+    if not reported:
+        code = process.wait()
+        return code if code >= 0 else 128 - code  # as shells do for a process that a signal ended
+    facts = json.loads(reported)
+    if as_json:
+        click.echo(json.dumps({"pid": process.pid, **facts}))
+        return 0
+    folder = os.path.relpath(facts["output_dir"])
+    folder = folder if len(folder) < len(facts["output_dir"]) else facts["output_dir"]
+    click.echo(f"training in the background, process {process.pid}")
+    click.echo(f"log     {facts['log']}")
+    click.echo(f"follow  megatrain-tier status --follow {folder}")
+    click.echo(f"stop    megatrain-tier stop {folder}")
+    # Python warns of a child that nothing waits for.
+    process.returncode = 0
+    return 0
+
+
+def _wait(process: subprocess.Popen[bytes], said: IO[bytes], started: int, *, as_json: bool) -> bytes:
+    """Show the output of the run until it trains or has ended; return its report, b"" in the latter case."""
+    shown, reported = 0, b""
+    with Spinner("starting", is_shown=not as_json) as spinner:
+        while True:
+            is_ready = bool(select.select([started], [], [], _POLL_S)[0])
+            part = os.read(started, 4096) if is_ready else b""
+            reported += part
+            is_over = is_ready and not part  # closed by the run, or with it
+            text = os.pread(said.fileno(), 1 << 20, shown)
+            if text:
+                shown += len(text)
+                with spinner.hidden():
+                    click.echo(text.decode(errors="replace"), nl=False, err=True)
+            if is_over and not text:
+                return reported

@@ -45,7 +45,8 @@ from megatrain.plan.packing import with_packing
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.run_folder import FINAL_NAME, living_owner
+from megatrain.run.folder import FINAL_NAME, living_owner
+from megatrain.run.loggers import check_loggers
 from megatrain.session import check_drives
 from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.tiers.directory import check_ours
@@ -157,6 +158,7 @@ class _Checkup:
 
     def look(self) -> Iterator[Finding]:
         parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+            ("loggers", self._look_at_loggers),
             ("model", self._look_at_model),
             ("tokenizer", self._look_at_tokenizer),
             ("data", self._look_at_data),
@@ -180,6 +182,13 @@ class _Checkup:
             yield Finding("plan", "note", "not made before the config is right")
 
     # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _look_at_loggers(self) -> Iterator[Finding]:
+        try:
+            check_loggers(self._config)
+        except ConfigError as error:
+            for each in error.problems:
+                yield Finding("loggers", "problem", str(each), "config")
 
     def _look_at_model(self) -> Iterator[Finding]:
         config, table = self._config, self._config.model

@@ -15,9 +15,9 @@ from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.engine.program import evaluation_program
 from megatrain.engine.step import EvaluationEngine
-from megatrain.metrics import EvaluationMetrics, RunObserver
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.placement import Traffic
+from megatrain.run.metrics import EvaluationMetrics, RunObserver
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,11 @@ from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.engine.trace import step_flops
 from megatrain.evaluation import EvaluationSet, Evaluator
-from megatrain.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.optim.lr import num_warmup_steps
-from megatrain.run_folder import FINAL_NAME
-from megatrain.signals import RunSignals
+from megatrain.run.folder import FINAL_NAME
+from megatrain.run.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.run.signals import RunSignals
+from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from tiered.checksums import checksum
 
 if TYPE_CHECKING:
@@ -140,17 +141,6 @@ def describe_model(config: RunConfig, plan: Plan) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One step as it was run."""
-
-    batch: StepBatch
-    result: StepResult
-    lr: float
-    step_s: float
-    window: StoreStats
-
-
 class Loop:
     """Runs what is left of a run.
 
@@ -182,7 +172,12 @@ class Loop:
         self._num_steps = progress.state.max_steps
         self._first_step = progress.state.step
         self._activity = session.activity
-        self._signals = RunSignals(stops_after_step=config.checkpoint.save_on_signal, activity=session.activity)
+        self._signals = RunSignals(
+            stops_after_step=config.checkpoint.save_on_signal,
+            # While it waits for space for a checkpoint, the saver itself looks for a stop, and may still save.
+            is_stuck=lambda: session.store.is_paused,
+            activity=session.activity,
+        )
         is_warmed_up = config.optimizer.lr_scheduler_type != "constant"  # transformers' has no warm-up
         self._warmup_steps = int(progress.state.lr_schedule["warmup_steps"]) if is_warmed_up else 0
         self._step_seconds: deque[float] = deque(maxlen=_MEAN_OF_STEPS)
@@ -222,8 +217,6 @@ class Loop:
         self._say_warmup()
         store.wait_idle()  # what loading still writes is not part of any step
         before = store.stats()
-        # Who waits for room for a checkpoint looks for a stop by himself, and may still save.
-        self._signals.is_stuck = lambda: store.is_paused
         with self._signals:
             self._evaluate()
             engine = self._session.make_engine(
@@ -263,7 +256,7 @@ class Loop:
     def _export(self, moved: StoreStats) -> RunSummary:
         step = self._progress.state.step
         self._activity.begin("exporting the model")
-        self._signals.is_stuck = lambda: True  # no step can end any more: stop at once
+        self._signals.steps_are_over()
         try:
             folder = self._session.export(self._config.output_dir / FINAL_NAME, {"step": step})
             self._copier.finish()
@@ -275,7 +268,7 @@ class Loop:
 
     def _finish_copies(self) -> None:
         """Wait for the copies that are due, unless somebody asks for a stop once more: what is saved is saved."""
-        self._signals.is_stuck = lambda: True
+        self._signals.steps_are_over()
         try:
             self._copier.finish()
         except KeyboardInterrupt:
@@ -286,11 +279,9 @@ class Loop:
         for number in range(self._first_step, self._num_steps):
             if self._signals.stop_requested:
                 return
-            step = self._run_step(engine, number)
-            self._step_seconds.append(step.step_s)
-            self._progress.count(step.batch, step.result, engine.num_updates, step.step_s)
+            metrics = self._run_step(engine, number)
             eta_s = (time.perf_counter() - start_s) / (number + 1 - self._first_step) * (self._num_steps - number - 1)
-            self._tell(step, eta_s)
+            self._observer.on_step(replace(metrics, eta_s=eta_s))
             self._saver.poll()
             self._evaluate_and_save(number + 1)
 
@@ -305,7 +296,7 @@ class Loop:
             self._activity.begin("saving")
             self._saver.save(self._state())
 
-    def _run_step(self, engine: StepEngine, number: int) -> _Step:
+    def _run_step(self, engine: StepEngine, number: int) -> StepMetrics:
         start_s, stats = time.perf_counter(), self._session.store.stats()
         micro_batches = self._plan.num_micro_batches
         self._activity.begin("step", num_parts=len(self._plan.program.ticks), num_micro_batches=micro_batches)
@@ -313,7 +304,10 @@ class Loop:
         self._session.timeline.is_on = number + 1 in self._config.profile.trace_steps
         lr = self._lr(number)
         result = engine.step(batch.micro_batches, number=number, lr=lr)
-        return _Step(batch, result, lr, time.perf_counter() - start_s, self._session.store.stats() - stats)
+        step_s, moved = time.perf_counter() - start_s, self._session.store.stats() - stats
+        self._step_seconds.append(step_s)
+        self._progress.count(batch, result, engine.num_updates, step_s)
+        return self._metrics(batch, result, lr, step_s, moved)
 
     def _begin_checkpoint(self) -> None:
         """Make the update that is pending; the steps that follow start as the first one does, with none."""
@@ -371,39 +365,39 @@ class Loop:
 
     def _write_trace(self) -> None:
         if self._session.timeline.spans:
-            path = self._session.timeline.write(self._config.output_dir / "trace.json")
+            path = self._session.timeline.write(self._config.output_dir / TIMELINE_NAME)
             self._observer.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
 
-    def _tell(self, step: _Step, eta_s: float) -> None:
-        position, window = step.batch.position, step.window
+    def _metrics(
+        self, batch: StepBatch, result: StepResult, lr: float, step_s: float, moved: StoreStats
+    ) -> StepMetrics:
+        position = batch.position
         flops = step_flops(
             self._plan.trace,
-            num_places=sum(batch["input_ids"].numel() for batch in step.batch.micro_batches),
-            num_real_tokens=step.batch.num_real_tokens,
-            num_trained_tokens=step.result.num_trained_tokens,
+            num_places=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
+            num_real_tokens=batch.num_real_tokens,
+            num_trained_tokens=result.num_trained_tokens,
             kept=self._plan.program.kept,
         )
-        self._observer.on_step(
-            StepMetrics(
-                step=self._progress.state.step,
-                max_steps=self._num_steps,
-                epoch=position.epoch + position.step / self._loader.steps_per_epoch,
-                loss=step.result.loss,
-                grad_norm=step.result.grad_norm,
-                lr=step.lr,
-                num_real_tokens=step.batch.num_real_tokens,
-                num_trained_tokens=step.result.num_trained_tokens,
-                step_s=step.step_s,
-                eta_s=eta_s,
-                mean_step_s=sum(self._step_seconds) / len(self._step_seconds),
-                warmup_steps=self._warmup_steps,
-                tier_used_bytes={name: tier.used_bytes for name, tier in window.tiers.items()},
-                tier_capacity_bytes={name: tier.capacity_bytes for name, tier in window.tiers.items()},
-                stall_s=dict(window.stall_s),
-                written_bytes=dict(window.written_bytes),
-                link_bytes={name: link.num_bytes for name, link in window.links.items()},
-                rss_bytes=psutil.Process().memory_info().rss,
-                model_flops=flops.model,
-                hardware_flops=flops.hardware,
-            )
+        return StepMetrics(
+            step=self._progress.state.step,
+            max_steps=self._num_steps,
+            epoch=position.epoch + position.step / self._loader.steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_real_tokens=batch.num_real_tokens,
+            num_trained_tokens=result.num_trained_tokens,
+            step_s=step_s,
+            eta_s=0.0,
+            mean_step_s=sum(self._step_seconds) / len(self._step_seconds),
+            warmup_steps=self._warmup_steps,
+            tier_used_bytes={name: tier.used_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
+            stall_s=dict(moved.stall_s),
+            written_bytes=dict(moved.written_bytes),
+            link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            rss_bytes=psutil.Process().memory_info().rss,
+            model_flops=flops.model,
+            hardware_flops=flops.hardware,
         )

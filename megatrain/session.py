@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.activity import Activity
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
@@ -32,8 +32,8 @@ from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.placement import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.precision import decode, encode, high_half
-from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME
-from megatrain.timeline import Timeline
+from megatrain.run.activity import Activity
+from megatrain.run.timeline import Timeline
 from tiered.durable.reader import GenerationReader
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.policies import LRU, Belady

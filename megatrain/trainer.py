@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatrain.activity import Activity
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.drive_folders import describe_drives
@@ -25,10 +24,7 @@ from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import check_losses, source_names
 from megatrain.evaluation import EvaluationSet, load_evaluation_sets
-from megatrain.loggers import METRICS_NAME, check_loggers, make_loggers
 from megatrain.loop import Loop, Progress, describe_model
-from megatrain.metrics import Observers, RunObserver, RunSummary
-from megatrain.metrics_log import last_evaluations
 from megatrain.models.export import check_target
 from megatrain.models.graph import num_learned_positions
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
@@ -36,9 +32,12 @@ from megatrain.plan.limits import refuse
 from megatrain.plan.packing import with_packing
 from megatrain.plan.planner import plan_run
 from megatrain.report.history import write_plan, write_summary
-from megatrain.run_folder import FINAL_NAME, RunFolder
+from megatrain.run.activity import Activity
+from megatrain.run.folder import FINAL_NAME, RunFolder
+from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
+from megatrain.run.metrics import Observers, RunObserver, RunSummary
+from megatrain.run.status import StatusWriter
 from megatrain.session import Session
-from megatrain.status_writer import StatusWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,12 +49,15 @@ class Trainer:
     """One run of one config. Nothing is allocated or written before ``train``.
 
     Args:
+        config: of the run.
+        observer: is called at every step, evaluation, checkpoint and message.
+        activity: kept current for a live view; None: an own one.
         allow_config_change: continue a checkpoint although the config now says something that alters results.
-        exit_code_of: what the process will end with after an error, or after this summary; for who follows the run.
+        exit_code_of: returns the exit code of the process after an error, or after a summary, for ``status.json``.
 
     Attributes:
         plan: there after construction.
-        activity: what is done at this moment.
+        activity: what the run is doing.
 
     Raises:
         DoesNotFitError: the run cannot fit its tiers.
@@ -69,12 +71,14 @@ class Trainer:
         config: RunConfig,
         *,
         observer: RunObserver,
+        activity: Activity | None = None,
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
     ) -> None:
         self.config = config
-        self.activity = Activity()
-        self._exit_code_of = exit_code_of or _exit_code_of
+        self.activity = activity or Activity()
+        self._exit_code_of = exit_code_of
+        self._loop: Loop | None = None
         self.observer = observer
         self._allow_config_change = allow_config_change
         self.plan = plan_run(config)
@@ -120,9 +124,13 @@ class Trainer:
         for text in (*model_warnings(self.config, self.plan.graph), *schedule_warnings(self.config, num_steps)):
             self._warn(text)
         with ExitStack() as stack:
-            folder = stack.enter_context(RunFolder(self.config.output_dir, exit_code_of=self._exit_code_of))
+            folder = stack.enter_context(RunFolder(self.config.output_dir))
             status = StatusWriter(
-                folder, run_name=self.config.run_name, activity=self.activity, exit_code_of=self._exit_code_of
+                folder.path,
+                run_name=self.config.run_name,
+                activity=self.activity,
+                is_paused=lambda: self._loop is not None and self._loop.is_paused(),
+                exit_code_of=self._exit_code_of,
             )
             stack.enter_context(status)
             self.observer = Observers([self.observer, status])
@@ -143,7 +151,7 @@ class Trainer:
                 before = last_evaluations(self.config.output_dir / METRICS_NAME, summary.num_steps)
                 summary = replace(summary, evaluations=before)
             else:
-                summary = self._train(candidates, loader, num_steps, learning_rate, status, sets)
+                summary = self._train(candidates, loader, num_steps, learning_rate, sets)
             self.observer.on_end(summary)
         return summary
 
@@ -177,7 +185,6 @@ class Trainer:
         loader: BatchLoader,
         num_steps: int,
         learning_rate: Callable[[int], float],
-        status: StatusWriter,
         sets: Sequence[EvaluationSet],
     ) -> RunSummary:
         with ExitStack() as stack:
@@ -202,7 +209,7 @@ class Trainer:
             progress = Progress.start(self.config, self.plan, loader, num_steps, session.kept)
             if checkpoint is not None:
                 progress = progress.continue_from(checkpoint, loader, self.config.rows_per_step)
-            loop = Loop(
+            self._loop = Loop(
                 self.config,
                 self.plan,
                 session,
@@ -214,8 +221,7 @@ class Trainer:
                 evaluation_sets=sets,
                 evaluations=evaluations,
             )
-            status.is_paused = loop.is_paused
-            summary = loop.run()
+            summary = self._loop.run()
             write_summary(summary, self.config.output_dir)
             for logger in made:
                 logger.on_end(summary)
@@ -270,8 +276,3 @@ class Trainer:
             data_seed=config.data_seed,
             pad_token_id=pad_token_id(tokenizer),
         )
-
-
-def _exit_code_of(ending: BaseException | RunSummary) -> int:
-    """Return 0 for a run that came to its end, 1 for all others."""
-    return int(isinstance(ending, BaseException) or ending.interrupted)

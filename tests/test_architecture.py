@@ -326,7 +326,8 @@ def test_a_config_is_read_without_torch() -> None:
     """So that a mistake in it is answered at once, and a line is there before anything takes seconds."""
     code = """
 import sys
-import tiered, megatrain.config, megatrain.metrics, megatrain.run_folder
+import tiered, megatrain.config
+import megatrain.run.folder, megatrain.run.loggers, megatrain.run.metrics, megatrain.run.status, megatrain.run.timeline
 megatrain.config.load_config("examples/tiny.toml")
 print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
 assert all(getattr(tiered, name) is not None for name in tiered.__all__)

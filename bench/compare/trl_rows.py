@@ -19,7 +19,7 @@ from megatrain.data.dataset import TokenDataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import IGNORED, Conversation
 from megatrain.data.sources import read_rows
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 
 ROWS_PER_STEP = 2

@@ -18,8 +18,8 @@ from megatrain.engine.trace import step_flops
 from megatrain.models.layout import views
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds
+from megatrain.run.timeline import COMPUTE
 from megatrain.session import Session
-from megatrain.timeline import COMPUTE
 
 
 class _Seeded(Session):

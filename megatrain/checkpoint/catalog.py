@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
-from megatrain.checkpoint.whereabouts import in_order, missing_parts
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, in_order, missing_parts
 from megatrain.config.resolved import FILE_NAME
 from megatrain.models.kept import KEPT_COUNT
-from megatrain.run_folder import CHECKPOINTS_NAME, COPIES_NAME, living_owner
+from megatrain.run.folder import living_owner
 from tiered.durable.manifest import (
     SNAPSHOT_FOLDER,
     BlockRecord,
@@ -24,9 +24,11 @@ from tiered.durable.manifest import (
 )
 from tiered.durable.reader import GenerationReader, remove_generation_everywhere
 from tiered.errors import GenerationError, TieredError
+from tiered.units import format_size
 
 __all__ = [
     "CheckpointInfo",
+    "LostPart",
     "check_not_in_use",
     "checkpoints_folder",
     "find_checkpoint",
@@ -35,6 +37,33 @@ __all__ = [
     "search_paths",
     "verify_checkpoints",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class LostPart:
+    """What of a checkpoint is gone with one drive.
+
+    Attributes:
+        path: of the drive.
+        is_there: whether that path exists: else the drive may not be mounted.
+        blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
+        num_blocks: of the whole checkpoint.
+        nbytes: of ``blocks``; those striped over several drives have only a part of them on this one.
+    """
+
+    path: str
+    is_there: bool
+    blocks: tuple[str, ...]
+    num_blocks: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(key.rpartition("/")[2] for key in self.blocks))
+        absent = "" if self.is_there else ", which is not there"
+        return (
+            f"{len(self.blocks)} of {self.num_blocks} blocks ({kinds}; {format_size(self.nbytes)}) lay in "
+            f"'{self.path}'{absent}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +80,7 @@ class CheckpointInfo:
         problem: why it cannot be used, judged by its manifest and the names of its files; None if it looks sound.
         is_copy: whether it is a whole copy in ``output_dir/copies``.
         note: what an export of it needs and lacks; None: nothing.
+        lost: what of it is gone, for each drive.
     """
 
     step: int | None
@@ -62,6 +92,7 @@ class CheckpointInfo:
     problem: str | None
     is_copy: bool = False
     note: str | None = None
+    lost: tuple[LostPart, ...] = ()
 
 
 def checkpoints_folder(run: Path | str) -> Path:
@@ -133,17 +164,26 @@ def _describe(folder: Path, generation: int, *, is_copy: bool) -> CheckpointInfo
             return None
         return CheckpointInfo(None, generation, None, 0, None, False, str(error), is_copy)
     nbytes = sum(record.nbytes for record in manifest.blocks)
-    problem = _what_is_gone(folder, manifest)
+    lost = _lost_parts(folder, manifest)
+    problem, note = _describe_lost(lost), _lacks(state)
     return CheckpointInfo(
-        state.step, generation, state.saved_at, nbytes, state.last_loss, False, problem, is_copy, _lacks(state)
+        state.step, generation, state.saved_at, nbytes, state.last_loss, False, problem, is_copy, note, lost
     )
 
 
-def _what_is_gone(folder: Path, manifest: Manifest) -> str | None:
+def _lost_parts(folder: Path, manifest: Manifest) -> tuple[LostPart, ...]:
     missing = missing_parts(asdict(manifest), folder, search_paths(folder))
     if not missing or manifest.generation not in list_generations(folder):
-        return None
-    return "parts of it are gone: they lay in " + ", ".join(f"'{path}'" for path in missing)
+        return ()
+    sizes = {record.key: record.nbytes for record in manifest.blocks}
+    return tuple(
+        LostPart(str(path), path.is_dir(), keys, len(sizes), sum(sizes[key] for key in keys))
+        for path, keys in missing.items()
+    )
+
+
+def _describe_lost(lost: Sequence[LostPart]) -> str | None:
+    return "parts of it are gone: " + "; ".join(map(str, lost)) if lost else None
 
 
 def _lacks(state: RunState) -> str | None:
@@ -188,7 +228,7 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
         try:
             manifest = read_manifest(place, generation)
             state = RunState.from_meta(manifest.meta, where=f"generation {generation} in '{place}'")
-            gone = _what_is_gone(place, manifest)
+            gone = _describe_lost(_lost_parts(place, manifest))
             if gone is not None:
                 lost[state.step] = f"the checkpoint of step {state.step} in '{place}' cannot be used: {gone}"
                 raise CheckpointError(lost[state.step])

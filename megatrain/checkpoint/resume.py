@@ -18,9 +18,9 @@ from megatrain.checkpoint.whereabouts import (
 )
 from megatrain.config.resolved import compare, config_from_toml
 from megatrain.data.loader import LoaderPosition
-from megatrain.metrics import RunSummary
 from megatrain.models.export import RECORD_FILE
-from megatrain.run_folder import FINAL_NAME
+from megatrain.run.folder import FINAL_NAME
+from megatrain.run.metrics import RunSummary
 from tiered.durable.manifest import newest_first, read_manifest
 from tiered.errors import GenerationError, NewerFormatError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.state import CheckpointError, RunState
-from megatrain.metrics import CheckpointMetrics, RunObserver
+from megatrain.run.metrics import CheckpointMetrics, RunObserver
 from tiered.durable.manifest import generation_folder, newest_first
 from tiered.tiers.directory import files_below
 from tiered.units import format_size

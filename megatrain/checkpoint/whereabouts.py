@@ -122,8 +122,10 @@ def in_order(own: Sequence[_Kind], copies: Sequence[_Kind], saved_at: Callable[[
     return [*merged, *left]
 
 
-def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path] = ()) -> tuple[Path, ...]:
-    """Return the paths of drives on which a generation had files, and where its folder is gone; no byte is read.
+def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path] = ()) -> dict[Path, tuple[str, ...]]:
+    """Return the drives on which the folder of a generation is gone, each with the blocks that had files there.
+
+    No contents are read.
 
     A file that is missing in a folder that is there is damage: the reader of the generation names it.
 
@@ -133,7 +135,7 @@ def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path]
         search: paths where parts may have moved.
     """
     name = f"{manifest['generation']:08d}"
-    missing: dict[Path, None] = {}
+    missing: dict[Path, dict[str, None]] = {}
     for block in manifest["blocks"]:
         named = Path(os.path.normpath(folder / block["location"]))
         places = [named, *(path / _SNAPSHOT_FOLDER / name / block["key"] for path in search)]
@@ -142,13 +144,17 @@ def missing_parts(manifest: dict[str, Any], folder: Path, search: Sequence[Path]
         depth = block["key"].count("/")
         drive = named.parents[depth + 2]
         if (num_files := _num_files(block, places)) is None:
-            missing[drive] = None
+            missing.setdefault(drive, {})[block["key"]] = None
             continue
         for number in range(num_files):
             # A drive that died, or that this user may not read, is as good as gone: ``os.path`` raises nothing.
             if not any(os.path.exists(place / "c" / str(number)) for place in places):
-                missing[_where_it_lay(named / "c" / str(number), depth)] = None
-    return tuple(drive for drive in missing if drive != folder and not os.path.isdir(drive / _SNAPSHOT_FOLDER / name))
+                missing.setdefault(_where_it_lay(named / "c" / str(number), depth), {})[block["key"]] = None
+    return {
+        drive: tuple(keys)
+        for drive, keys in missing.items()
+        if drive != folder and not os.path.isdir(drive / _SNAPSHOT_FOLDER / name)
+    }
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
@@ -189,7 +195,7 @@ def _described(folder: Path, search: Sequence[Path], *, is_copy: bool) -> Iterat
     for number, body in enumerate(_bodies(folder)):
         try:
             meta, generation = body["meta"], int(body["generation"])
-            step, missing = int(meta["step"]), missing_parts(body, folder, search)
+            step, missing = int(meta["step"]), tuple(missing_parts(body, folder, search))
             if missing and not (folder / _SNAPSHOT_FOLDER / f"{generation:08d}" / _MANIFEST_NAME).exists():
                 continue  # a living run has just removed it: the manifest first
             yield SavedCheckpoint(step, generation, str(meta.get("saved_at", "")), is_copy, missing)

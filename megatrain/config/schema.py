@@ -215,7 +215,7 @@ NoRemoteCode = Annotated[
     Literal[False], _is_not("is not possible: code in a model folder is never run here", "Leave the key out")
 ]
 ReportTargets = Annotated[
-    tuple[Literal["jsonl", "tensorboard", "wandb"], ...],
+    tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"], ...],
     BeforeValidator(_as_reports),
     WithJsonSchema({"anyOf": [{"enum": [*_REPORTS, "none"]}, {"type": "array", "items": {"enum": _REPORTS}}]}),
 ]
@@ -617,12 +617,12 @@ class LoggingConfig(Table, json_schema_extra=_all_alter("no")):
 
     logging_steps: int = key("Steps between two lines.", 1, ge=1, same_name=_HF)
     report_to: ReportTargets = key(
-        "Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; wandb, "
-        'Weights & Biases. The last two need the extra of that name. "none": nowhere.',
+        "Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; or a service. "
+        'All but jsonl need the extra of that name. "none": nowhere.',
         ("jsonl",),
         same_name=_HF,
     )
-    project: str = key("wandb: project of the run.", "megatrain-tier", min_length=1)
+    project: str = key("Project, or experiment, of the run at a service.", "megatrain-tier", min_length=1)
     progress: Literal["auto", "bar", "plain", "json", "none"] = key(
         "auto: a bar on a terminal, else plain lines.", "auto"
     )

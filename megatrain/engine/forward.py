@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatrain.activity import Activity
 from megatrain.engine.head import (
     ChunkedHead,
     HeadPlan,
@@ -31,6 +30,7 @@ from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, 
 from megatrain.engine.suspend import RandomStates, SuspendedForward, UnitCall, micro_batch_seed, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, installed_stubs
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.host_io import HostMirror

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain.activity import Activity
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.objective import replaced_loss
 from megatrain.engine.visit import BoundUnit, installed_stubs, optional_gradients
+from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.suspend import RandomStates

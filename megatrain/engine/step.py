@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatrain.activity import Activity
 from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.program import (
@@ -29,13 +28,14 @@ from megatrain.models.layout import UnitLayout, views
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import clip_coefficient, device_squared_norm, global_norm, squared_norm, sum_gradients
 from megatrain.optim.threads import KernelThreads
+from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.objective import CrossEntropy, Objective
     from megatrain.engine.program import VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph, Unit
-    from megatrain.timeline import Timeline
+    from megatrain.run.timeline import Timeline
     from tiered.schedule import Mode
     from tiered.store import TieredStore
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 
-from megatrain.activity import Activity
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from torch import nn

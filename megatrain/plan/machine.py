@@ -21,13 +21,13 @@ import psutil
 import torch
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.schema import RunConfig
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.graph import ModelGraph
 from megatrain.models.load import WeightLoader
-from megatrain.run_folder import CHECKPOINTS_NAME
 from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
 from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
 from tiered.tiers.directory import files_below, reusable_bytes

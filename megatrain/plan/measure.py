@@ -24,7 +24,7 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.plan.machine import available_ram_bytes
 from megatrain.plan.plan import MeasuredTicks
 from megatrain.plan.planner import gradient_staging_bytes, workspace_bytes
-from megatrain.timeline import Timeline
+from megatrain.run.timeline import Timeline
 from tiered.policies import Belady
 from tiered.store import TieredStore
 from tiered.tiers.base import Slot, TierUsage

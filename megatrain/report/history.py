@@ -20,12 +20,13 @@ from megatrain.checkpoint.state import CheckpointError, installed_versions, now_
 from megatrain.config.problems import ConfigError
 from megatrain.config.resolved import FILE_NAME, config_from_toml
 from megatrain.config.schema import RunConfig
-from megatrain.loggers import METRICS_NAME
-from megatrain.run_folder import FINAL_STATES, RunStatus, living_owner, read_status
+from megatrain.run.folder import living_owner
+from megatrain.run.loggers import METRICS_NAME
+from megatrain.run.status import FINAL_STATES, RunStatus, read_status
 
 if TYPE_CHECKING:
-    from megatrain.metrics import RunSummary
     from megatrain.plan.plan import Plan
+    from megatrain.run.metrics import RunSummary
 
 __all__ = ["NotARunError", "RunHistory", "read_history", "write_plan", "write_summary"]
 

@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
 from megatrain.config.schema import RunConfig
 from megatrain.engine.program import KINDS
-from megatrain.metrics import CheckpointMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.run_folder import CHECKPOINTS_NAME
+from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered.checksums import checksum
 from tiered.durable.manifest import read_manifest
@@ -161,25 +161,15 @@ def _with_little_ram(values: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": _AMPLE}}})
 
 
-class _Listener:
+class _Listener(RunObserver):
     """Keeps what a run says of each step."""
 
     def __init__(self, run: TieredRun) -> None:
         self._run = run
 
-    def on_start(self, info: RunInfo) -> None: ...
-
     def on_step(self, metrics: StepMetrics) -> None:
         self._run.losses.append(metrics.loss)
         self._run.grad_norms.append(metrics.grad_norm)
-
-    def on_evaluation(self, metrics: Any) -> None: ...
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-
-    def on_message(self, text: str) -> None: ...
-
-    def on_end(self, summary: RunSummary) -> None: ...
 
 
 def train(config: RunConfig, before: TieredRun | None = None) -> TieredRun:

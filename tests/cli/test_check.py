@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -197,3 +198,11 @@ def test_rows_to_evaluate_on(run: SavedRun) -> None:
     missing = check(run, "--json", more='[[data.eval]]\npath = "nowhere.txt"\n')
     assert missing.exit_code == 4
     assert "nowhere.txt" in findings(missing)["eval data"][0]["text"]
+
+
+def test_a_tracker_that_is_not_installed(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "comet_ml" else real(name))
+    result = check(run, "--json", top='logging.report_to = ["jsonl", "comet_ml"]')
+    (finding,) = findings(result)["loggers"]
+    assert result.exit_code == 2 and 'pip install "megatrain-tier[comet_ml]"' in finding["text"], result.output

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from megatrain.run_folder import RunFolder
+from megatrain.run.folder import RunFolder
 from reference.saved_run import SavedRun, command_group, make_run
 from tiered.durable.manifest import list_generations
 
@@ -40,8 +40,9 @@ def test_ls(run: SavedRun) -> None:
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines()]
     assert rows[0] == ["step", "saved", "size", "loss", "generation"]
-    assert [row[0] for row in rows[1:]] == ["2", "4", "6"]
-    assert [" ".join(row[6:]) for row in rows[1:]] == ["", "", "newest: a run continues from here"]
+    assert [row[0] for row in rows[1:-1]] == ["2", "4", "6"]
+    assert [" ".join(row[6:]) for row in rows[1:-1]] == ["", "", "newest"]
+    assert " ".join(rows[-1]) == "a run continues from step 6"
     assert "\x1b" not in result.output
     infos = json.loads(run.call("ckpt", "ls", run.out, "--json").stdout)["checkpoints"]
     assert [(info["step"], info["generation"], info["is_newest"], info["problem"]) for info in infos] == [

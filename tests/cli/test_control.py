@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.run_folder import RunFolder, RunStatus, committed_step, living_owner, read_status
+from megatrain.run.folder import RunFolder, committed_step, living_owner
+from megatrain.run.status import RunStatus, read_status, write_status
 from reference.saved_run import SavedRun, end, make_run
 
 MANY = 100_000
@@ -115,10 +116,10 @@ def test_a_run_that_cannot_be_asked_is_left_alone(run: SavedRun) -> None:
         with RunFolder(run.out) as opened:
             result = run.call("save", run.out, "--timeout", "0.3")
             assert result.exit_code == 1 and "still starting" in result.stderr
-            opened.write_status(RunStatus("training", step=3), force=True)
+            write_status(opened.path, RunStatus("training", step=3))
             result = run.call("save", run.out, "--timeout", "0.3")
             assert result.exit_code == 1 and "still starting" in result.stderr
-            opened.write_status(RunStatus("exporting", step=9, max_steps=9), force=True)
+            write_status(opened.path, RunStatus("exporting", step=9, max_steps=9))
             result = run.call("save", run.out)
             assert result.exit_code == 1 and "it saves no more" in result.stderr
     finally:
@@ -133,7 +134,7 @@ def test_waiting_ends(run: SavedRun) -> None:
     }
     try:
         with RunFolder(run.out) as opened:
-            opened.write_status(RunStatus("paused", step=3, message="the drive is full"), force=True)
+            write_status(opened.path, RunStatus("paused", step=3, message="the drive is full"))
             result = run.call("save", run.out, "--timeout", "0.3")
             assert result.exit_code == 1 and "no checkpoint within 0.3 s: the drive is full" in result.stderr
             result = run.call("stop", run.out, "--timeout", "0.3")
@@ -154,13 +155,13 @@ def test_which_checkpoint_answers(run: SavedRun, checkpoint: tuple[int, str], is
 
     def save(number: int, frame: object) -> None:
         status = RunStatus("training", step=4, checkpoint_step=checkpoint[0], checkpoint_at=checkpoint[1])
-        opened.write_status(status, force=True)
+        write_status(opened.path, status)
 
     before = signal.signal(signal.SIGUSR1, save)
     try:
         with RunFolder(run.out) as opened:
             asked = RunStatus("training", step=3, checkpoint_step=2, checkpoint_at="2026-01-01T00:00:01")
-            opened.write_status(asked, force=True)
+            write_status(opened.path, asked)
             result = run.call("save", run.out, "--timeout", "5" if is_enough else "0.3")
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.data.rows_report import DataError
-from megatrain.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.plan.limits import Objection
+from megatrain.run.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from tiered.durable.manifest import Manifest, write_manifest
 from tiered.errors import CapacityError
 from tiered.units import GiB, MiB

@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from megatrain.activity import Activity, Moment
-from megatrain.metrics import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.activity import Activity, Moment
+from megatrain.run.metrics import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from tiered.units import GiB
 
 CliModule = Callable[[str], ModuleType]
@@ -122,8 +122,9 @@ def test_the_live_view_uses_the_width_that_there_is(cli_module: CliModule, width
 def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
     """What is drawn follows the counters of the engine; the thread that trains draws nothing."""
     stream, activity = io.StringIO(), Activity()
-    observer = cli_module("render").LiveObserver(console=Console(file=stream, force_terminal=True, width=80))
-    observer.watch(activity)
+    console = Console(file=stream, force_terminal=True, width=80)
+    observer = cli_module("render").LiveObserver(console=console, activity=activity)
+    observer.__enter__()
     activity.begin("loading weights", num_parts=4)
     wait_for(lambda: "loading weights" in stream.getvalue())
     observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))

@@ -16,15 +16,20 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner, Result
 
-from megatrain.run_folder import RunFolder, RunStatus
+from megatrain.run.folder import RunFolder
+from megatrain.run.metrics import StepMetrics
+from megatrain.run.status import RunStatus, write_status
 from tiered.durable.manifest import Manifest, write_manifest
 
 CliModule = Callable[[str], ModuleType]
 GIB = 1 << 30
 STATUS = RunStatus(
-    "training", run_name="tiny", step=412, max_steps=1000, loss=1.25, lr=1e-5, grad_norm=0.5, tokens_per_s=1234.0,
-    eta_s=7530.0, tier_used_bytes={"ram": 61 * GIB}, tier_capacity_bytes={"ram": 64 * GIB}, rss_bytes=66 * GIB,
-    checkpoint_step=400, checkpoint_at="2026-01-01T00:00:00+00:00",
+    "training", run_name="tiny", step=412, max_steps=1000, checkpoint_step=400,
+    checkpoint_at="2026-01-01T00:00:00+00:00", metrics=StepMetrics(
+        step=412, max_steps=1000, epoch=0.5, loss=1.25, grad_norm=0.5, lr=1e-5, num_real_tokens=2468,
+        num_trained_tokens=100, step_s=2.0, eta_s=7530.0, tier_used_bytes={"ram": 61 * GIB},
+        tier_capacity_bytes={"ram": 64 * GIB}, rss_bytes=66 * GIB,
+    ),
 )  # fmt: skip
 
 
@@ -38,7 +43,7 @@ def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: 
     """Leave what a run leaves that ended, or died, some time ago."""
     with RunFolder(path) as folder:
         (path / "metrics.jsonl").touch()
-        folder.write_status(status, force=True)
+        write_status(folder.path, status)
     if saved_step is not None:
         (path / "checkpoints").mkdir()
         write_manifest(path / "checkpoints", Manifest(1, (), {"step": saved_step}))
@@ -49,16 +54,16 @@ def leave(path: Path, status: RunStatus, *, saved_step: int | None = None, ago: 
 
 def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     with RunFolder(tmp_path / "out") as folder:
-        folder.write_status(replace(STATUS, message="careful"), force=True)
+        write_status(folder.path, replace(STATUS, message="careful"))
         result = call(tmp_path / "out")
         seen = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
     assert result.exit_code == 0, result.output
     assert re.sub(r"last wrote \d+ s ago", "last wrote N s ago", result.stdout).splitlines() == [
         str(tmp_path / "out"),
         "  training step 412/1000 41.2% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 1,234 tok/s | eta 2 h 5 min",
-        "  memory   ram 61.0/64.0 GiB  process 66.0 GiB",
+        "  memory   ram 61.0/64.0 GiB  process 66.00 GiB",
         f"  process  {os.getpid()} on {STATUS.host}, last wrote N s ago",
-        "  said     careful",
+        "  message  careful",
     ]
     assert "\x1b" not in result.output
     assert len(seen) == 1 and seen[0]["running"] and seen[0]["saved_step"] is None
@@ -69,7 +74,7 @@ def test_what_a_living_run_saved(tmp_path: Path, call: Callable[..., Result]) ->
     leave(tmp_path, STATUS, saved_step=400)
     with RunFolder(tmp_path) as folder:
         at = (datetime.now(UTC) - timedelta(minutes=12)).isoformat(timespec="seconds")
-        folder.write_status(replace(STATUS, checkpoint_at=at), force=True)
+        write_status(folder.path, replace(STATUS, checkpoint_at=at))
         assert "  saved    step 400, 12 min ago" in call(tmp_path).stdout
 
 
@@ -100,6 +105,31 @@ def test_runs_that_ended(
     assert result.stdout.splitlines()[:2] == [str(tmp_path / "out"), f"  {line}"]
     (seen,) = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
     assert (seen["running"], seen["owner"], seen["saved_step"]) == (False, None, saved_step)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "line"),
+    [
+        (replace(STATUS, state="done", step=1000), 0, "done, 1000 steps, "),
+        (replace(STATUS, state="done", step=1000, exit_code=0), 0, "done, 1000 steps, "),
+        (replace(STATUS, state="stopped", exit_code=75), 75, "stopped at step 412, "),
+        (replace(STATUS, state="failed", exit_code=4, message="bad row"), 4, "failed at step 412, "),
+        (STATUS, 1, "not running; last seen at step 412, "),
+    ],
+)
+def test_following_a_run_that_has_ended_shows_how_and_exits_as_it_did(
+    tmp_path: Path, call: Callable[..., Result], status: RunStatus, code: int, line: str
+) -> None:
+    leave(tmp_path / "out", status)
+    result = call(tmp_path / "out", "--follow")
+    assert result.exit_code == code and result.stdout.startswith(line), result.output
+    result = call(tmp_path / "out", "--follow", "--json")
+    assert result.exit_code == code and json.loads(result.stdout)["state"] == status.state
+
+
+def test_following_no_run(tmp_path: Path, call: Callable[..., Result]) -> None:
+    result = call(tmp_path, "--follow")
+    assert result.exit_code == 2 and "is not the folder of a run" in result.stderr
 
 
 def test_the_status_of_the_run_before_is_not_that_of_a_new_one(tmp_path: Path, call: Callable[..., Result]) -> None:
@@ -150,7 +180,7 @@ def test_last_evaluations_are_shown_of_the_living_and_the_dead(tmp_path: Path, c
     ]
     status = replace(STATUS, evaluations=values)
     with RunFolder(tmp_path / "out") as folder:
-        folder.write_status(status, force=True)
+        write_status(folder.path, status)
         assert call(tmp_path / "out").stdout.splitlines()[2:4] == lines
     leave(tmp_path / "out", replace(status, state="done"))
     assert call(tmp_path / "out").stdout.splitlines()[2:4] == lines
@@ -171,7 +201,8 @@ def test_answers_without_torch(tmp_path: Path, cli_package: str, words: list[str
     leave(tmp_path / "out", STATUS, saved_step=400)
     script = (
         "import sys, runpy, atexit\n"
-        "atexit.register(lambda: print('HEAVY', [name for name in ('torch', 'tiered') if name in sys.modules]))\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'zarr'}\n"
+        "atexit.register(lambda: print('HEAVY', sorted(heavy & set(sys.modules))))\n"
         f"sys.argv = ['megatrain-tier', *{[*words, str(tmp_path / 'out')]!r}]\n"
         f"runpy.run_module('{cli_package}', run_name='__main__')\n"
     )

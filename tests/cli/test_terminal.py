@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.run_folder import committed_step, living_owner, read_status
+from megatrain.run.folder import committed_step, living_owner
+from megatrain.run.status import read_status
 from reference.saved_run import ROOT, SavedRun, command_words, end, make_run
 
 DEADLINE_S = 240.0

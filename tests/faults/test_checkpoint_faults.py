@@ -20,7 +20,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from megatrain.run_folder import RunFolder
+from megatrain.run.folder import RunFolder
 from reference.kill_checks import problems_of
 from tiered.checksums import checksum
 from tiered.durable.manifest import generation_folder, list_generations, read_manifest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.status_writer import StatusWriter
+from megatrain.run.status import StatusWriter
 from reference.gpu_run import virtual_gpu
 from reference.saved_run import NVME, SavedRun, make_run
 from reference.virtual_cuda import VirtualCuda

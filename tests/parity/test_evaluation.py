@@ -21,9 +21,9 @@ from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.models.graph import build_graph
 from megatrain.plan.plan import Plan
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from reference.huggingface import build_model, evaluate

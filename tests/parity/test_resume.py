@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text, make_loader
 from reference.tiny_model import write_tiny_model
@@ -333,7 +333,7 @@ def test_starting_from_another_run(tiny_model: Path, tmp_path: Path, unbroken: O
 
 
 def test_two_runs_on_one_folder(tiny_model: Path, tmp_path: Path) -> None:
-    from megatrain.run_folder import RunFolder
+    from megatrain.run.folder import RunFolder
 
     with RunFolder(tmp_path / "w/out"), pytest.raises(LockedError, match="in use by process"):
         train(tmp_path / "w", tiny_model, IN_RAM)

@@ -22,10 +22,10 @@ from megatrain.engine.head import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss
 from megatrain.engine.tiled import TiledForward, tile_mlps
 from megatrain.engine.trace import Ledger
-from megatrain.metrics import Observers
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner
+from megatrain.run.metrics import Observers
 from megatrain.trainer import Trainer
 from reference.families import packed_batches, padded_batches, tiny_config
 from reference.huggingface import build_model

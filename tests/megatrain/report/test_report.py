@@ -16,12 +16,13 @@ from xml.etree import ElementTree
 import pytest
 
 from megatrain.config import load_config
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
 from megatrain.report.figures import Setting, compute_figures
 from megatrain.report.history import NotARunError, read_history, write_plan, write_summary
 from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
-from megatrain.run_folder import RunFolder, RunStatus
+from megatrain.run.folder import RunFolder
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
+from megatrain.run.status import RunStatus, write_status
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text
 
@@ -66,7 +67,7 @@ def leave(folder: Path, losses: list[float], *, state: str = "done", plan: Any =
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if plan is not None:
             (folder / "plan.json").write_text(json.dumps(plan))
-        run.write_status(RunStatus(state, step=len(losses), max_steps=8, **status), force=True)  # type: ignore[arg-type]
+        write_status(run.path, RunStatus(state, step=len(losses), max_steps=8, **status))  # type: ignore[arg-type]
     return folder
 
 

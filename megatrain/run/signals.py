@@ -11,42 +11,49 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from megatrain.activity import Activity
+from megatrain.run.activity import Activity
 
 __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _STOPPING = "stopping after this step, and saving; once more to stop at once without saving"
-#: A stop often comes twice: to the process and to its group, from a terminal and from whoever started it there.
+#: One stop may arrive twice: at the process and at its group, from a terminal and from a parent that passes it on.
 SAME_STOP_S = 0.5
 
 
 class RunSignals:
-    """Listens while training runs. A context manager; without effect outside the main thread.
+    """Handles signals while training runs. A context manager; without effect outside the main thread.
 
-    SIGTERM, SIGINT and SIGHUP (the terminal was closed) ask for a stop after the step, SIGUSR1 for a checkpoint after
-    it. A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` where the main thread
-    is; a SIGHUP does not: who closes a terminal asks for nothing to be thrown away. Where it is ignored (``nohup``) it
-    stays ignored.
+    SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step, SIGUSR1 a checkpoint after it.
+    A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread; a
+    second SIGHUP does not, as closing a terminal is no request to throw work away. SIGHUP stays ignored where it is
+    (``nohup``).
 
     Args:
         stops_after_step: else the first SIGTERM, SIGINT or SIGHUP raises at once.
-        activity: given the notice for the person who asked; None: it is written to stderr.
+        is_stuck: whether the step may be waiting for space on a drive, and cannot end.
+        activity: gets the notice for the user; without one, or where nothing shows it, it is written to stderr.
 
     Attributes:
-        stop_requested: what was asked for; whoever serves a save resets it.
-        save_requested: what was asked for; whoever serves a save resets it.
+        stop_requested: the run is to end after its step.
+        save_requested: the run is to save after its step; reset by the caller once it did.
         is_hung_up: the terminal was closed.
-        is_stuck: set by the trainer: whether the step may wait for a person, e.g. on a full drive.
     """
 
-    def __init__(self, *, stops_after_step: bool, activity: Activity | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stops_after_step: bool,
+        is_stuck: Callable[[], bool] = lambda: False,
+        activity: Activity | None = None,
+    ) -> None:
         self.stop_requested = False
         self.save_requested = False
         self.is_hung_up = False
         self._requested_s = 0.0
-        self.is_stuck: Callable[[], bool] = lambda: False
+        self._is_stuck = is_stuck
         self._stops_after_step = stops_after_step
+        self._has_steps_left = True
         self._activity = activity or Activity()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -67,8 +74,12 @@ class RunSignals:
         self._before.clear()
         self._activity.notice = ""
 
+    def steps_are_over(self) -> None:
+        """Let the next SIGTERM or SIGINT raise at once: there is no step left after which to stop."""
+        self._has_steps_left = False
+
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if not self._stops_after_step or self.is_stuck():
+        if not self._stops_after_step or not self._has_steps_left or self._is_stuck():
             raise KeyboardInterrupt
         if self.stop_requested:
             if time.monotonic() - self._requested_s < SAME_STOP_S:
@@ -86,7 +97,7 @@ class RunSignals:
             raise KeyboardInterrupt
         self.is_hung_up = True
         if not self.stop_requested:
-            # Nobody is there to read a notice; a stop from elsewhere may follow and must not count as the second.
+            # Without a notice: there is no terminal. A later stop from elsewhere must not count as the second.
             self.stop_requested, self._requested_s = True, time.monotonic()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:

@@ -1,36 +1,147 @@
-"""stdout and stderr of a run, which may outlive the terminal that it was started in."""
+"""The terminal of a command: a line that moves while nothing else is shown, and output that outlives the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import os
 import re
 import select
+import shutil
 import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-__all__ = ["RunOutput"]
+__all__ = ["FRAMES", "RunOutput", "Spinner", "frames_for", "without_collector"]
 
-#: What a write gives whose terminal was closed, or whose pipe nobody reads any more.
+#: Braille dots, as most spinners are drawn; the second where the terminal has ASCII only.
+FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
+_CLEAR = "\r\x1b[K"
+_INTERVAL_S = 0.1
+_SHOWN_FROM_S = 2.0  # before that, seconds would only flicker
+#: Errors of a write to a closed terminal or a broken pipe.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
-class RunOutput:
-    """Takes the place of ``sys.stdout`` and ``sys.stderr`` while the context is open, where they are files.
+class Spinner:
+    """A line on stderr with the current activity and its seconds. A context manager that clears the line.
 
-    Once a write finds its terminal closed or its pipe broken, that and all that follows goes into a log file: the file
-    descriptors themselves are turned there, so that what libraries print goes there, too. No error is raised. What is
-    lost before ``log`` is known is kept until then.
+    Entering draws the line; nothing heavy is imported for it. The cursor stays visible: a killed process leaves nothing
+    to restore.
+
+    Args:
+        text: the activity.
+        is_shown: whether to draw at all; nothing is drawn where stderr is no terminal.
+    """
+
+    def __init__(self, text: str, *, is_shown: bool = True) -> None:
+        self._stream = sys.stderr
+        self._is_shown = is_shown and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._frames = frames_for(self._stream.encoding)
+        self._text, self._start_s = text, time.monotonic()
+        self._drawing = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_shown:
+            self._draw()
+            self._thread = threading.Thread(target=self._turn, name="spinner", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def say(self, text: str) -> None:
+        """Show another activity; its seconds start at 0."""
+        self._text, self._start_s = text, time.monotonic()
+        if self._thread is not None:
+            self._draw()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Clear the line inside the context, to print something."""
+        with self._drawing:
+            if self._thread is not None:
+                self._write(_CLEAR)
+            yield
+
+    def stop(self) -> None:
+        """Clear the line for good. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._over.set()
+        thread.join()
+        self._write(_CLEAR)
+
+    def _turn(self) -> None:
+        while not self._over.wait(_INTERVAL_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        now_s = time.monotonic()
+        frame = self._frames[int(now_s / _INTERVAL_S) % len(self._frames)]
+        passed_s = now_s - self._start_s
+        seconds = f"  {passed_s:.0f} s" if passed_s >= _SHOWN_FROM_S else ""
+        # A line longer than the terminal wraps, and clearing would leave its first part.
+        width = shutil.get_terminal_size().columns - 1
+        with self._drawing:
+            self._write(f"{_CLEAR}{frame} {self._text}{seconds}"[: width + len(_CLEAR)])
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal is gone; RunOutput handles that
+            self._over.set()
+
+
+def frames_for(encoding: str | None) -> str:
+    """Return the frames that an encoding can show."""
+    try:
+        FRAMES[0].encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return FRAMES[1]
+    return FRAMES[0]
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Disable the garbage collector inside the context.
+
+    Imports and plans make a million objects that stay; scanning them again and again took a tenth of a start's time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class RunOutput:
+    """Replaces ``sys.stdout`` and ``sys.stderr`` while the context is open, where they are files.
+
+    Once a write finds its terminal closed or its pipe broken, this and all later output goes into a log file. The file
+    descriptors themselves are redirected, so that output of libraries goes there, too. No error is raised. Output that
+    is lost before the log file is known is kept until then.
 
     Attributes:
-        is_lost: whether a terminal or pipe is gone. It never comes back.
+        is_lost: whether a terminal or pipe is gone, for good.
     """
 
     def __init__(self) -> None:
@@ -58,22 +169,19 @@ class RunOutput:
         for stream in self._streams:
             stream.flush()
         if any(stream.is_gone for stream in self._streams):
-            self.lose()  # whoever says how the command ended must not fail
+            self.lose()  # the last message of the command must not fail
         assert self._before is not None
         sys.stdout, sys.stderr = self._before
 
     def goes_to(self, log: Path) -> None:
-        """Name the log file. Nothing is written there unless a terminal is lost."""
+        """Set the log file. Nothing is written there unless a terminal is lost."""
         with self._lock:
             self._log = log
             if self.is_lost:
                 self._turn()
 
     def move_to(self, log: Path) -> None:
-        """Go on in the log file from now on, whatever the output was before; a copy of what was there goes first.
-
-        The output so far must be a file that can be read, if it is to be copied.
-        """
+        """Redirect all output to the log file, beginning with a copy of the output so far where that is a file."""
         with self._lock:
             self._log = log
             for stream in self._streams:
@@ -83,7 +191,7 @@ class RunOutput:
             self._turn(only_gone=False)
 
     def lose(self, text: str = "") -> None:
-        """Turn what is gone to the log file.
+        """Redirect the streams that are gone to the log file.
 
         Args:
             text: what could not be written.
@@ -95,7 +203,7 @@ class RunOutput:
             self._turn()
 
     def _turn(self, *, only_gone: bool = True) -> None:
-        """Point the descriptors at the log; where there is none yet, or it cannot be opened, at nothing."""
+        """Redirect descriptors to the log file, or to /dev/null where it is not known yet or cannot be opened."""
         try:
             path = os.devnull if self._log is None else self._log
             log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -116,7 +224,7 @@ class RunOutput:
             os.close(log)
 
     def write(self, stream: _Stream, text: str) -> None:
-        """Write to a stream's descriptor, or to the log once that is gone."""
+        """Write to the descriptor of a stream, or to the log file once that is gone."""
         data = memoryview(text.encode(stream.encoding, errors="replace"))
         with self._lock:
             if stream.is_turned and self._log is None:
@@ -141,7 +249,9 @@ class _Stream(io.TextIOBase):
         self._encoding = stream.encoding or "utf-8"
         self._output = output
         self._waiting: list[str] = []
-        self._adding = threading.Lock()  # not held while writing: a terminal that is stopped stops no other thread
+        self._adding = (
+            threading.Lock()
+        )  # not held while writing: a stopped terminal (Ctrl-S) must block no other thread
         self.is_turned = self.is_gone_by_error = False
 
     @property
@@ -150,7 +260,7 @@ class _Stream(io.TextIOBase):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody is at the other end any more."""
+        """Whether the other end is closed."""
         if self.is_turned:
             return False
         if self.is_gone_by_error:
@@ -169,7 +279,7 @@ class _Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):  # click asks with bytes whether this is a stream of bytes
+        if not isinstance(text, str):  # click probes with bytes for a binary stream
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         with self._adding:
             self._waiting.append(text)

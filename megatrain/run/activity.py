@@ -1,4 +1,4 @@
-"""What a run is doing at this moment, for those who watch it."""
+"""What a run is doing at this moment, shown by the live view and ``status.json``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Activity", "Moment"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a run was doing when somebody looked.
+    """What a run was doing at one moment.
 
     Attributes:
-        doing: ``"step"``, or what else is done, e.g. ``"loading weights"``.
-        phase: of a step or an evaluation, e.g. ``"backward"`` and ``"model.layers.11"``.
-        unit: of a step or an evaluation, e.g. ``"backward"`` and ``"model.layers.11"``.
-        part: how much of it is done; 0 of 0: not known.
-        num_parts: how much of it is done; 0 of 0: not known.
-        micro_batch: likewise, from 1.
-        num_micro_batches: likewise, from 1.
-        seconds: since it began.
-        notice: what a person should read until it is over, e.g. that the run is stopping.
+        doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
+        phase: of a step or an evaluation, e.g. ``"backward"``.
+        unit: of the model, e.g. ``"model.layers.11"``.
+        part: parts that are done.
+        num_parts: parts of the activity; 0: unknown.
+        micro_batch: the current one, from 1; 0: none.
+        num_micro_batches: of a step.
+        seconds: since the activity began.
+        notice: text that stays in view, e.g. that the run is stopping.
     """
 
     doing: str = ""
@@ -38,21 +38,21 @@ class Moment:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Moment:
-        """Return the moment that ``dataclasses.asdict`` gave; what is missing or unknown is left out."""
+        """Return the moment that ``dataclasses.asdict`` gave; unknown keys are ignored, missing ones are defaults."""
         default = cls()
         known = {name: type(getattr(default, name))(values[name]) for name in cls.__slots__ if name in values}
         return cls(**known)
 
 
 class Activity:
-    """Counters that the thread which runs sets, and any other may read.
+    """Counters that the training thread sets and any thread may read, without locks.
 
-    Setting an attribute is all that they cost: nobody is woken, nothing waits, and no device is asked, so that a device
-    may still be computing what was queued before. A reader may see one counter newer than another.
+    Setting them costs an assignment and never synchronizes with the device, which may still be computing work queued
+    before. A reader may see one counter newer than another.
 
     Attributes:
-        is_watched: whether somebody shows ``notice`` to a person soon after it is set.
-        notice: see ``Moment``.
+        is_watched: whether a live view shows ``notice`` soon after it is set.
+        notice: see ``Moment``; set by ``RunSignals``.
         micro_batch: see ``Moment``; set by the engine.
     """
 
@@ -65,19 +65,19 @@ class Activity:
         self._start_s = time.monotonic()
 
     def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0) -> None:
-        """Something else is done from now on."""
+        """Begin another activity."""
         self._phase, self._unit, self._part, self.micro_batch = "", "", 0, 0
         self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
         self._start_s = time.monotonic()
 
     def come_to(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
-        """``part`` parts are done, and this is the next."""
+        """Begin the next part, ``part`` of them being done."""
         self._part, self._phase, self._unit, self.micro_batch = part, phase, unit, 0
         if num_parts is not None:
             self._num_parts = num_parts
 
     def look(self) -> Moment:
-        """Return what is being done now."""
+        """Return what the run is doing now."""
         return Moment(
             self._doing,
             self._phase,

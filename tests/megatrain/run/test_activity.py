@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from megatrain.activity import Activity, Moment
 from megatrain.checkpoint.state import NUM_LOSSES, RunState
 from megatrain.config import load_config
-from megatrain.metrics import RunInfo, StepMetrics
 from megatrain.plan.planner import plan_run
-from megatrain.run_folder import RunFolder, read_status
+from megatrain.run.activity import Activity, Moment
+from megatrain.run.folder import RunFolder
+from megatrain.run.metrics import RunInfo, StepMetrics
+from megatrain.run.status import StatusWriter, read_status
 from megatrain.session import Session
-from megatrain.status_writer import StatusWriter
 from reference.saved_run import SavedRun, make_run
 from reference.tiered_run import EXAMPLES, config_text, make_loader
 
@@ -69,9 +69,10 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def fail_while_training(folder: RunFolder) -> None:
-    StatusWriter(folder).say("training")
-    raise ValueError("broken")
+def fail_while_training(folder: Path) -> None:
+    with RunFolder(folder) as run, StatusWriter(run.path, exit_code_of=lambda error: 4) as status:
+        status.say("training")
+        raise ValueError("broken")
 
 
 def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
@@ -83,8 +84,8 @@ def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
         return None if status is None else status.activity.get("unit")
 
     (tmp_path / "out").mkdir()
-    with RunFolder(tmp_path / "out", exit_code_of=lambda error: 4) as folder:
-        with StatusWriter(folder, activity=activity) as writer:
+    with RunFolder(tmp_path / "out") as folder:
+        with StatusWriter(folder.path, activity=activity) as writer:
             writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
             for unit in ("a", "b"):
                 activity.come_to(1, "forward", unit)
@@ -92,9 +93,8 @@ def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
         activity.come_to(1, "forward", "late")
     status = read_status(tmp_path / "out")
     assert status is not None and status.exit_code is None
-    folder = RunFolder(tmp_path / "out", exit_code_of=lambda error: 4)
-    with pytest.raises(ValueError, match="broken"), folder:
-        fail_while_training(folder)
+    with pytest.raises(ValueError, match="broken"):
+        fail_while_training(tmp_path / "out")
     status = read_status(tmp_path / "out")
     assert status is not None and (status.state, status.exit_code, status.activity) == ("failed", 4, {})
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from megatrain.metrics import CheckpointMetrics, Observers, RunInfo, RunSummary, StepMetrics, format_step
-from megatrain.metrics_log import MetricsLog
+from megatrain.run.loggers import MetricsLog
+from megatrain.run.metrics import CheckpointMetrics, Observers, RunInfo, RunSummary, StepMetrics, format_step
 from tiered.units import GiB
 
 STEP = StepMetrics(

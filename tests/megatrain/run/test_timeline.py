@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatrain.config import load_config
 from megatrain.engine.tape import Op
-from megatrain.metrics import Observers
-from megatrain.timeline import COMPUTE, Timeline
+from megatrain.run.metrics import Observers
+from megatrain.run.timeline import COMPUTE, Timeline
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text
 from tiered.events import Event

@@ -1,15 +1,19 @@
-"""What a run reports: figures of each step, a line for people, JSON lines for programs, and who is told."""
+"""What a run reports, as records and as lines of text, and the protocol of those that observe it.
+
+``StepMetrics`` is the one record of a step: the console, ``status.json``, ``metrics.jsonl`` and every tracker get it.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 
@@ -18,12 +22,12 @@ class RunInfo:
     """What is known when training starts.
 
     Attributes:
-        run_name: as in the config, "auto" replaced.
-        task: as in the config, "auto" replaced.
-        device: as in the config, "auto" replaced.
-        output_dir: as in the config, "auto" replaced.
+        run_name: as in the config.
+        task: ``sft`` or ``pretrain``.
+        device: of the computation, ``cpu`` or ``cuda:0``.
+        output_dir: of the run.
         max_steps: optimizer steps of the run.
-        tokens_per_step: places for tokens in a step, padding included.
+        tokens_per_step: token positions in a step, padding included.
     """
 
     run_name: str
@@ -45,20 +49,20 @@ class StepMetrics:
         loss: mean over the step's trained tokens, before the update.
         grad_norm: global norm before clipping.
         lr: learning rate of this update.
-        num_real_tokens: without padding; those that the loss asks for.
-        num_trained_tokens: without padding; those that the loss asks for.
-        step_s: seconds this step took.
-        mean_step_s: mean of the last 20 steps of this start, fewer at its beginning.
-        eta_s: seconds the rest will take.
+        num_real_tokens: tokens without padding.
+        num_trained_tokens: tokens with a label.
+        step_s: seconds of this step.
+        mean_step_s: mean of the last 20 steps since the process started, fewer at its beginning.
+        eta_s: estimated seconds to the last step.
         warmup_steps: steps over which the learning rate rises.
-        tier_used_bytes: tier -> bytes of slots in use now, and all there are.
-        tier_capacity_bytes: tier -> bytes of slots in use now, and all there are.
-        stall_s: cause -> seconds this step waited for it.
+        tier_used_bytes: tier -> bytes of slots in use after the step.
+        tier_capacity_bytes: tier -> bytes of all its slots.
+        stall_s: cause -> seconds that this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
         rss_bytes: resident memory of the process.
-        model_flops: floating-point operations of this step, see ``megatrain.engine.trace``; 0: not known.
-        hardware_flops: floating-point operations of this step, see ``megatrain.engine.trace``; 0: not known.
+        model_flops: floating-point operations without recomputation and padding; 0: unknown.
+        hardware_flops: all floating-point operations, see ``megatrain.engine.trace.step_flops``; 0: unknown.
     """
 
     step: int
@@ -89,21 +93,21 @@ class StepMetrics:
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Tokens that the loss asks for, per second of this step."""
+        """Tokens with a label, per second of this step."""
         return self.num_trained_tokens / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def model_flops_per_s(self) -> float:
-        """Floating-point operations that the model asks for, per second of this step."""
+        """Floating-point operations without recomputation and padding, per second of this step."""
         return self.model_flops / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def hardware_flops_per_s(self) -> float:
-        """All floating-point operations, recomputed layers and padding too, per second of this step."""
+        """All floating-point operations, per second of this step."""
         return self.hardware_flops / self.step_s if self.step_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values; a loss that is not finite becomes text, which strict JSON needs."""
+        """Return JSON values; floats that are not finite become text, as strict JSON has no NaN."""
         values = asdict(self)
         for rate in ("real_tokens_per_s", "trained_tokens_per_s", "model_flops_per_s", "hardware_flops_per_s"):
             values[rate] = round(getattr(self, rate), 3)
@@ -111,11 +115,11 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StepMetrics:
-        """Return the figures that ``to_json`` gave; unknown keys are ignored.
+        """Return the record that ``to_json`` gave; unknown keys are ignored.
 
         Raises:
-            TypeError: they are not all there.
-            ValueError: they are not all there.
+            TypeError: a field is missing.
+            ValueError: a text is no number.
         """
         known: Mapping[str, Any] = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         finite: dict[str, Any] = {
@@ -126,15 +130,15 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics:
-    """Figures of one set of held-out rows at one step.
+    """Figures of one evaluation set at one step.
 
     Attributes:
         step: steps done; the weights are those after them.
         max_steps: steps of the run.
         name: of the set.
-        loss: cross entropy, mean over all tokens that have a label, without dropout, smoothing and auxiliary terms.
-        num_tokens: tokens that have a label.
-        seconds: that training stood still for it.
+        loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms.
+        num_tokens: tokens with a label.
+        seconds: that training was paused for it.
     """
 
     step: int
@@ -153,17 +157,17 @@ class EvaluationMetrics:
             return math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values; those that are not finite become text."""
+        """Return JSON values; floats that are not finite become text."""
         return _finite_or_text({**asdict(self), "perplexity": self.perplexity})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> EvaluationMetrics:
-        """Return the figures that ``to_json`` gave.
+        """Return the record that ``to_json`` gave.
 
         Raises:
-            KeyError: they are not all there.
-            TypeError: they are not all there.
-            ValueError: they are not all there.
+            KeyError: a field is missing.
+            TypeError: a field has the wrong type.
+            ValueError: a text is no number.
         """
         return cls(
             int(values["step"]),
@@ -191,10 +195,10 @@ class CheckpointMetrics:
         step: steps done when it was taken.
         path: directory of the checkpoints.
         nbytes: contents of all blocks.
-        written_bytes: of those copied out of memory;
-        linked_bytes: of those on drives.
+        written_bytes: of the blocks that were copied out of memory.
+        linked_bytes: of the blocks on drives, hard-linked.
         seconds: from its start until it survives a power cut.
-        stall_s: of these, how long training stood still.
+        stall_s: part of ``seconds`` during which training was paused.
     """
 
     step: int
@@ -206,7 +210,7 @@ class CheckpointMetrics:
     stall_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
+        """Return JSON values."""
         return {**asdict(self), "path": str(self.path)}
 
 
@@ -215,22 +219,22 @@ class RunSummary:
     """What a run did.
 
     Attributes:
-        num_steps: steps done, those before it was continued too.
-        first_loss: of the first and the last step.
-        last_loss: of the first and the last step.
-        mean_losses: means over the first and the last ``num_averaged`` steps; None: not known.
+        num_steps: steps done, also before the run was continued.
+        first_loss: of the first step.
+        last_loss: of the last step.
+        mean_losses: means over the first and over the last ``num_averaged`` steps; None: unknown.
+        num_averaged: steps in each of ``mean_losses``.
         seconds: of training, without the export, over all starts.
-        num_real_tokens: over all steps.
-        num_trained_tokens: over all steps.
-        tier_peak_bytes: tier -> most bytes in use at once, and all there are.
-        tier_capacity_bytes: tier -> most bytes in use at once, and all there are.
-        link_bytes: ``"ram->nvme"`` -> bytes moved in the whole run.
-        link_paths: the same links -> the way their bytes took, as the link itself says: ``cuda``, ``posix-direct``,
-            ``kvikio-gds`` ...
-        written_bytes: path on a drive -> bytes written to it in all steps.
+        num_real_tokens: tokens without padding, over all steps.
+        num_trained_tokens: tokens with a label, over all steps.
+        tier_peak_bytes: tier -> most bytes in use at once.
+        tier_capacity_bytes: tier -> bytes of all its slots.
+        link_bytes: ``"ram->nvme"`` -> bytes moved since this start.
+        link_paths: link -> data path that it reports: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
+        written_bytes: path on a drive -> bytes written to it since this start.
         peak_rss_bytes: most resident memory.
         export_dir: the Hugging Face folder, if one was written.
-        interrupted: whether the user stopped it early.
+        interrupted: whether the run was stopped early.
         saved_step: step of the newest checkpoint, None without one.
         evaluations: set -> its last evaluation.
     """
@@ -255,7 +259,7 @@ class RunSummary:
     num_averaged: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values; those that are not finite become text."""
+        """Return JSON values; floats that are not finite become text."""
         return {
             **_finite_or_text(asdict(self)),
             "mean_losses": None if self.mean_losses is None else [_plain(loss) for loss in self.mean_losses],
@@ -264,8 +268,11 @@ class RunSummary:
         }
 
 
-class RunObserver(Protocol):
-    """Who is told about a run. Called from the training thread; must return quickly and not raise."""
+class RunObserver:
+    """The protocol of those that observe a run; every method does nothing unless it is overridden.
+
+    Called by the thread that trains, ``on_message`` by any thread. Methods return quickly and do not raise.
+    """
 
     def on_start(self, info: RunInfo) -> None:
         """Training is about to start."""
@@ -274,22 +281,22 @@ class RunObserver(Protocol):
         """A step is done."""
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """A set of held-out rows was evaluated."""
+        """An evaluation set was evaluated."""
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         """A checkpoint is on disk."""
 
     def on_message(self, text: str) -> None:
-        """Something happened that a person should know."""
+        """There is something for the user to read."""
 
     def on_end(self, summary: RunSummary) -> None:
-        """Training is over. Not called when it failed."""
+        """Training is over. Not called after an error."""
 
 
-class Observers:
-    """Tells several observers, in order."""
+class Observers(RunObserver):
+    """Calls several observers, in order."""
 
-    def __init__(self, observers: Sequence[RunObserver]) -> None:
+    def __init__(self, observers: Iterable[RunObserver]) -> None:
         self._observers = tuple(observers)
 
     def on_start(self, info: RunInfo) -> None:
@@ -318,7 +325,7 @@ class Observers:
 
 
 def format_checkpoint(metrics: CheckpointMetrics) -> str:
-    """Return the line that a console shows for a checkpoint."""
+    """Return the console line of a checkpoint."""
     return (
         f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)} "
         f"({format_size(metrics.written_bytes)} written, {format_size(metrics.linked_bytes)} linked) "
@@ -327,7 +334,7 @@ def format_checkpoint(metrics: CheckpointMetrics) -> str:
 
 
 def format_evaluation(metrics: EvaluationMetrics) -> str:
-    """Return the line that a console shows for an evaluation."""
+    """Return the console line of an evaluation."""
     return (
         f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.2f} "
         f"({metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s)"
@@ -335,7 +342,7 @@ def format_evaluation(metrics: EvaluationMetrics) -> str:
 
 
 def format_step(metrics: StepMetrics) -> str:
-    """Return the line that a console without a progress bar shows for a step."""
+    """Return the console line of a step."""
     width = len(str(metrics.max_steps))
     parts = [
         f"step {metrics.step:>{width}}/{metrics.max_steps} {100.0 * metrics.step / metrics.max_steps:.1f}%",
@@ -352,7 +359,7 @@ def format_step(metrics: StepMetrics) -> str:
 
 
 def format_lr(metrics: StepMetrics) -> str:
-    """Return the learning rate of a step; the warm-up is named, as its first rate is 0, which changes no weight."""
+    """Return the learning rate, and how far the warm-up is: its first rate is 0, which changes no weight."""
     text = f"{metrics.lr:.1e}" if metrics.lr else "0"
     if metrics.step > metrics.warmup_steps:
         return text
@@ -360,7 +367,7 @@ def format_lr(metrics: StepMetrics) -> str:
 
 
 def format_eta(seconds: float) -> str:
-    """Return the time that is left, a guess, in whole seconds."""
+    """Return the estimated time left, in whole seconds."""
     return f"{seconds:.0f} s" if round(seconds) < 60 else format_duration(seconds)
 
 
@@ -378,6 +385,6 @@ def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause, those below 50 ms left out."""
+    """Return the seconds waited per cause; those below 50 ms are left out."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= 0.05]
     return "wait " + (" ".join(seen) if seen else "0.0s")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatrain import signals
-from megatrain.activity import Activity
-from megatrain.signals import RunSignals
+from megatrain.run import signals
+from megatrain.run.activity import Activity
+from megatrain.run.signals import RunSignals
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +37,18 @@ def test_a_closed_terminal_asks_for_a_stop_and_never_ends_the_run_at_once() -> N
         assert heard.stop_requested and not heard.is_hung_up
         heard._requested_s = -1e9  # long ago
         send(signal.SIGHUP)
-    with RunSignals(stops_after_step=True) as heard:
-        heard.is_stuck = lambda: True  # waits for room on a drive: it still saves once there is some
+    with RunSignals(stops_after_step=True, is_stuck=lambda: True) as heard:  # it still saves once there is space
         send(signal.SIGHUP)
         assert heard.stop_requested
+
+
+def test_a_stop_ends_at_once_what_cannot_end_by_itself() -> None:
+    with RunSignals(stops_after_step=True, is_stuck=lambda: True), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
+    with RunSignals(stops_after_step=True) as heard:
+        heard.steps_are_over()
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
 
 
 def test_a_stop_after_a_closed_terminal_is_the_second_only_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.timeline import Timeline
-from megatrain.timeline_file import NoTimelineError, RowSummary, TimelineError, find_timeline, summarize
+from megatrain.run.timeline import NoTimelineError, RowSummary, Timeline, TimelineError, find_timeline, summarize
 from tiered.events import Event
 
 

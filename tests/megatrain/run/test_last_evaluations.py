@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.run_folder import read_status
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.status import read_status
 from megatrain.trainer import Trainer
 from reference.tiny_model import write_tiny_model
 

@@ -1,0 +1,481 @@
+"""Where the figures of a run go, as ``logging.report_to`` says: ``metrics.jsonl`` and the trackers of accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import importlib.util
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from tiered.units import GB, GiB
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from megatrain.config.schema import RunConfig
+
+__all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers", "last_evaluations", "make_loggers"]
+
+METRICS_NAME = "metrics.jsonl"
+TENSORBOARD_NAME = "tensorboard"
+#: The runs of this folder at each tracker: name -> id, and the last steps logged there.
+TRACKERS_NAME = "trackers.json"
+
+
+class Logger(RunObserver):
+    """An observer that holds a file or a connection. A context manager that ends with ``close``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release what is held. Safe to call twice."""
+
+
+def check_loggers(config: RunConfig) -> None:
+    """Check that the packages of all trackers in ``logging.report_to`` are installed.
+
+    Raises:
+        ConfigError: what is missing, and how to install it.
+    """
+    problems = [
+        Problem(
+            "logging.report_to",
+            f'logging.report_to names "{name}"; not installed: {", ".join(missing)}',
+            f'Install it: pip install "megatrain-tier[{name}]", or leave it out',
+        )
+        for name in config.logging.report_to
+        if name in _TRACKERS
+        and (missing := [package for package in (name, "accelerate") if not importlib.util.find_spec(package)])
+    ]
+    if problems:
+        raise ConfigError("the config", problems)
+
+
+def make_loggers(
+    config: RunConfig, continued_from: int | None, on_notice: Callable[[str], None] = lambda text: None
+) -> list[Logger]:
+    """Return a logger for each entry of ``logging.report_to``. ``output_dir`` must exist.
+
+    Steps after ``continued_from`` are logged again; each logger drops, replaces or keeps those it has.
+
+    Args:
+        config: of the run.
+        continued_from: steps done before, if this run continues a checkpoint.
+        on_notice: called when a tracker fails; the run goes on without it.
+
+    Raises:
+        ConfigError: a package is not installed.
+        OSError: ``metrics.jsonl`` cannot be written.
+    """
+    check_loggers(config)
+    return [
+        MetricsLog(config.output_dir / METRICS_NAME, continued_from=continued_from)
+        if name == "jsonl"
+        else TrackerLog(name, config, continued_from, on_notice)
+        for name in config.logging.report_to
+    ]
+
+
+# -- metrics.jsonl -------------------------------------------------------------------------------------------------
+
+
+class MetricsLog(Logger):
+    """Appends a JSON object per step, evaluation and checkpoint to a file, each at once.
+
+    Objects of evaluations have ``"event": "evaluation"``, those of checkpoints ``"checkpoint"``, those of steps none.
+    Figures that a full drive does not take are kept and written once there is space.
+
+    Args:
+        path: the file; its folder must exist.
+        continued_from: steps done before, if this run continues a checkpoint: lines of later steps are dropped, since
+            they come again. Else the file of an earlier run is moved to ``metrics.old.jsonl``.
+    """
+
+    def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
+        if path.exists():
+            if continued_from is None:
+                os.replace(path, path.with_suffix(".old.jsonl"))
+            else:
+                _drop_later_steps(path, continued_from)
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._unwritten = b""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # An error that is on its way must not be replaced by that of a full drive.
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.close()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.to_json())
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write({"event": "evaluation", **metrics.to_json()})
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self._write({"event": "checkpoint", **metrics.to_json()})
+
+    def on_end(self, summary: RunSummary) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice.
+
+        Raises:
+            OSError: lines that a full drive did not take still cannot be written.
+        """
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            self._flush(fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None  # os.write does not know the path
+        finally:
+            os.close(fd)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._unwritten += json.dumps(values, allow_nan=False).encode() + b"\n"
+        try:
+            self._flush(self._fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _flush(self, fd: int) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(fd, self._unwritten) :]
+
+
+def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
+    """Return the last evaluation of each set, up to a step, in a ``metrics.jsonl``; none if there is no file."""
+    found = {}
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError:
+        return {}
+    for line in lines:
+        if '"evaluation"' in line and _is_of_steps_up_to(step, line):
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                metrics = EvaluationMetrics.from_json(json.loads(line))
+                found[metrics.name] = metrics
+    return found
+
+
+def _drop_later_steps(path: Path, last_step: int) -> None:
+    """Rewrite the file without lines of later steps, and without a line that a crash has cut off."""
+    partial = path.with_name(path.name + ".partial")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+        new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
+    os.replace(partial, path)
+
+
+def _is_of_steps_up_to(last_step: int, line: str) -> bool:
+    try:
+        return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+# -- trackers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a tracker starts with.
+
+    Attributes:
+        config: of the run.
+        run_id: of the run at the tracker; None: it is to make one.
+        is_new: whether that run does not exist yet.
+        first_step: the first one that is logged from now on.
+    """
+
+    config: RunConfig
+    run_id: str | None
+    is_new: bool
+    first_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracker:
+    """How a run uses one of accelerate's trackers.
+
+    Attributes:
+        arguments: keyword arguments of the tracker.
+        make_id: makes the id of a new run; None: the tracker does.
+        read_id: reads the id of a run from the started tracker.
+        keeps_repeats: a step that is logged twice would be there twice: steps that it has are not sent again.
+        on_start: called with the started tracker.
+        finish: ends the run; called with the tracker and None after an error.
+        has_nan: whether it takes figures that are not finite.
+    """
+
+    arguments: Callable[[_Start], dict[str, Any]]
+    make_id: Callable[[], str] | None = lambda: uuid.uuid4().hex
+    read_id: Callable[[Any], str] | None = None
+    keeps_repeats: bool = False
+    on_start: Callable[[Any, _Start], None] = lambda tracker, start: None
+    finish: Callable[[Any, RunSummary | None], None] = lambda tracker, summary: tracker.finish()
+    has_nan: bool = False
+
+
+def _log_text_of_config(tracker: Any, start: _Start) -> None:
+    tracker.log({"config": "    " + to_toml(start.config).replace("\n", "\n    ")}, step=start.first_step)
+
+
+def _log_config_once(tracker: Any, start: _Start) -> None:
+    # A run's parameters cannot change: MLflow refuses another value, and a continued run has them.
+    if start.is_new:
+        tracker.store_init_configuration(_flat(resolved_values(start.config)))
+
+
+def _name_comet(tracker: Any, start: _Start) -> None:
+    tracker.tracker.set_name(start.config.run_name)
+    _log_config_once(tracker, start)
+
+
+def _finish_wandb(tracker: Any, summary: RunSummary | None) -> None:
+    if summary is not None:
+        tracker.tracker.summary.update({"interrupted": summary.interrupted, "num_steps": summary.num_steps})
+    tracker.tracker.finish(exit_code=0 if summary is not None else 1)
+
+
+def _finish_mlflow(tracker: Any, summary: RunSummary | None) -> None:
+    importlib.import_module("mlflow").end_run("FAILED" if summary is None else "FINISHED")
+
+
+_TRACKERS: dict[str, _Tracker] = {
+    "tensorboard": _Tracker(
+        # Files of earlier starts stay; purge_step makes TensorBoard hide the steps in them that come again.
+        lambda start: {
+            "run_name": TENSORBOARD_NAME,
+            "logging_dir": str(start.config.output_dir),
+            "purge_step": start.first_step,
+        },
+        on_start=_log_text_of_config,
+        has_nan=True,
+    ),
+    # WANDB_MODE=offline needs no network. The service keeps what it has of a step.
+    "wandb": _Tracker(
+        lambda start: {
+            "run_name": start.config.logging.project,
+            "name": start.config.run_name,
+            "dir": str(start.config.output_dir),
+            "id": start.run_id,
+            "resume": "allow",
+            "config": resolved_values(start.config),
+        },
+        make_id=lambda: uuid.uuid4().hex[:12],
+        finish=_finish_wandb,
+    ),
+    "mlflow": _Tracker(
+        lambda start: {
+            "experiment_name": start.config.logging.project,
+            "run_name": start.config.run_name,
+            "run_id": start.run_id,
+        },
+        make_id=None,
+        read_id=lambda tracker: str(tracker.tracker.info.run_id),
+        keeps_repeats=True,
+        on_start=_log_config_once,
+        finish=_finish_mlflow,
+    ),
+    "swanlab": _Tracker(
+        lambda start: {
+            "run_name": start.config.logging.project,
+            "name": start.config.run_name,
+            "log_dir": str(start.config.output_dir / "swanlab"),
+            "id": start.run_id,
+            "resume": "allow",
+            "config": resolved_values(start.config),
+        },
+        keeps_repeats=True,
+    ),
+    # Its runs are known by their names.
+    "trackio": _Tracker(
+        lambda start: {
+            "run_name": start.config.logging.project,
+            "name": f"{start.config.run_name}-{start.run_id}",
+            "resume": "allow",
+            "config": _flat(resolved_values(start.config)),
+        },
+        make_id=lambda: uuid.uuid4().hex[:6],
+        keeps_repeats=True,
+    ),
+    "comet_ml": _Tracker(
+        lambda start: {
+            "run_name": start.config.logging.project,
+            "experiment_key": start.run_id,
+            "mode": "get_or_create",
+        },
+        keeps_repeats=True,
+        on_start=_name_comet,
+    ),
+}
+
+
+class TrackerLog(Logger):
+    """Logs to one of accelerate's trackers: one run there over all starts of a run here.
+
+    A tracker is dispensable: its first error is reported, then it is given up, and training goes on.
+
+    Args:
+        name: as in ``logging.report_to``.
+        config: of the run.
+        continued_from: steps done before, if this run continues a checkpoint; else a new run is made at the tracker.
+        on_notice: called with the text of the first error.
+    """
+
+    def __init__(
+        self, name: str, config: RunConfig, continued_from: int | None, on_notice: Callable[[str], None]
+    ) -> None:
+        self._name, self._about, self._on_notice = name, _TRACKERS[name], on_notice
+        self._path = config.output_dir / TRACKERS_NAME
+        known = _read_json(self._path).get(name) if continued_from is not None else None
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and kind of figures -> last step
+        self._tracker: Any = None
+        try:
+            self._start(config, 0 if continued_from is None else continued_from + 1)
+        except Exception as error:
+            self._give_up(error)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._log("train", scalars_of_step(metrics), metrics.step)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._log(f"eval/{metrics.name}", scalars_of_evaluation(metrics), metrics.step)
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        scalars = scalars_of_checkpoint(metrics)
+        if self._name == "wandb":
+            # It takes no figures of a step that is over, and this one was written while training went on.
+            self._try(lambda tracker: tracker.log({**scalars, "checkpoint/step": metrics.step}, commit=False))
+        else:
+            self._log("checkpoint", scalars, metrics.step)
+
+    def on_end(self, summary: RunSummary) -> None:
+        self._finish(summary)
+
+    def close(self) -> None:
+        """End the run at the tracker as failed, unless it has ended."""
+        self._finish(None)
+
+    def _start(self, config: RunConfig, first_step: int) -> None:
+        tracking = importlib.import_module("accelerate.tracking")
+        # Its logging refuses to work without this state. On the CPU: the run has the device.
+        importlib.import_module("accelerate").PartialState(cpu=True)
+        is_new = "id" not in self._known
+        if is_new:
+            self._known = {"id": None if self._about.make_id is None else self._about.make_id()}
+        start = _Start(config, self._known["id"], is_new, first_step)
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[self._name](**self._about.arguments(start))
+        tracker.start()
+        self._tracker = tracker
+        if self._about.read_id is not None:
+            self._known["id"] = self._about.read_id(tracker)
+        self._remember()
+        self._about.on_start(tracker, start)
+
+    def _log(self, kind: str, scalars: Mapping[str, float], step: int) -> None:
+        if self._about.keeps_repeats and step <= self._known.get(kind, -1):
+            return
+        shown = {name: value for name, value in scalars.items() if self._about.has_nan or math.isfinite(value)}
+        self._try(lambda tracker: tracker.log(shown, step=step))
+        if self._about.keeps_repeats and self._tracker is not None:
+            # After the figures: a kill between the two doubles a point, the other order would lose it.
+            self._known[kind] = step
+            self._remember()
+
+    def _remember(self) -> None:
+        """Write the id of the run at the tracker, and the last steps that it has."""
+        partial = self._path.with_name(self._path.name + ".partial")
+        with contextlib.suppress(OSError):  # a full drive
+            partial.write_text(json.dumps({**_read_json(self._path), self._name: self._known}) + "\n", encoding="utf-8")
+            os.replace(partial, self._path)
+
+    def _finish(self, summary: RunSummary | None) -> None:
+        self._try(lambda tracker: self._about.finish(tracker, summary))
+        self._tracker = None
+
+    def _try(self, action: Callable[[Any], object]) -> None:
+        """Call an action with the tracker, unless it was given up or has ended."""
+        if self._tracker is not None:
+            try:
+                action(self._tracker)
+            except Exception as error:  # of any kind: a tracker must not end a run of days
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._tracker = None
+        self._on_notice(f"no more figures for {self._name}: {type(error).__name__}: {error}. The run goes on")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values with dotted names; what is no scalar becomes text."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value if isinstance(value, str | int | float) else str(value)
+    return flat
+
+
+def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
+    """Return the figures of a step by the name of their curve."""
+    values: dict[str, float] = {
+        "train/loss": metrics.loss,
+        "train/grad_norm": metrics.grad_norm,
+        "train/learning_rate": metrics.lr,
+        "train/epoch": metrics.epoch,
+        "speed/tokens_per_s": metrics.real_tokens_per_s,
+        "speed/trained_tokens_per_s": metrics.trained_tokens_per_s,
+        "speed/step_s": metrics.step_s,
+        "memory/process_GiB": metrics.rss_bytes / GiB,
+    }
+    if metrics.hardware_flops:
+        values["speed/model_TFLOPs"] = metrics.model_flops_per_s / 1e12
+        values["speed/hardware_TFLOPs"] = metrics.hardware_flops_per_s / 1e12
+    values |= {f"memory/{tier}_GiB": nbytes / GiB for tier, nbytes in metrics.tier_used_bytes.items()}
+    values |= {f"wait/{cause}_s": seconds for cause, seconds in metrics.stall_s.items()}
+    if metrics.written_bytes:
+        values["drives/written_GB"] = sum(metrics.written_bytes.values()) / GB
+    return values
+
+
+def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
+    """Return the figures of an evaluation by the name of their curve."""
+    return {f"eval/{metrics.name}_loss": metrics.loss, f"eval/{metrics.name}_perplexity": metrics.perplexity}
+
+
+def scalars_of_checkpoint(metrics: CheckpointMetrics) -> dict[str, float]:
+    """Return the figures of a checkpoint by the name of their curve."""
+    return {
+        "checkpoint/GiB": metrics.nbytes / GiB,
+        "checkpoint/seconds": metrics.seconds,
+        "checkpoint/stall_s": metrics.stall_s,
+    }

@@ -1,0 +1,255 @@
+"""``status.json``: where a run stands, written by the run about once a second and read by other processes.
+
+A courtesy: nothing that a run computes depends on it. Reading it imports neither torch nor the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from megatrain.checkpoint.state import now_text
+from megatrain.checkpoint.whereabouts import usable_checkpoint
+from megatrain.run.activity import Activity
+from megatrain.run.metrics import RunObserver, StepMetrics
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary
+
+__all__ = ["FINAL_STATES", "STATUS_NAME", "RunStatus", "State", "StatusWriter", "read_status", "write_status"]
+
+STATUS_NAME = "status.json"
+_INTERVAL_S = 1.0
+
+State = Literal["starting", "training", "paused", "exporting", "done", "stopped", "failed"]
+FINAL_STATES: tuple[State, ...] = ("done", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Where a run stands. Times are ISO 8601, UTC.
+
+    Attributes:
+        state: ``starting`` until the first step; ``paused`` while a drive is full; the last three are final.
+        pid: of the process that wrote this.
+        host: of the process that wrote this.
+        run_name: as in the config.
+        step: steps done.
+        max_steps: steps of the run.
+        metrics: of the last step; None before the first.
+        checkpoint_step: step of the newest checkpoint; None if there is none.
+        checkpoint_at: when that checkpoint was done.
+        evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``.
+        activity: what the run was doing, see ``Moment``.
+        exit_code: of the process; None while it runs.
+        updated_at: when this was written.
+        message: the last one for the user; of a failed run, why it failed.
+    """
+
+    state: State
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    run_name: str = ""
+    step: int = 0
+    max_steps: int = 0
+    metrics: StepMetrics | None = None
+    checkpoint_step: int | None = None
+    checkpoint_at: str | None = None
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    activity: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    updated_at: str = ""
+    message: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values; floats that are not finite become text."""
+        values = asdict(replace(self, metrics=None))
+        return {**values, "metrics": None if self.metrics is None else self.metrics.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RunStatus:
+        """Return the status that ``to_json`` gave; keys of newer versions are ignored.
+
+        Raises:
+            ValueError: a number cannot be read.
+            TypeError: a field has the wrong type.
+            KeyError: there is no state.
+        """
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        if known.get("metrics") is not None:
+            known["metrics"] = StepMetrics.from_json(known["metrics"])
+        return cls(**{"state": values["state"], **known})
+
+
+def read_status(path: Path | str) -> RunStatus | None:
+    """Return what a run last wrote into its folder, or None if nothing can be read."""
+    try:
+        return RunStatus.from_json(json.loads(Path(path, STATUS_NAME).read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_status(path: Path | str, status: RunStatus) -> None:
+    """Replace the ``status.json`` of a folder at once or not at all. Never raises for a full or broken drive."""
+    temporary = Path(path, f".{STATUS_NAME}.tmp")
+    try:
+        values = replace(status, updated_at=now_text()).to_json()
+        temporary.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, Path(path, STATUS_NAME))
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+class StatusWriter(RunObserver):
+    """An observer that keeps ``status.json`` current. Nothing is written before the first event.
+
+    A context manager, entered inside that of the run's folder: from the start of training a thread writes once a second
+    what the run is doing, and an exception that leaves the context is written as the end of the run.
+
+    Args:
+        path: the run's folder, locked. What the last run wrote stands until the first event, as far as the checkpoint
+            that this run continues reaches.
+        run_name: as in the config.
+        activity: what the run is doing.
+        is_paused: whether the run waits for space on a drive. Called at every message.
+        exit_code_of: returns the exit code of the process after an error, or after a summary.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_name: str = "",
+        activity: Activity | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
+        exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
+    ) -> None:
+        self._path = path
+        self._activity = activity or Activity()
+        self._is_paused = is_paused
+        self._exit_code_of = exit_code_of or _exit_code_of
+        # Reentrant: a signal may interrupt a write, and its handler may send a message.
+        self._changing = threading.RLock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_entered = False
+        self._written_s: float | None = None
+        self._status = _continued(path, run_name)
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Before the folder is unlocked: its next owner must be the only one that writes.
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if error is not None and self._written_s is not None and self._status.state not in FINAL_STATES:
+            state: State = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            message = str(error) or type(error).__name__
+            self._write(True, state=state, message=message, exit_code=self._exit_code_of(error), activity={})
+
+    def say(self, state: State, message: str | None = None) -> None:
+        """Write a new state at once, e.g. ``paused`` or ``exporting``."""
+        self._write(True, state=state, **({} if message is None else {"message": message}))
+
+    def on_start(self, info: RunInfo) -> None:
+        self._write(True, state="training", run_name=info.run_name, max_steps=info.max_steps)
+        if self._is_entered and self._thread is None:
+            self._thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
+            self._thread.start()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        is_last = metrics.step == metrics.max_steps  # the run saves and exports next
+        self._write(
+            is_last,
+            state="exporting" if is_last else "training",
+            step=metrics.step,
+            max_steps=metrics.max_steps,
+            metrics=metrics,
+            activity=asdict(self._activity.look()),
+        )
+
+    def on_message(self, text: str) -> None:
+        """Write a message: it may be that the run waits for space, or goes on."""
+        state = self._status.state
+        if self._is_paused():
+            state = "paused"
+        elif state == "paused":
+            state = "training"
+        self._write(True, state=state, message=text)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write(True, evaluations={**self._status.evaluations, metrics.name: _shown(metrics)})
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
+
+    def on_end(self, summary: RunSummary) -> None:
+        self._over.set()  # before the final state is written: the thread must not write over it
+        last = {name: _shown(metrics) for name, metrics in summary.evaluations.items()}
+        self._write(
+            True,
+            state="stopped" if summary.interrupted else "done",
+            step=summary.num_steps,
+            max_steps=self._status.max_steps or summary.num_steps,
+            activity={},
+            exit_code=self._exit_code_of(summary),
+            evaluations={**self._status.evaluations, **last},
+        )
+
+    def _keep_writing(self) -> None:
+        while not self._over.wait(_INTERVAL_S):
+            self._write(True, activity=asdict(self._activity.look()))
+
+    def _write(self, force: bool, **changes: Any) -> None:
+        """Change the status and write it, at most once a second unless ``force``."""
+        with self._changing:
+            if self._over.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
+                return
+            self._status = replace(self._status, **changes)
+            now_s = time.monotonic()
+            if force or self._written_s is None or now_s - self._written_s >= _INTERVAL_S:
+                self._written_s = now_s
+                write_status(self._path, self._status)
+
+
+def _continued(path: Path, run_name: str) -> RunStatus:
+    """Return the first status of a run: that of the run before, up to the checkpoint that it continues."""
+    status = RunStatus("starting", run_name=run_name)
+    saved, before = usable_checkpoint(path), read_status(path)
+    if saved is None:
+        return status
+    status = replace(status, step=saved.step, checkpoint_step=saved.step)
+    if before is None:
+        return status
+    return replace(
+        status,
+        step=before.step,
+        max_steps=before.max_steps,
+        checkpoint_at=before.checkpoint_at if before.checkpoint_step == saved.step else None,
+        evaluations={name: each for name, each in before.evaluations.items() if each.get("step", 0) <= saved.step},
+    )
+
+
+def _exit_code_of(ending: BaseException | RunSummary) -> int:
+    return int(isinstance(ending, BaseException) or ending.interrupted)
+
+
+def _shown(metrics: EvaluationMetrics) -> dict[str, Any]:
+    values = metrics.to_json()
+    return {name: values[name] for name in ("step", "loss", "perplexity")}

@@ -1,0 +1,279 @@
+"""Where figures go: what is asked for is there, steps that come again are not doubled, a failure ends no run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from megatrain.config import load_config
+from megatrain.config.problems import ConfigError
+from megatrain.config.resolved import config_from_toml, to_toml
+from megatrain.config.schema import RunConfig
+from megatrain.run import loggers
+from megatrain.run.loggers import TrackerLog, check_loggers, make_loggers
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
+
+SUMMARY = RunSummary(6, 2.0, 1.0, 5.0, 100, 90)
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[[str], RunConfig]:
+    def make(lines: str = "") -> RunConfig:
+        (tmp_path / "run.toml").write_text(
+            f'task = "sft"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "m"\n[data]\n[[data.train]]\n'
+            f'path = "d.jsonl"\n[logging]\n{lines}\n'
+        )
+        config = load_config(tmp_path / "run.toml").config
+        config.output_dir.mkdir(exist_ok=True)
+        return config
+
+    return make
+
+
+def step(number: int, loss: float = 1.5) -> StepMetrics:
+    return StepMetrics(
+        step=number, max_steps=6, epoch=0.1, loss=loss, grad_norm=0.5, lr=1e-5, num_real_tokens=100,
+        num_trained_tokens=50, step_s=0.5, eta_s=4.5, tier_used_bytes={"ram": 1 << 30},
+        tier_capacity_bytes={"ram": 2 << 30}, stall_s={"fill": 0.25}, rss_bytes=1 << 30,
+        written_bytes={"/d": 10**9}, model_flops=10**12, hardware_flops=2 * 10**12,
+    )  # fmt: skip
+
+
+def train(logger: Any, first: int, last: int, loss: float = 1.5) -> None:
+    for number in range(first, last + 1):
+        logger.on_step(step(number, loss))
+    logger.on_evaluation(EvaluationMetrics(last, 6, "held", 1.25, 10, 0.5))
+    logger.on_checkpoint(CheckpointMetrics(last, Path("out"), 1 << 30, 1, 2, 3.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ('"jsonl"', ("jsonl",)),
+        ('"none"', ()),
+        ('["none"]', ()),
+        ("[]", ()),
+        ('["jsonl", "tensorboard"]', ("jsonl", "tensorboard")),
+        ('["wandb", "jsonl", "wandb"]', ("wandb", "jsonl")),
+    ],
+)
+def test_report_to_is_a_name_or_a_list(value: str, names: tuple[str, ...], make_config: Any) -> None:
+    config = make_config(f"report_to = {value}")
+    assert config.logging.report_to == names
+    assert config_from_toml(to_toml(config)).logging.report_to == names
+
+
+def test_jsonl_is_the_default_and_none_is_nothing(make_config: Any) -> None:
+    assert make_config().logging.report_to == ("jsonl",)
+    assert make_loggers(make_config('report_to = "none"'), None) == []
+    assert make_loggers(make_config("report_to = []"), None) == []
+
+
+def test_an_unknown_place_is_refused(make_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"logging\.report_to"):
+        make_config('report_to = ["jsonl", "visdom"]')
+
+
+def test_what_is_missing_is_said_before_anything_starts(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = make_config('report_to = ["jsonl", "tensorboard", "wandb"]')
+    with pytest.raises(ConfigError) as caught:
+        check_loggers(config)
+    text = str(caught.value)
+    assert 'pip install "megatrain-tier[tensorboard]"' in text and 'pip install "megatrain-tier[wandb]"' in text
+    assert len(caught.value.problems) == 2 and '"wandb"; not installed: wandb, accelerate' in text
+    with pytest.raises(ConfigError):
+        make_loggers(config, None)
+    assert not (config.output_dir / "metrics.jsonl").exists()
+    check_loggers(make_config())
+
+
+def test_json_lines_go_on_where_the_run_does(make_config: Any) -> None:
+    config = make_config()
+    for continued_from, first, last in ((None, 1, 5), (3, 4, 6)):
+        [log] = make_loggers(config, continued_from)
+        with log:
+            train(log, first, last)
+            log.on_end(SUMMARY)
+    lines = [json.loads(line) for line in (config.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line and "event" not in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if line.get("event") == "evaluation"] == [6]
+
+
+class Recorder(GeneralTracker):
+    """A tracker that keeps what it gets, in the place of one whose package is not installed."""
+
+    name, requires_logging_directory = "recorder", False
+    runs: ClassVar[list[Recorder]] = []
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments, self.config, self.steps, self.is_over = arguments, None, [], False
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def start(self) -> None:
+        self.info = SimpleNamespace(run_id=self.arguments["run_id"] or f"made-{len(self.runs)}")
+        self.runs.append(self)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.config = values
+
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+        self.steps.append((next(iter(values), ""), step))
+
+    def finish(self) -> None:
+        self.is_over = True
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    """Stands for MLflow's tracker: a service that makes ids and keeps every point that it gets."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
+    about = dataclasses.replace(loggers._TRACKERS["mlflow"], finish=lambda tracker, summary: tracker.finish())
+    monkeypatch.setitem(loggers._TRACKERS, "mlflow", about)
+    monkeypatch.setattr(Recorder, "runs", [])
+    return Recorder
+
+
+def test_a_tracker_that_fails_is_reported_and_given_up(
+    make_config: Any, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Recorder, values: dict[str, Any], **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder, "log", fail)
+    notices: list[str] = []
+    with make_loggers(make_config('report_to = "mlflow"'), None, notices.append)[0] as log:
+        train(log, 1, 3)
+        log.on_end(SUMMARY)
+    assert len(notices) == 1 and "mlflow" in notices[0] and "No space left" in notices[0], notices
+    assert not recorder.runs[0].is_over
+    monkeypatch.setattr(recorder, "start", fail)
+    with make_loggers(make_config('report_to = "mlflow"'), None, notices.append)[0] as log:
+        train(log, 1, 3)
+    assert len(notices) == 2
+
+
+def test_one_run_at_a_tracker_over_all_starts_and_no_point_twice(make_config: Any, recorder: type[Recorder]) -> None:
+    config = make_config('report_to = ["mlflow"]\nproject = "whales"')
+    for continued_from, first, last in ((None, 1, 5), (3, 4, 6), (None, 1, 2)):
+        with make_loggers(config, continued_from)[0] as log:
+            train(log, first, last)
+    one, continued, anew = recorder.runs
+    assert one.arguments == {"experiment_name": "whales", "run_name": "out", "run_id": None}
+    assert (continued.arguments["run_id"], anew.arguments["run_id"]) == ("made-0", None)
+    assert one.config["data.max_length"] == 1024 and continued.config is None, "its parameters are there already"
+    assert [step for name, step in one.steps if name == "train/loss"] == [1, 2, 3, 4, 5]
+    assert continued.steps == [("train/loss", 6), ("eval/held_loss", 6), ("checkpoint/GiB", 6)]
+    assert [step for name, step in anew.steps if name == "train/loss"] == [1, 2]
+    assert all(run.is_over for run in recorder.runs)
+
+
+def test_figures_that_are_not_finite_are_left_out(make_config: Any, recorder: type[Recorder]) -> None:
+    with make_loggers(make_config('report_to = "mlflow"'), None)[0] as log:
+        log.on_step(step(1, float("nan")))
+    assert recorder.runs[0].steps == [("train/grad_norm", 1)]
+
+
+def test_curves_of_tensorboard_are_not_doubled(make_config: Any) -> None:
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    config = make_config('report_to = ["tensorboard"]')
+    with warnings.catch_warnings():  # their code uses what numpy and protobuf are about to drop
+        warnings.simplefilter("ignore")
+        for continued_from, first, last, loss in ((None, 1, 5, 3.0), (3, 4, 6, 2.0)):
+            with tracker("tensorboard", config, continued_from) as log:
+                train(log, first, last, loss)
+                log.on_end(SUMMARY)
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(config.output_dir / "tensorboard"))
+        events.Reload()
+        points = [(point.step, point.value) for point in events.Scalars("train/loss")]
+        assert points == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+        assert [point.step for point in events.Scalars("eval/held_loss")] == [6]
+        assert events.Scalars("speed/tokens_per_s")[0].value == 200
+        assert events.Scalars("speed/hardware_TFLOPs")[0].value == 4
+        assert {"memory/ram_GiB", "memory/process_GiB", "wait/fill_s", "checkpoint/stall_s"} <= set(
+            events.Tags()["scalars"]
+        )
+        with tracker("tensorboard", config, None) as log:  # a run that starts anew in the same folder
+            train(log, 1, 1, 9.0)
+        events = EventAccumulator(str(config.output_dir / "tensorboard"))
+        events.Reload()
+        assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 9.0)]
+
+
+def tracker(name: str, config: RunConfig, continued_from: int | None) -> TrackerLog:
+    return TrackerLog(name, config, continued_from, lambda text: pytest.fail(text))
+
+
+def test_wandb_offline(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = make_config('report_to = ["wandb"]\nproject = "whales"')
+    ids = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for continued_from, first, last in ((None, 1, 3), (3, 4, 6)):
+            with tracker("wandb", config, continued_from) as log:
+                run = log._tracker.tracker
+                assert run.project == "whales" and run.name == "out"
+                train(log, first, last)
+                ids.append(run.id)
+                log.on_end(SUMMARY)
+    assert ids[0] == ids[1] == json.loads((config.output_dir / "trackers.json").read_text())["wandb"]["id"]
+    assert len(list((config.output_dir / "wandb").glob("offline-run-*"))) >= 1
+
+
+def test_mlflow_in_a_file(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the mlflow extra is not installed")
+    monkeypatch.chdir(tmp_path)
+    config = make_config('report_to = ["mlflow"]\nproject = "whales"')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+        for continued_from, first, last in ((None, 1, 5), (3, 4, 6)):
+            with tracker("mlflow", config, continued_from) as log:
+                train(log, first, last)
+                if last == 6:
+                    log.on_end(SUMMARY)
+        client = mlflow.MlflowClient()
+        (run,) = client.search_runs([client.get_experiment_by_name("whales").experiment_id])
+        points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert (run.info.run_name, run.info.status, run.data.params["data.max_length"]) == ("out", "FINISHED", "1024")
+    assert sorted(point.step for point in points) == [1, 2, 3, 4, 5, 6]
+
+
+def test_trackio_in_a_folder(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="the trackio extra is not installed")
+    config = make_config('report_to = ["trackio"]\nproject = "whales"')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trackio import utils
+        from trackio.sqlite_storage import SQLiteStorage
+
+        for module in (utils, sys.modules["trackio.sqlite_storage"]):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+        for continued_from, first, last in ((None, 1, 5), (3, 4, 6)):
+            with tracker("trackio", config, continued_from) as log:
+                train(log, first, last)
+                log.on_end(SUMMARY)
+        (name,) = SQLiteStorage.get_runs("whales")
+        logs = SQLiteStorage.get_logs("whales", name)
+    assert name.startswith("out-")
+    assert [each["step"] for each in logs if "train/loss" in each] == [1, 2, 3, 4, 5, 6]
