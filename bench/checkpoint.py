@@ -41,7 +41,7 @@ import tiered.durable.commit
 from bench.common import QUICKSTART, Report
 from bench.models import write_llama
 from bench.sides import run_config
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import NvmeTier, RamTier, TieredStore
 from tiered.durable.arrays import flush_contents
@@ -251,7 +251,7 @@ class TimedFlush:
         self.seconds += time.perf_counter() - start_s
 
 
-class Stall:
+class Stall(RunObserver):
     """A run of the trainer that saves every few steps; also the observer of that run.
 
     A cycle is the time from the end of one step that is followed by a save to the next such. The last steps of a cycle
@@ -303,19 +303,11 @@ class Stall:
         row(f"{name}.linked", saves[0].linked_bytes, "bytes")
         row(f"{name}.saves", len(saves), "saves", target=self._num_saves, ok=len(saves) == self._num_saves)
 
-    def on_start(self, info: RunInfo) -> None: ...
-
     def on_step(self, metrics: StepMetrics) -> None:
         self._ends_s.append(time.perf_counter())
 
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
-
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self._saves.append(metrics)
-
-    def on_message(self, text: str) -> None: ...
-
-    def on_end(self, summary: RunSummary) -> None: ...
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from bench.common import QUICKSTART, ROOT, Report
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.loader import LoaderPosition
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import RunObserver
 from megatrain.session import Session
 from megatrain.trainer import Trainer
 
@@ -95,18 +95,6 @@ finally:
 """
 
 
-class Quiet:
-    """An observer that shows nothing."""
-
-    def on_start(self, info: RunInfo) -> None: ...
-    def on_step(self, metrics: StepMetrics) -> None: ...
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-    def on_message(self, text: str) -> None: ...
-    def on_end(self, summary: RunSummary) -> None: ...
-
-
 def main() -> int:
     """Run the bench; 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,7 +117,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> int:
     values = {"dtype": arguments.dtype, "ram": "12MiB" if arguments.quick else "700MiB", "num_steps": NUM_STEPS}
     config_path.write_text(CONFIG.format(model=model.resolve(), text=QUICKSTART / "loomings.txt", **values))
     config = load_config(config_path).config
-    trainer = Trainer(config, observer=Quiet())
+    trainer = Trainer(config, observer=RunObserver())
     report = Report("export", as_json=arguments.json, tokens_per_step=config.rows_per_step * config.data.max_length)
     trainer.train()
     ids, expected = own_logits(config, trainer)

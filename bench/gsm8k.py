@@ -40,7 +40,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
 from megatrain.evaluation import load_evaluation_sets
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from megatrain.verify.proof import IGNORED, make_plain_optimizer
 
@@ -95,7 +95,7 @@ TEMPLATE = (
 
 
 @dataclass
-class Run:
+class Run(RunObserver):
     """What one side gave, step by step; ``tests``: step -> loss of the test answers."""
 
     losses: list[float] = field(default_factory=list)
@@ -110,8 +110,6 @@ class Run:
 
     # -- a RunObserver ---------------------------------------------------------------------------------------------
 
-    def on_start(self, info: RunInfo) -> None: ...
-
     def on_step(self, metrics: StepMetrics) -> None:
         self.losses.append(metrics.loss)
         self.grad_norms.append(metrics.grad_norm)
@@ -122,9 +120,6 @@ class Run:
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
         self.tests[metrics.step] = metrics.loss
         self.num_test_tokens = metrics.num_tokens
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-    def on_message(self, text: str) -> None: ...
 
     def on_end(self, summary: RunSummary) -> None:
         self.summary = summary

@@ -19,7 +19,7 @@ from megatrain.data.dataset import TokenDataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import IGNORED, Conversation
 from megatrain.data.sources import read_rows
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 
 ROWS_PER_STEP = 2
@@ -31,23 +31,16 @@ _TIMEOUT_S = 3600.0
 Rows = Sequence[dict[str, list[int]]]
 
 
-class _Recorder:
+class _Recorder(RunObserver):
     """Keeps losses and norms."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
 
-    def on_start(self, info: RunInfo) -> None: ...
-
     def on_step(self, metrics: StepMetrics) -> None:
         self.losses.append(metrics.loss)
         self.grad_norms.append(metrics.grad_norm)
-
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-    def on_message(self, text: str) -> None: ...
-    def on_end(self, summary: RunSummary) -> None: ...
 
 
 def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:

@@ -77,6 +77,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             config: Any,
             *,
             observer: RunObserver,
+            activity: Any = None,
             allow_config_change: bool = False,
             exit_code_of: Any = None,
         ) -> None:

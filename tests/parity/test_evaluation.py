@@ -23,7 +23,7 @@ from megatrain.engine.trace import trace_visits
 from megatrain.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
 from megatrain.models.graph import build_graph
 from megatrain.plan.plan import Plan
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from reference.huggingface import build_model, evaluate
@@ -141,14 +141,12 @@ def test_nan_in_the_weights_is_a_loss_that_is_nan() -> None:
 # -- whole runs ------------------------------------------------------------------------------------------------
 
 
-class Watcher:
+class Watcher(RunObserver):
     """Keeps evaluations; stops the run after a step, or a set's evaluation there, as somebody outside would."""
 
     def __init__(self, stop_after: int | None, stop_at: str = "") -> None:
         self._stop_after, self._stop_at = stop_after, stop_at
         self.evaluations: list[EvaluationMetrics] = []
-
-    def on_start(self, info: RunInfo) -> None: ...
 
     def on_step(self, metrics: StepMetrics) -> None:
         if metrics.step == self._stop_after and not self._stop_at:
@@ -158,12 +156,6 @@ class Watcher:
         self.evaluations.append(metrics)
         if (metrics.step, metrics.name) == (self._stop_after, self._stop_at):
             os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-
-    def on_message(self, text: str) -> None: ...
-
-    def on_end(self, summary: RunSummary) -> None: ...
 
 
 @dataclass

@@ -20,7 +20,7 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text, make_loader
 from reference.tiny_model import write_tiny_model
@@ -39,15 +39,13 @@ PARTLY_ON_GPU: dict[str, Any] = {"gpu": "12MiB", "ram": "7MiB"}
 TIGHT: dict[str, Any] = {"ram": "5500KiB", "advanced": 'eviction_policy = "lru"'}
 
 
-class Watcher:
+class Watcher(RunObserver):
     """An observer that stops the run after a step, as somebody outside would, and keeps what it was told."""
 
     def __init__(self, stop_after: int | None) -> None:
         self._stop_after = stop_after
         self.messages: list[str] = []
         self.checkpoints: list[CheckpointMetrics] = []
-
-    def on_start(self, info: RunInfo) -> None: ...
 
     def on_step(self, metrics: StepMetrics) -> None:
         if metrics.step == self._stop_after:
@@ -56,12 +54,8 @@ class Watcher:
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self.checkpoints.append(metrics)
 
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None: ...
-
     def on_message(self, text: str) -> None:
         self.messages.append(text)
-
-    def on_end(self, summary: RunSummary) -> None: ...
 
 
 @dataclass

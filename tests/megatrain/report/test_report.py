@@ -21,7 +21,7 @@ from megatrain.report.history import NotARunError, read_history, write_plan, wri
 from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
 from megatrain.run.folder import RunFolder
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
+from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.run.status import RunStatus, write_status
 from megatrain.trainer import Trainer
 from reference.tiered_run import EXAMPLES, config_text
@@ -40,17 +40,6 @@ PLAN = {
     "replayed": {"step_s": 1.6}, "machine": {"host": "here", "ram_bytes": MIB, "drives": {}},
     "versions": {"torch": "2"}, "starts": [{"at": "2026-01-01", "first_step": 0, "budget_bytes": {"ram": MIB}}],
 }  # fmt: skip
-
-
-class Quiet:
-    """An observer that says nothing."""
-
-    def on_start(self, info: Any) -> None: ...
-    def on_step(self, metrics: Any) -> None: ...
-    def on_evaluation(self, metrics: Any) -> None: ...
-    def on_checkpoint(self, metrics: Any) -> None: ...
-    def on_message(self, text: str) -> None: ...
-    def on_end(self, summary: Any) -> None: ...
 
 
 def leave(folder: Path, losses: list[float], *, state: str = "done", plan: Any = PLAN, **status: Any) -> Path:
@@ -272,7 +261,7 @@ def real_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         text = text.replace("[training]\n", f"[training]\nmax_steps = {max_steps}\n")
         text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\nname = "book"\npath = "{book}"\n'
         (folder / "run.toml").write_text(text)
-        Trainer(load_config(folder / "run.toml").config, observer=Quiet()).train()
+        Trainer(load_config(folder / "run.toml").config, observer=RunObserver()).train()
     return folder / "out"
 
 
@@ -301,7 +290,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
 
 def test_a_run_that_starts_anew_forgets_the_one_before(real_run: Path, tmp_path: Path) -> None:
     config = load_config(real_run.parent / "run.toml", (), [f"output_dir={tmp_path}", "device=cpu"]).config
-    plan = Trainer(config, observer=Quiet()).plan
+    plan = Trainer(config, observer=RunObserver()).plan
     for continued_from, count in ((None, 1), (3, 2), (None, 1), (0, 2)):
         record = json.loads(write_plan(plan, config, continued_from).read_text())
         assert read_history(tmp_path).plan == record and len(record["starts"]) == count

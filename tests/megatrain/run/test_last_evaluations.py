@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary
 from megatrain.run.status import read_status
 from megatrain.trainer import Trainer
 from reference.tiny_model import write_tiny_model
@@ -41,23 +41,16 @@ size = "64MiB"
 """
 
 
-class Listener:
+class Listener(RunObserver):
     def __init__(self) -> None:
         self.evaluations: list[EvaluationMetrics] = []
         self.messages: list[str] = []
 
-    def on_start(self, info: RunInfo) -> None: ...
-    def on_step(self, metrics: StepMetrics) -> None: ...
-
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
         self.evaluations.append(metrics)
 
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None: ...
-
     def on_message(self, text: str) -> None:
         self.messages.append(text)
-
-    def on_end(self, summary: RunSummary) -> None: ...
 
 
 def run(folder: Path, *overrides: str) -> tuple[RunSummary, Listener]:
