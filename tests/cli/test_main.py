@@ -50,6 +50,7 @@ class SomePlan:
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
     objections: tuple[Objection, ...] = ()
     graph: None = None
+    packing_warning: str = ""
     kept_tensors: str = ""
 
 
