@@ -126,7 +126,7 @@ def _machine_lines(examination: Examination) -> list[str]:
     ]
     if gpu is not None:
         lines[-1] += "  " + "  ".join(f"gpu {dtype} {_flops(rate)}" for dtype, rate in gpu.matmul_flops.items())
-        pinned = "page-locked" if gpu.is_pinned else "not page-locked"
+        pinned = "pinned" if gpu.is_pinned else "not pinned"
         lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")
     return lines
 

@@ -50,7 +50,7 @@ _EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the page says of a command beside its own help.
+    """What the page says of a command besides its help.
 
     Attributes:
         example: what follows the name of the command.
@@ -61,7 +61,7 @@ class Entry:
     codes: tuple[int, ...] = ()
 
 
-#: Every command once, in the order in which somebody meets them. tests/docs runs the examples in this order.
+#: Every command once, in the order of their use. tests/docs runs the examples in this order.
 _CHAPTERS: dict[str, dict[str, Entry]] = {
     "Write a config": {
         "init": Entry('my.toml --task sft --model models/base --data "data/*.jsonl"'),
@@ -150,7 +150,7 @@ def _command(name: str, command: click.Command, ctx: click.Context, entry: Entry
 
 
 def _paragraphs(command: click.Command) -> list[str]:
-    """Return the help text; what click is told not to wrap becomes a block."""
+    """Return the help text; paragraphs that click does not wrap become blocks."""
     lines: list[str] = []
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         if paragraph.startswith("\b"):

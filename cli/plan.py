@@ -106,7 +106,7 @@ def _trainer(config: RunConfig) -> Trainer:
 def _configs_of(
     alternatives: Iterable[Sequence[str]], path: Path, extra_files: Sequence[Path], overrides: Sequence[str]
 ) -> Iterator[RunConfig]:
-    """Yield the configs of those alternatives that are one: they may have drives of their own."""
+    """Yield the configs of the valid alternatives, which may name other drives."""
     from megatrain.config import load_config
     from megatrain.config.problems import ConfigError
 

@@ -54,8 +54,8 @@ _STOP_S = 10.0
 @click.option(
     "--detach",
     is_flag=True,
-    help="Let the run go on without this terminal, in a session of its own. Returns once it has begun to train, or has "
-    "failed to, with its exit code then; its output goes into output_dir/run.log.",
+    help="Run without this terminal, in a new session. Returns once training has begun; if it does not begin, with the "
+    "run's exit code. The output goes into output_dir/run.log.",
 )
 @json_option
 def command(
@@ -72,8 +72,8 @@ def command(
     """Train, and write a Hugging Face folder at the end.
 
     Where output_dir holds checkpoints, continues the newest. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) ends the run
-    after its step, saved, with exit code 75: the same command continues it. Without its terminal, what it says goes on
-    in output_dir/run.log.
+    after its step, saved, with exit code 75: the same command continues it. Without its terminal, its output
+    goes into output_dir/run.log.
     """
     if max_steps is not None:
         overrides = (*overrides, f"training.max_steps={max_steps}")

@@ -37,7 +37,7 @@ class Span:
 
 
 class Timeline:
-    """Collects spans while it is on. Thread-safe: links report from threads of their own.
+    """Collects spans while it is on. Thread-safe: links report from their threads.
 
     Attributes:
         is_on: whether spans are collected.
