@@ -163,7 +163,7 @@ OUTPUT = """
 import os, sys, time
 import click
 from pathlib import Path
-from {package}.output import RunOutput
+from {package}.terminal import RunOutput
 with RunOutput() as output:
     click.echo("before")
     sys.stdin.readline()
@@ -306,7 +306,7 @@ def test_detach_and_follow(run: SavedRun) -> None:
     assert f"stopped at step {committed_step(run.out)}" in terminal.text
     assert "interrupted at step" in log.read_text().splitlines()[-1]
     late = run.call("status", "--follow", run.out)
-    assert late.exit_code == 1 and "stopped at step" in late.stderr
+    assert late.exit_code == 75 and "stopped at step" in late.stdout
 
 
 @pytest.mark.parametrize(
