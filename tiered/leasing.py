@@ -160,7 +160,7 @@ class Grants:
         if mode == "w" and copy.state is CopyState.STALE:
             copy.move(CopyState.FILLING)
         tensor = tier.tensor(copy.slot, block.spec.shape, block.spec.dtype)
-        self._order(copy, tier, stream)
+        self._order(copy, stream)
         lease = Lease(self, block, copy, mode, tensor)
         if mode == "r":
             copy.readers += 1
@@ -169,28 +169,29 @@ class Grants:
         self.leases.add(lease)
         return lease
 
-    @staticmethod
-    def _order(copy: Copy, tier: Tier, stream: Any) -> None:
+    def _order(self, copy: Copy, stream: Any) -> None:
         """Order kernels that will use a copy behind what they depend on; host memory has no streams and no need."""
-        current_stream = getattr(tier, "current_stream", None)
-        if current_stream is None:
+        tier = self.movement.stream_tiers.get(copy.tier)
+        if tier is None:
             return
+        assert copy.slot is not None
         # A write-back under way only reads the copy: it holds up no reader.
         filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
         if filled_by is not None and filled_by.event is not None and filled_by.error is None:
-            filled_by.wait_stream(stream if stream is not None else current_stream())
+            filled_by.wait_stream(stream if stream is not None else tier.current_stream())
         if stream is not None:
             # The tensor was ordered for the current stream. Kernels on this one must not overtake those before them,
             # of this block or of another that the slot held.
-            tier.order_before(copy.slot, stream)  # type: ignore[attr-defined]
+            tier.order_before(copy.slot, stream)
 
     def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
         block, copy = lease._block, lease._copy
         with self.movement.changed:
             self.leases.discard(lease)
-            record_use = getattr(self.movement.tiers[copy.tier], "record_use", None)
-            if record_use is not None and copy.slot is not None:
-                record_use(copy.slot, stream)
+            stream_tier = self.movement.stream_tiers.get(copy.tier)
+            if stream_tier is not None and copy.slot is not None:
+                # Before the copy can be evicted: its next user waits for the kernels that are queued now.
+                stream_tier.record_use(copy.slot, stream)
             if lease.mode == "r":
                 copy.readers -= 1
             else:

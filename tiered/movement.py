@@ -20,7 +20,8 @@ from tiered.prefetch import Travels, next_fetches
 from tiered.records import Block, Copy
 from tiered.schedule import NEVER, Access, Schedule
 from tiered.simulation import SimulatedClock
-from tiered.tiers.base import Slot, Tier
+from tiered.tiers.base import PausingTier, Slot, StreamTier, Tier
+from tiered.tiers.snapshots import DurableTier
 from tiered.transfer import Transfer, Waiting
 
 
@@ -54,6 +55,10 @@ class Movement:
         self.blocks: dict[str, Block] = {}
         self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}
         self.order = [tier.name for tier in tiers]
+        # What tiers can do besides is found out once: asking a protocol takes longer than most calls.
+        self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
+        self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
+        self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
         self.links = {(link.src, link.dst): link for link in links}
         self.policy = policy
         self.counters = Counters()
@@ -232,9 +237,8 @@ class Movement:
 
     def give_up_waiting(self) -> None:
         """Let writes fail that wait for room on a full drive, also those to come."""
-        for tier in self.tiers.values():
-            if hasattr(tier, "give_up_waiting"):
-                tier.give_up_waiting()
+        for tier in self.pausing_tiers:
+            tier.give_up_waiting()
 
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
         """Let go of the copy that a write-back went through; one that was made for it goes with it."""

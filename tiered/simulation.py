@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tiered.errors import CapacityError
 from tiered.links.base import LinkUsage
-from tiered.tiers.base import Slot, TierUsage
+from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.transfer import Transfer
 from tiered.units import MiB
 
@@ -75,36 +74,26 @@ class SimulatedTier:
     ) -> None:
         self.name, self.capacity_bytes, self.slot_bytes = name, capacity_bytes, slot_bytes
         self.device = torch.device("cpu") if addressable else None
-        self._used_bytes = self._high_water_bytes = 0
+        self._ledger = Ledger(name, capacity_bytes)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         slot_bytes = self.slot_bytes(nbytes)
-        if self._used_bytes + slot_bytes > self.capacity_bytes:
-            return None
-        self._charge(slot_bytes)
-        return Slot(self.name, nbytes, slot_bytes, None)
+        return Slot(self.name, nbytes, slot_bytes, None) if self._ledger.take(slot_bytes) else None
 
     def free(self, slot: Slot) -> None:
-        self._charge(-slot.slot_bytes)
+        self._ledger.give(slot.slot_bytes)
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def reserve(self, nbytes: int) -> None:
-        free_bytes = self.capacity_bytes - self._used_bytes
-        if nbytes > free_bytes:
-            raise CapacityError(self.name, nbytes, free_bytes)
-        self._charge(nbytes)
-
-    def _charge(self, nbytes: int) -> None:
-        self._used_bytes += nbytes
-        self._high_water_bytes = max(self._high_water_bytes, self._used_bytes)
+        self._ledger.reserve(nbytes)
 
     def sync(self) -> None:
         pass
 
     def usage(self) -> TierUsage:
-        return TierUsage(self.capacity_bytes, self._used_bytes, self._high_water_bytes)
+        return self._ledger.usage()
 
     def close(self) -> None:
         pass

@@ -26,9 +26,8 @@ from tiered.policies import LRU, EvictionPolicy
 from tiered.records import Block, Lease, LeaseGroup
 from tiered.schedule import Mode, Schedule, Trace
 from tiered.simulation import SimulatedClock
-from tiered.tiers.base import Tier
+from tiered.tiers.base import DescribingTier, Tier, WriteCountingTier
 from tiered.tiers.health import FullDrives, OnFull
-from tiered.tiers.nvme import NvmeTier
 from tiered.transfer import Transfer
 from tiered.units import GiB
 
@@ -41,9 +40,8 @@ def collect_stats(movement: Movement, links: Sequence[Link], leases: Iterable[Le
         leased[lease.tier] += lease._copy.slot_bytes
     written: dict[str, int] = {}
     for tier in movement.tiers.values():
-        per_path = getattr(tier, "bytes_written_by_path", None)
-        if per_path is not None:
-            written.update(per_path())
+        if isinstance(tier, WriteCountingTier):
+            written.update(tier.bytes_written_by_path())
     return StoreStats(
         tiers={name: _tier_stats(movement, name, leased[name]) for name in movement.tiers},
         links={f"{link.src}->{link.dst}": _link_stats(link) for link in links},
@@ -122,7 +120,6 @@ class TieredStore:
         self._collecting = threading.Lock()  # one acquire_many at a time gathers copies: no hold-and-wait between two
         notice = on_notice or logging.getLogger(__name__).warning
         full = FullDrives(on_full, notice)
-        self._full_drives = [full, *(tier.full for tier in tiers if isinstance(tier, NvmeTier))]
         self._generations = Generations(self._movement, self._grants, path, keep_generations, full, notice)
 
     @classmethod
@@ -151,7 +148,7 @@ class TieredStore:
     @property
     def is_paused(self) -> bool:
         """Whether something waits for room on a full drive."""
-        return any(full.is_waiting for full in self._full_drives)
+        return self._generations.full.is_waiting or any(tier.is_waiting for tier in self._movement.pausing_tiers)
 
     @property
     def path(self) -> str | None:
@@ -196,9 +193,8 @@ class TieredStore:
             slot = self._grants.home_slot_locked(block, tier)
             block.home.slot = slot
             self._movement.home_bytes[home] += slot.slot_bytes
-            describe = getattr(tier, "describe", None)
-            if describe is not None:
-                describe(slot, spec.shape, dtype)
+            if isinstance(tier, DescribingTier):
+                tier.describe(slot, spec.shape, dtype)
             self._movement.add(block)
         return spec
 

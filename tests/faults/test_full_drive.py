@@ -122,7 +122,7 @@ def test_full_after_a_commit_pauses_and_goes_on_with_the_same_bits(small_drive, 
         assert sum("is full" in text for text in notices.texts) == 1
         nvme = store.tier("nvme")
         assert isinstance(nvme, NvmeTier)
-        assert nvme.snapshot_bytes == NUM_BLOCKS * nvme.slot_bytes(4 * NUM_ELEMENTS), (
+        assert nvme.snapshots.nbytes == NUM_BLOCKS * nvme.slot_bytes(4 * NUM_ELEMENTS), (
             "each file was replaced once, however often it was tried"
         )
         store.commit({"round": 3}).wait(60)
@@ -284,7 +284,7 @@ def test_files_kept_for_reuse_make_room_for_a_commit(small_drive) -> None:
         small_drive.fill(leave_bytes=MiB)
         assert tier.pool_bytes == 12 * MiB
         store.commit({}).wait(60)
-        assert tier.pool_bytes == 0 and tier.snapshot_bytes == 4 * MiB
+        assert tier.pool_bytes == 0 and tier.snapshots.nbytes == 4 * MiB
     assert list(GenerationReader(small_drive.store).problems()) == []
 
 

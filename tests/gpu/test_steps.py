@@ -112,10 +112,9 @@ def memory_of(tier: GpuTier) -> dict[str, int]:
     found = {"rss": psutil.Process().memory_info().rss, "drops": tier.num_drops}
     stats = torch.cuda.memory_stats()
     # How many slots there are at once depends on how far fetches were ahead; the tier keeps those within its size.
-    slots = tier._pool.usage()
     # What was asked for: a block that the allocator takes from its cache may be larger, another one each time.
-    found["beside slots"] = stats["requested_bytes.all.current"] - (slots.used_bytes - slots.reserved_bytes)
-    found["beside slots"] -= slots.pooled_bytes
+    slot_bytes = tier._ledger.slot_bytes + tier._pool.pooled_bytes
+    found["beside slots"] = stats["requested_bytes.all.current"] - slot_bytes
     return found | {name: stats[name] for name in ("num_ooms", "num_alloc_retries")}
 
 

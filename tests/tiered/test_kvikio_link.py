@@ -131,7 +131,7 @@ def test_a_snapshot_is_never_opened_for_writing(tmp_path: Path, monkeypatch: pyt
     assert slot is not None
     (file,) = files_of(slot).files
     nvme.describe(slot, (4096,), torch.uint8)
-    nvme.snapshot(slot, "1")
+    nvme.snapshots.take(slot, "1")
     frozen = file.path.stat().st_ino
     opened: list[int] = []
     other = threading.Thread(target=lambda: opened.append(nvme.open_for_write(file)))

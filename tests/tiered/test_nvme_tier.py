@@ -90,9 +90,9 @@ def test_empty_block(tmp_path: Path) -> None:
     tier.describe(slot, (0, 4), torch.float32)
     assert slot.slot_bytes == 0
     assert zarr.open_array(tmp_path / "live/layer.0/weight", mode="r").shape == (0,)
-    tier.snapshot(slot, "1")
-    tier.adopt(slot, "1")
-    tier.drop_snapshot("1")
+    tier.snapshots.take(slot, "1")
+    tier.snapshots.adopt(slot, "1")
+    tier.snapshots.drop("1")
     tier.free(slot)
     tier.close()
 
@@ -260,13 +260,13 @@ def test_leftovers_of_a_dead_run_are_recycled_and_snapshots_kept(tmp_path: Path)
     for slot, value in ((kept, 1), (lost, 2)):
         tier.describe(slot, (slot.nbytes,), torch.uint8)
         fill(tier, slot, value)
-    tier.snapshot(kept, "00000001")
+    tier.snapshots.take(kept, "00000001")
     (tmp_path / ".pool/4096").mkdir(parents=True)
     (tmp_path / ".pool/4096/9").write_text("half-made")
     tier.close()
     tier = NvmeTier([tmp_path], MiB)
     assert not (tmp_path / "live").exists()
-    assert tier.pool_bytes == 16384 and tier.snapshot_bytes == 8192
+    assert tier.pool_bytes == 16384 and tier.snapshots.nbytes == 8192
     assert contents(tmp_path / "snap/00000001", "kept") == {1}
     assert bytes_on_disk(tmp_path) == 16384 + 8192
     tier.close()
@@ -349,7 +349,7 @@ def test_threads_never_push_the_disk_beyond_the_capacity(tmp_path: Path) -> None
                 held.append(slot)
             elif held:
                 tier.free(held.pop(chance.randrange(len(held))))
-            with tier.lock:
+            with tier.snapshots.lock:
                 on_disk = bytes_on_disk(*paths)
                 if on_disk != tier.usage().used_bytes + tier.pool_bytes or on_disk > tier.capacity_bytes:
                     problems.append(f"{on_disk} on disk, {tier.usage()}, {tier.pool_bytes} kept")

@@ -188,9 +188,9 @@ def test_writing_a_frozen_block_leaves_the_snapshot(rig: Rig, tmp_path: Path) ->
     home = rig.home(600_000)
     rig.nvme.describe(home, (600_000,), torch.uint8)
     rig.store(torch.ones(600_000, dtype=torch.uint8), home)
-    rig.nvme.snapshot(home, "1")
+    rig.nvme.snapshots.take(home, "1")
     rig.store(torch.full((600_000,), 2, dtype=torch.uint8), home)
-    assert rig.nvme.snapshot_bytes == home.slot_bytes, "each file was replaced once, however many parts wrote it"
+    assert rig.nvme.snapshots.nbytes == home.slot_bytes, "each file was replaced once, however many parts wrote it"
     assert set(rig.load(home, (600_000,), torch.uint8).tolist()) == {2}
     frozen = zarr.open_array(tmp_path / "a/snap/1/layer/weight", mode="r")[:]
     assert np.unique(np.asarray(frozen)).tolist() == [1]

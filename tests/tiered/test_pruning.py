@@ -116,7 +116,7 @@ def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
         assert SET_BYTES < most_bytes <= (1 + max(keep, 2)) * SET_BYTES
         assert list_generations(tmp_path / "generations") == list(range(6 - keep, 6))
         nvme = store.tier("nvme")
-        assert isinstance(nvme, NvmeTier) and nvme.snapshot_bytes == keep * SET_BYTES
+        assert isinstance(nvme, NvmeTier) and nvme.snapshots.nbytes == keep * SET_BYTES
     with make_store(tmp_path, keep) as store:
         store.load()
         assert value_of(store) == 5

@@ -64,19 +64,19 @@ def test_a_snapshot_stays_as_it_was_when_the_block_is_written_again(make_tier: C
     slot = take(tier, 50_000)
     tier.describe(slot, (50_000,), torch.uint8)
     fill(tier, slot, 1)
-    tier.snapshot(slot, "00000001")
-    assert tier.snapshot_bytes == 0
-    tier.sync_files([slot])
-    tier.sync_snapshot("00000001")
+    tier.snapshots.take(slot, "00000001")
+    assert tier.snapshots.nbytes == 0
+    tier.sync()
+    tier.snapshots.sync("00000001")
     fill(tier, slot, 2)
-    assert tier.snapshot_bytes == slot.slot_bytes
+    assert tier.snapshots.nbytes == slot.slot_bytes
     assert contents(first / "snap/00000001", "layer.0/weight") == {1}
     assert contents(first / "live", "layer.0/weight") == {2}
     fill(tier, slot, 3)
-    assert tier.snapshot_bytes == slot.slot_bytes, "only the first write after a snapshot takes another file"
-    tier.drop_snapshot("00000001")
-    tier.drop_snapshot("00000001")
-    assert tier.snapshot_bytes == 0 and tier.pool_bytes == slot.slot_bytes
+    assert tier.snapshots.nbytes == slot.slot_bytes, "only the first write after a snapshot takes another file"
+    tier.snapshots.drop("00000001")
+    tier.snapshots.drop("00000001")
+    assert tier.snapshots.nbytes == 0 and tier.pool_bytes == slot.slot_bytes
     assert contents(first / "live", "layer.0/weight") == {3}
     assert bytes_on_disk(*map(Path, tier.paths)) == 2 * slot.slot_bytes
     tier.close()
@@ -87,16 +87,16 @@ def test_generations_share_unchanged_files(make_tier: Callable[[], NvmeTier]) ->
     slot = take(tier, 20_000)
     tier.describe(slot, (20_000,), torch.uint8)
     fill(tier, slot, 1)
-    tier.snapshot(slot, "1")
-    tier.snapshot(slot, "2")
+    tier.snapshots.take(slot, "1")
+    tier.snapshots.take(slot, "2")
     fill(tier, slot, 2)
-    assert tier.snapshot_bytes == slot.slot_bytes
-    tier.drop_snapshot("1")
-    assert tier.snapshot_bytes == slot.slot_bytes
+    assert tier.snapshots.nbytes == slot.slot_bytes
+    tier.snapshots.drop("1")
+    assert tier.snapshots.nbytes == slot.slot_bytes
     assert contents(Path(tier.paths[0]) / "snap/2", "layer.0/weight") == {1}
     tier.free(slot)
-    tier.drop_snapshot("2")
-    assert tier.snapshot_bytes == 0
+    tier.snapshots.drop("2")
+    assert tier.snapshots.nbytes == 0
     assert tier.pool_bytes == bytes_on_disk(*map(Path, tier.paths)) == 2 * slot.slot_bytes
     tier.close()
 
@@ -106,11 +106,11 @@ def test_a_file_that_several_generations_hold_takes_its_room_once(make_tier: Cal
     slot = take(tier, 20_000)
     tier.describe(slot, (20_000,), torch.uint8)
     for generation in ("1", "2", "3"):
-        tier.snapshot(slot, generation)
+        tier.snapshots.take(slot, generation)
     slot_bytes = slot.slot_bytes
     tier.close()
     tier = make_tier()
-    assert tier.snapshot_bytes == bytes_on_disk(*map(Path, tier.paths)) == slot_bytes
+    assert tier.snapshots.nbytes == bytes_on_disk(*map(Path, tier.paths)) == slot_bytes
     tier.close()
 
 
@@ -132,9 +132,9 @@ def test_a_snapshot_that_failed_half_way_can_be_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", fills_up)
         with pytest.raises(TransferError, match="cannot be linked into generation 1: No space left"):
-            tier.snapshot(slot, "1")
-    assert tier.snapshot_bytes == 0
-    tier.snapshot(slot, "1")
+            tier.snapshots.take(slot, "1")
+    assert tier.snapshots.nbytes == 0
+    tier.snapshots.take(slot, "1")
     fill(tier, slot, 2)
     assert contents(Path(tier.paths[0]) / "snap/1", "layer.0/weight") == {1}
     assert contents(Path(tier.paths[0]) / "live", "layer.0/weight") == {2}
@@ -147,9 +147,9 @@ def test_room_reserved_for_snapshots_is_what_they_take(tmp_path: Path) -> None:
     tier.reserve(2 * 16 * KiB)
     slot, other = take(tier, 16 * KiB), take(tier, 16 * KiB, "other")
     tier.describe(slot, (16 * KiB,), torch.uint8)
-    tier.snapshot(slot, "1")
+    tier.snapshots.take(slot, "1")
     fill(tier, slot, 1)
-    assert tier.snapshot_bytes == 16 * KiB
+    assert tier.snapshots.nbytes == 16 * KiB
     tier.free(other)
     assert tier.pool_bytes == 16 * KiB and bytes_on_disk(tmp_path) == 3 * 16 * KiB
     tier.close()
@@ -160,10 +160,10 @@ def test_a_freed_block_lives_on_in_its_snapshot(make_tier: Callable[[], NvmeTier
     slot = take(tier, 20_000)
     tier.describe(slot, (20_000,), torch.uint8)
     fill(tier, slot, 5)
-    tier.snapshot(slot, "1")
+    tier.snapshots.take(slot, "1")
     slot_bytes = slot.slot_bytes
     tier.free(slot)
-    assert tier.usage().used_bytes == 0 and tier.pool_bytes == 0 and tier.snapshot_bytes == slot_bytes
+    assert tier.usage().used_bytes == 0 and tier.pool_bytes == 0 and tier.snapshots.nbytes == slot_bytes
     assert contents(Path(tier.paths[0]) / "snap/1", "layer.0/weight") == {5}
     tier.close()
 
@@ -174,13 +174,13 @@ def test_adopt_brings_a_committed_block_back_in_a_new_process(make_tier: Callabl
     slot = take(tier, 50_000)
     tier.describe(slot, (100, 125), torch.float32)
     fill(tier, slot, 1)
-    tier.snapshot(slot, "1")
+    tier.snapshots.take(slot, "1")
     fill(tier, slot, 2)
     tier.close()
     tier = make_tier()
     slot = take(tier, 50_000)
-    tier.adopt(slot, "1")
-    assert tier.snapshot_bytes == 0 and tier.usage().used_bytes == slot.slot_bytes
+    tier.snapshots.adopt(slot, "1")
+    assert tier.snapshots.nbytes == 0 and tier.usage().used_bytes == slot.slot_bytes
     assert contents(first / "live", "layer.0/weight") == {1}
     assert json.loads((first / "live/layer.0/weight/zarr.json").read_text())["attributes"]["megatrain"]["shape"] == [
         100,
@@ -189,10 +189,10 @@ def test_adopt_brings_a_committed_block_back_in_a_new_process(make_tier: Callabl
     fill(tier, slot, 3)
     assert contents(first / "snap/1", "layer.0/weight") == {1}
     assert contents(first / "live", "layer.0/weight") == {3}
-    tier.adopt(slot, "1")
+    tier.snapshots.adopt(slot, "1")
     assert contents(first / "live", "layer.0/weight") == {1}
-    tier.adopt(slot, "1")
-    assert tier.snapshot_bytes == 0
+    tier.snapshots.adopt(slot, "1")
+    assert tier.snapshots.nbytes == 0
     tier.free(slot)
     tier.close()
 
@@ -204,11 +204,11 @@ def test_adopt_takes_over_another_cut_and_charges_it(tmp_path: Path) -> None:
     tier.describe(slot, (50_000,), torch.uint8)
     for file in files_of(slot).files:
         file.path.write_bytes(bytes([7]) * file.nbytes)
-    tier.snapshot(slot, "1")
+    tier.snapshots.take(slot, "1")
     tier.close()
     tier = NvmeTier(paths, MiB, rates=[3, 1], chunk_bytes=32768)
     slot = take(tier, 50_000)
-    tier.adopt(slot, "1")
+    tier.snapshots.adopt(slot, "1")
     assert files_of(slot).chunk_bytes == 4096
     assert slot.slot_bytes == tier.usage().used_bytes == 13 * 4096
     assert contents(tmp_path / "a/live", "layer.0/weight") == {7}
@@ -222,17 +222,17 @@ def test_adopt_says_what_is_missing(tmp_path: Path) -> None:
     tier = NvmeTier(paths, MiB, chunk_bytes=4096)
     slot = take(tier, 20_000)
     tier.describe(slot, (20_000,), torch.uint8)
-    tier.snapshot(slot, "1")
+    tier.snapshots.take(slot, "1")
     with pytest.raises(GenerationError, match="generation 2 has no block"):
-        tier.adopt(slot, "2")
+        tier.snapshots.adopt(slot, "2")
     tier.free(slot)
     small = take(tier, 10_000)
     with pytest.raises(GenerationError, match="larger"):
-        tier.adopt(small, "1")
+        tier.snapshots.adopt(small, "1")
     tier.close()
     tier = NvmeTier(paths[:1], MiB, chunk_bytes=4096)
     slot = take(tier, 20_000)
     with pytest.raises(GenerationError, match="lacks a part"):
-        tier.adopt(slot, "1")
+        tier.snapshots.adopt(slot, "1")
     assert tier.usage().used_bytes == slot.slot_bytes
     tier.close()

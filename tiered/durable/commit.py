@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -35,7 +34,7 @@ from tiered.records import NO_THREAD, Block, Lease
 from tiered.tiers.directory import write_document
 from tiered.tiers.health import FullDrives
 from tiered.tiers.layout import dtype_name, files_of, group_document
-from tiered.tiers.snapshots import drop_kept_files
+from tiered.tiers.snapshots import DurableTier
 from tiered.transfer import Waiting
 from tiered.units import PAGE_BYTES
 
@@ -192,7 +191,7 @@ def check_meta(meta: Mapping[str, JSON]) -> None:
         raise GenerationError(f"meta of a commit must be JSON: {error}") from error
 
 
-def freeze(movement: Movement, grants: Grants, commit: Commit, counted: Any) -> None:
+def freeze(movement: Movement, grants: Grants, commit: Commit, counted: DurableTier | None) -> None:
     """Hold the present contents of all durable blocks still: afterwards ``commit.frozen`` tells how.
 
     Blocks that pass through a faster tier to be read may be more than it holds: they are written here, one by one.
@@ -206,8 +205,8 @@ def freeze(movement: Movement, grants: Grants, commit: Commit, counted: Any) -> 
         for block in blocks:
             _settle_home(movement, block)  # all write-backs at once: the drive sees a queue
     name = generation_name(commit.generation)
-    for tier in _file_tiers(movement):
-        tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.mark_snapshot, name, commit.owner))
+    for tier in movement.durable_tiers.values():
+        tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, name, commit.owner))
     commit.full.retry(str(commit.path), PAGE_BYTES, partial(_make_folder, commit))
     for block in blocks:
         frozen = _freeze_block(movement, grants, block, commit)
@@ -223,13 +222,7 @@ def writes_before_return(movement: Movement) -> bool:
     """Return whether ``freeze`` will write blocks: those that no lease can be on in their home."""
     with movement.changed:
         homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
-    tiers = [movement.tiers[home] for home in homes]
-    return any(tier.device is None and not hasattr(tier, "snapshot") for tier in tiers)
-
-
-def _file_tiers(movement: Movement) -> list[Any]:
-    """Return the tiers that freeze blocks by links; their methods are those of NvmeTier."""
-    return [tier for tier in movement.tiers.values() if hasattr(tier, "snapshot")]
+    return any(movement.tiers[home].device is None and home not in movement.durable_tiers for home in homes)
 
 
 def _make_folder(commit: Commit) -> None:
@@ -258,12 +251,10 @@ def _settle_home(movement: Movement, block: Block) -> Waiting | None:
 
 
 def _freeze_block(movement: Movement, grants: Grants, block: Block, commit: Commit) -> _Frozen | None:
-    tier: Any = movement.tiers[block.spec.home]
-    if hasattr(tier, "snapshot"):
-        return cast(
-            "_Frozen | None",
-            tier.full.retry(tier.paths[0], PAGE_BYTES, partial(_link_block, movement, grants, block, commit)),
-        )
+    tier = movement.durable_tiers.get(block.spec.home)
+    if tier is not None:
+        link = partial(_link_block, movement, grants, block, commit, tier)
+        return tier.full.retry(tier.paths[0], PAGE_BYTES, link)
     spec = block.spec
     with movement.changed:
         if not _is_at_home_locked(movement, grants, block):
@@ -273,14 +264,13 @@ def _freeze_block(movement: Movement, grants: Grants, block: Block, commit: Comm
         return _Frozen(block, commit.folder / spec.key, block.version, None, False, lease)
 
 
-def _link_block(movement: Movement, grants: Grants, block: Block, commit: Commit) -> _Frozen | None:
-    tier: Any = movement.tiers[block.spec.home]
+def _link_block(movement: Movement, grants: Grants, block: Block, commit: Commit, tier: DurableTier) -> _Frozen | None:
     with movement.changed:
         if not _is_at_home_locked(movement, grants, block):
             return None
         assert block.home.slot is not None
         name = generation_name(commit.generation)
-        tier.snapshot(block.home.slot, name)
+        tier.snapshots.take(block.home.slot, name)
         folder = Path(tier.paths[0], SNAPSHOT_FOLDER, name, block.spec.key)
         home = files_of(block.home.slot)
         return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
@@ -293,7 +283,7 @@ def _is_at_home_locked(movement: Movement, grants: Grants, block: Block) -> bool
     return movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
 
 
-def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
+def write_leased(commit: Commit, counted: DurableTier | None) -> dict[str, BlockRecord]:
     """Write the leased blocks and give each back; ``counted``: the file tier that owns the directory, or None."""
     records = {}
     for frozen in commit.frozen:
@@ -307,7 +297,7 @@ def write_leased(commit: Commit, counted: Any) -> dict[str, BlockRecord]:
     return records
 
 
-def _write_leased(commit: Commit, frozen: _Frozen, counted: Any) -> tuple[str, ...]:
+def _write_leased(commit: Commit, frozen: _Frozen, counted: DurableTier | None) -> tuple[str, ...]:
     spec = frozen.block.spec
     if counted is not None:
         counted.count_wear({counted.paths.index(str(commit.path)): array_bytes(spec)})
@@ -315,16 +305,16 @@ def _write_leased(commit: Commit, frozen: _Frozen, counted: Any) -> tuple[str, .
     return commit.full.retry(str(commit.path), array_bytes(spec), write)
 
 
-def _write(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: Any) -> tuple[str, ...]:
+def _write(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: DurableTier | None) -> tuple[str, ...]:
     if counted is not None:
-        counted.count_snapshot(array_bytes(spec))  # files kept for reuse make way
+        counted.snapshots.count(array_bytes(spec))  # files kept for reuse make way
     try:
         return write_contents(commit.folder, spec, tensor)
     except BaseException as error:
         shutil.rmtree(commit.folder / spec.key, ignore_errors=True)
         if counted is not None:
-            counted.count_snapshot(-array_bytes(spec))
-            if getattr(error, "errno", None) == errno.ENOSPC and drop_kept_files(counted):
+            counted.snapshots.count(-array_bytes(spec))
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC and counted.snapshots.drop_kept_files():
                 return _write(commit, spec, tensor, counted)
         raise
 

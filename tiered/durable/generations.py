@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tiered.block import BlockSpec
 from tiered.durable.arrays import sync_tree
@@ -40,6 +39,7 @@ from tiered.leasing import Grants
 from tiered.movement import Movement
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import FullDrives
+from tiered.tiers.snapshots import DurableTier
 from tiered.units import PAGE_BYTES
 
 #: ``TieredStore.register``.
@@ -67,8 +67,7 @@ class Generations:
     ) -> None:
         self._movement = movement
         self._grants = grants
-        # Tiers that freeze blocks by links; their methods are those of NvmeTier.
-        self._file_tiers: list[Any] = [tier for tier in movement.tiers.values() if hasattr(tier, "snapshot")]
+        self._file_tiers = list(movement.durable_tiers.values())
         self.path = path if path is not None else next((tier.paths[0] for tier in self._file_tiers), None)
         self.full = full
         self._notice = notice
@@ -127,7 +126,7 @@ class Generations:
             commit.end_staging()
             records |= record_linked(self._movement, commit)
             for tier in self._file_tiers:
-                tier.sync_snapshot(generation_name(commit.generation))
+                tier.snapshots.sync(generation_name(commit.generation))
             blocks = tuple(records[frozen.block.spec.key] for frozen in commit.frozen)
             paths = {tier.name: tuple(tier.paths) for tier in self._file_tiers}
             manifest = Manifest(commit.generation, blocks, commit.meta, paths, commit.owner.id)
@@ -181,7 +180,7 @@ class Generations:
         """Return who this store is, and what waits for room on the drive of its generations; halves are removed."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
-        full: FullDrives = self.full if owner is None else owner.full
+        full = self.full if owner is None else owner.full
         try:
             store = full.retry(str(path), PAGE_BYTES, self._own_directory)
             self._remove_unfinished(store)
@@ -189,7 +188,7 @@ class Generations:
             raise _told(failure, path) from failure
         return store, full
 
-    def _owner_tier(self, store: StoreIdentity) -> Any:
+    def _owner_tier(self, store: StoreIdentity) -> DurableTier | None:
         """Return the file tier that the directory of generations is a path of, or None."""
         return next((tier for tier in self._file_tiers if str(store.path) in tier.paths), None)
 
@@ -221,14 +220,14 @@ class Generations:
         for number in doomed:
             forget_generation(store.path, number)
             for tier in self._file_tiers:
-                tier.release_snapshot(generation_name(number), store)
+                tier.snapshots.release(generation_name(number), store)
         return doomed
 
     def _delete(self, store: StoreIdentity, doomed: list[int]) -> None:
         """Delete the folders of generations that were forgotten, with what the store wrote into its own."""
         for number in doomed:
             for tier in self._file_tiers:
-                tier.drop_snapshot(generation_name(number), store)
+                tier.snapshots.drop(generation_name(number), store)
             folder = generation_folder(store.path, number)
             if store.owns(folder):
                 remove_snapshot_folder(folder)

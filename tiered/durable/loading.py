@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiered.block import CopyState
 from tiered.durable.arrays import read_files
 from tiered.durable.manifest import generation_name
@@ -68,8 +66,8 @@ class Loader:
     def _adopt(self, block: Block) -> bool:
         """Take the snapshot's files for the home slot: no byte moves. False if its tier does not have them."""
         movement, slot = self._movement, block.home.slot
-        tier: Any = movement.tiers[block.spec.home]
-        if not hasattr(tier, "adopt"):
+        tier = movement.durable_tiers.get(block.spec.home)
+        if tier is None:
             return False
         assert slot is not None, block.spec
         with movement.changed:
@@ -79,7 +77,7 @@ class Loader:
         is_adopted = False
         try:
             name = generation_name(self._reader.generation)
-            tier.adopt(slot, name, self._identity, lambda files: self._check(block, files))
+            tier.snapshots.adopt(slot, name, self._identity, lambda files: self._check(block, files))
             tier.describe(slot, block.spec.shape, block.spec.dtype)  # never a document that was damaged there
             home = files_of(slot)
             home.checksums, home.is_flushed = self._reader.blocks[block.spec.key].xxh3_64, True

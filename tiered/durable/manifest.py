@@ -82,7 +82,7 @@ def generation_folder(directory: str | os.PathLike[str], generation: int) -> Pat
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
     """Commit a generation: write its manifest, then make it the current one. Both survive a power cut.
 
-    Everything that the manifest names must be on disk before (``NvmeTier.sync_files``, ``sync_snapshot``).
+    Everything that the manifest names must be on disk before (``flush_contents``, ``Snapshots.sync``).
 
     Raises:
         OSError: the drive refused; the current generation is the one before.

@@ -477,7 +477,7 @@ def _verify(movement: Movement, block: Block) -> int:
             return 0
         block.home.readers += 1  # nobody changes or frees it meanwhile
     try:
-        tier: Any = movement.tiers[block.spec.home]
+        tier = movement.durable_tiers[block.spec.home]
         found = read_contents(Path(tier.paths[0], "live", block.spec.key), block.spec)
     finally:
         with movement.changed:

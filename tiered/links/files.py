@@ -226,9 +226,10 @@ class FileEngine:
         job.meter.end(job.transfer.nbytes, moved=job.error is None)
         try:
             if is_write and job.error is not None:
+                number = job.error.errno if isinstance(job.error, OSError) else None
                 self.tier.notice(
                     f"block '{job.home.key}' could not be written and stays in memory: {job.error}",
-                    once=f"write:{type(job.error).__name__}:{getattr(job.error, 'errno', None)}",
+                    once=f"write:{type(job.error).__name__}:{number}",
                 )
         finally:
             job.transfer.finish(job.error)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tiered.links.base import Link
-from tiered.links.files import FileEngine, PartMover
+from tiered.links.files import FileReadLink, FileWriteLink, PartMover
 from tiered.tiers.layout import ChunkFile
 from tiered.units import PAGE_BYTES
 
@@ -118,7 +118,7 @@ def flip_bit(file: ChunkFile, bit: int) -> None:
 
 def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
     """Put faults into the engine behind the file links among ``links``; return its mover, whose faults may change."""
-    engines = {engine for link in links if isinstance(engine := getattr(link, "engine", None), FileEngine)}
+    engines = {link.engine for link in links if isinstance(link, FileReadLink | FileWriteLink)}
     (engine,) = engines
     engine.mover = FaultyMover(engine.mover, faults)
     return engine.mover

@@ -15,7 +15,7 @@ import torch
 
 from tiered.links.base import Link
 from tiered.links.route import default_links
-from tiered.tiers.base import Slot, Tier
+from tiered.tiers.base import Slot, StreamTier, Tier
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 from tiered.units import KiB
@@ -133,9 +133,8 @@ class Rig:
     def write(self, slot: Slot, data: torch.Tensor) -> None:
         """Put bytes into a slot of the faster tier, as the holder of a lease does."""
         self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
-        record_use = getattr(self.fast, "record_use", None)
-        if record_use is not None:
-            record_use(slot)
+        if isinstance(self.fast, StreamTier):
+            self.fast.record_use(slot)
 
     def read(self, slot: Slot) -> torch.Tensor:
         """Return the bytes of a slot of the faster tier."""

@@ -1,11 +1,11 @@
-"""What a tier is: named capacity that hands out slots."""
+"""What a tier is: named capacity that hands out slots; what some tiers can do besides; the ledger that all keep."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -97,8 +97,57 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class StreamTier(Tier, Protocol):
+    """A tier on a device with streams: the store orders kernels that use a slot behind what they depend on."""
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's current stream, None where the tier has none after all."""
+        ...
+
+    def order_before(self, slot: Slot, stream: Any) -> None:
+        """Make later work of ``stream`` wait for all recorded uses of the slot's bytes. Does not block the host."""
+        ...
+
+    def record_use(self, slot: Slot, stream: Any = None) -> None:
+        """Record the work queued so far on ``stream`` (default: the current one) as a use of the slot."""
+        ...
+
+
+@runtime_checkable
+class DescribingTier(Tier, Protocol):
+    """A tier that writes down what its home slots hold."""
+
+    def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Note shape and dtype of a home slot. Called once, after it was allocated."""
+        ...
+
+
+@runtime_checkable
+class WriteCountingTier(Tier, Protocol):
+    """A tier that counts the bytes written to each of its paths, for ``StoreStats.written_bytes``."""
+
+    def bytes_written_by_path(self) -> Mapping[str, int]:
+        """Return the bytes of contents written to each path since the tier was made."""
+        ...
+
+
+@runtime_checkable
+class PausingTier(Tier, Protocol):
+    """A tier whose writes may wait for room, such as on a full drive."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a write waits for room now."""
+        ...
+
+    def give_up_waiting(self) -> None:
+        """Let writes that wait fail, now and from now on."""
+        ...
+
+
 class Ledger:
-    """Counts what slots and reservations take of a tier. Thread-safe.
+    """What slots and reservations take of a tier's capacity. Thread-safe.
 
     Args:
         tier: name of the tier, for messages.
@@ -109,17 +158,17 @@ class Ledger:
         if capacity_bytes < 0:
             raise ValueError(f"tier '{tier}' cannot have {capacity_bytes} bytes")
         self._tier = tier
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._slot_bytes = self._reserved_bytes = self._high_water_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, slot_bytes: int) -> bool:
         """Charge a slot; return False, and charge nothing, when there is no room for it."""
         with self._lock:
-            if self._used() + slot_bytes > self._capacity_bytes:
+            if self.used_bytes + slot_bytes > self.capacity_bytes:
                 return False
             self._slot_bytes += slot_bytes
-            self._high_water_bytes = max(self._high_water_bytes, self._used())
+            self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
             return True
 
     def give(self, slot_bytes: int) -> None:
@@ -135,17 +184,29 @@ class Ledger:
             CapacityError: no such room; nothing is charged.
         """
         with self._lock:
-            free_bytes = self._capacity_bytes - self._used()
+            free_bytes = self.capacity_bytes - self.used_bytes
             if nbytes > free_bytes:
                 raise CapacityError(self._tier, nbytes, free_bytes, detail="to reserve room")
             assert self._reserved_bytes + nbytes >= 0, (self._tier, self._reserved_bytes, nbytes)
             self._reserved_bytes += nbytes
-            self._high_water_bytes = max(self._high_water_bytes, self._used())
+            self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._slot_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all reservations."""
+        return self._reserved_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots and reservations."""
+        return self._slot_bytes + self._reserved_bytes
 
     def usage(self) -> TierUsage:
         """Return the counts now."""
         with self._lock:
-            return TierUsage(self._capacity_bytes, self._used(), self._high_water_bytes)
-
-    def _used(self) -> int:
-        return self._slot_bytes + self._reserved_bytes
+            return TierUsage(self.capacity_bytes, self.used_bytes, self._high_water_bytes)

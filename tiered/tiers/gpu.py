@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tiered.errors import CapacityError, TransferError
-from tiered.tiers.base import Slot, TierUsage
+from tiered.errors import TransferError
+from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.tiers.ram import SlabPool, view_as
 from tiered.units import format_size, round_up
 
@@ -121,7 +121,8 @@ class GpuTier:
         self._is_cuda = self._device.type == "cuda"
         self._streams = threading.Lock()
         self._own_stream: Any = None
-        self._pool: SlabPool[DeviceBuffer] = SlabPool(capacity_bytes, self._make, self._drop)
+        self._ledger = Ledger(name, capacity_bytes)
+        self._pool: SlabPool[DeviceBuffer] = SlabPool(self._ledger, self._make, self._drop)
 
     def _make(self, nbytes: int) -> DeviceBuffer:
         if not self._is_cuda:
@@ -208,16 +209,14 @@ class GpuTier:
 
     def reserve(self, nbytes: int) -> None:
         """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
-        if not self._pool.reserve(nbytes):
-            raise CapacityError(self.name, nbytes, self.usage().free_bytes, detail="to reserve working memory")
+        self._pool.reserve(nbytes)
 
     def sync(self) -> None:
         """Do nothing: device memory does not survive the process."""
 
     def usage(self) -> TierUsage:
         """Return the ledger now; buffers kept for reuse count as free."""
-        usage = self._pool.usage()
-        return TierUsage(usage.capacity_bytes, usage.used_bytes, usage.high_water_bytes)
+        return self._ledger.usage()
 
     def close(self) -> None:
         """Return all memory that no slot holds to the device."""

@@ -7,18 +7,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from tiered.durable.ownership import StoreIdentity
-from tiered.errors import CapacityError, TieredError
-from tiered.tiers import snapshots
-from tiered.tiers.base import Slot, TierUsage
-from tiered.tiers.directory import TierDirectory, make_groups, open_directories, remove_array, write_document
-from tiered.tiers.health import FullDrives, OnFull, PathMeter, PathRates, count_writes
+from tiered.errors import TieredError, TransferError
+from tiered.tiers.base import Ledger, Slot, TierUsage
+from tiered.tiers.directory import open_directories, write_document
+from tiered.tiers.health import FullDrives, OnFull, PathMeter, count_writes
 from tiered.tiers.layout import ArrayKeys, ChunkFile, HomeFiles, array_document, files_of, no_files_error
+from tiered.tiers.snapshots import Snapshots
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES
 
@@ -26,6 +26,8 @@ from tiered.units import PAGE_BYTES
 Verify = Literal["off", "resume", "always"]
 #: Who moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
 Engine = Literal["posix", "auto", "kvikio"]
+
+_NUM_SYNC_THREADS = 4  # a drive flushes several files at once for the price of one
 
 
 class NvmeTier:
@@ -35,7 +37,7 @@ class NvmeTier:
     paths are reached from there by symbolic links. Contents survive the process only in a snapshot: what an ended
     process left under ``live/`` is recycled by the next. Files of freed slots are kept for reuse and count as
     free; they are deleted when their room is needed, so that slots, reservations and kept files never exceed the
-    capacity. Bytes that only snapshots hold (``snapshot_bytes``) are real too: whoever takes snapshots
+    capacity. Bytes that only snapshots hold (``snapshots.nbytes``) are real too: whoever takes snapshots
     reserves that much, else they come on top.
 
     A file that a snapshot links is never written: the first write after a snapshot goes to another file that
@@ -91,7 +93,6 @@ class NvmeTier:
         self.alignment_bytes = PAGE_BYTES
         self.device: torch.device | None = None
         self.durable = True
-        self.lock = threading.RLock()  # guards the ledger and every rename; never held while contents move
         self._rates = check_rates(rates if rates is not None else [1.0] * len(paths), len(paths))
         self._chunk_bytes = chunk_bytes
         self.engine: Engine = engine
@@ -101,9 +102,8 @@ class NvmeTier:
         self.full = FullDrives(on_full, self.notice)
         self._on_notice = on_notice or logging.getLogger(__name__).warning
         self._noticed: set[str] = set()
-        self._live_bytes = 0
-        self._reserved_bytes = 0
-        self._high_water_bytes = 0
+        self._ledger = Ledger(name, capacity_bytes)
+        self._noticing = threading.Lock()
         self._slots: dict[str, Slot] = {}
         self._keys = ArrayKeys(name)
         self._written_bytes = [0] * len(paths)
@@ -112,8 +112,8 @@ class NvmeTier:
         for directory in self.directories:
             if (leftovers := directory.leftovers()) is not None:
                 self.notice(leftovers)
-        self.snapshot_bytes = sum(directory.frozen_bytes() for directory in self.directories)
-        self.trim_pools()
+        self.snapshots = Snapshots(name, self.directories, self._ledger)
+        self._lock = self.snapshots.lock
 
     @property
     def paths(self) -> list[str]:
@@ -127,7 +127,7 @@ class NvmeTier:
 
     def notice(self, text: str, *, once: str | None = None) -> None:
         """Tell a person something; with ``once``, a second time only with another ``once``. Thread-safe."""
-        with self.lock:
+        with self._noticing:
             if once is not None and once in self._noticed:
                 return
             self._noticed.add(once or "")
@@ -154,20 +154,14 @@ class NvmeTier:
             for number, index in enumerate(plan.path_of_chunk)
         )
         slot = Slot(self.name, nbytes, plan.slot_bytes, HomeFiles(name, plan.chunk_bytes, files))
-        with self.lock:
+        with self._lock:
             self._keys.check(name)
-            if self._used() + plan.slot_bytes > self.capacity_bytes:
+            if not self._ledger.take(plan.slot_bytes):
                 return None
-            self._charge(plan.slot_bytes)
             try:
-                make_groups(self.directories[0].live, name)
-                folders[0].mkdir(parents=True, exist_ok=True)
-                for file in files:
-                    self.place_file(file)
-                snapshots.link_to_first_path(self, files, "live", name)
+                self.snapshots.make_files(files_of(slot))
             except BaseException as error:
-                self.remove_files(files_of(slot))
-                self._charge(-slot.slot_bytes)
+                self._ledger.give(plan.slot_bytes)
                 if isinstance(error, OSError):
                     raise no_files_error(error, self.name, self.paths[0], name, plan.slot_bytes) from error
                 raise
@@ -185,13 +179,13 @@ class NvmeTier:
         """Give the slot's files back: those that no snapshot holds are kept for reuse."""
         assert slot.tier == self.name and isinstance(slot.resource, HomeFiles), slot
         home = slot.resource
-        with self.lock:
+        with self._lock:
             del self._slots[home.key]
             self._keys.remove(home.key)
-            self.remove_files(home)
-            self._charge(-slot.slot_bytes)
+            self.snapshots.remove_files(home)
+            self._ledger.give(slot.slot_bytes)
             slot.resource = None
-            self.trim_pools()
+            self.snapshots.trim_pools()
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Refuse: files are reached through links only."""
@@ -199,18 +193,13 @@ class NvmeTier:
 
     def reserve(self, nbytes: int) -> None:
         """Charge bytes outside any slot, e.g. what snapshots will hold; negative gives back."""
-        with self.lock:
-            assert self._reserved_bytes + nbytes >= 0, (self._reserved_bytes, nbytes)
-            if self._used() + nbytes > self.capacity_bytes:
-                raise CapacityError(self.name, nbytes, self.capacity_bytes - self._used(), detail="to reserve room")
-            self._reserved_bytes += nbytes
-            self._high_water_bytes = max(self._high_water_bytes, self._used())
-            self.trim_pools()
+        with self._lock:
+            self._ledger.reserve(nbytes)
+            self.snapshots.trim_pools()
 
     def usage(self) -> TierUsage:
         """Return the ledger: whole files of slots, and reservations. Files kept for reuse count as free."""
-        with self.lock:
-            return TierUsage(self.capacity_bytes, self._used(), self._high_water_bytes)
+        return self._ledger.usage()
 
     @property
     def pool_bytes(self) -> int:
@@ -230,17 +219,13 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
-        with self.lock:  # else another part's replacing it could leave a snapshot's file that looks like ours: one link
+        # Under the lock: another part that replaces the file meanwhile could leave the snapshot's, with one link only.
+        with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
                 return fd
             os.close(fd)
-            self.snapshot_bytes += file.nbytes
-            try:
-                self.place_file(file)
-            except BaseException:
-                self.snapshot_bytes -= file.nbytes  # it is linked from live still
-                raise
+            self.snapshots.before_write(file)
             return self._open(file.path, os.O_RDWR)
 
     def stop_direct_io(self) -> None:
@@ -256,7 +241,7 @@ class NvmeTier:
 
     def count_written(self, path_index: int, nbytes: int) -> None:
         """Add to the bytes written to one path; called by links."""
-        with self.lock:
+        with self._lock:
             self._written_bytes[path_index] += nbytes
 
     def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
@@ -266,12 +251,13 @@ class NvmeTier:
             WearLimitError: nothing is counted and nothing may be written.
             OSError: a drive refused to keep the count.
         """
-        with self.lock:
+        with self._lock:
             count_writes([directory.wear for directory in self.directories], nbytes_by_path)
 
-    def path_rates(self) -> dict[str, PathRates]:
-        """Return the measured rates of each path."""
-        return {path: meter.rates() for path, meter in zip(self.paths, self.meters, strict=True)}
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a write waits for room on a full drive."""
+        return self.full.is_waiting
 
     def give_up_waiting(self) -> None:
         """Let writes that wait for room on a full drive fail, now and from now on."""
@@ -279,102 +265,28 @@ class NvmeTier:
 
     def bytes_written_by_path(self) -> dict[str, int]:
         """Return the bytes of contents written to each path since the tier was made."""
-        with self.lock:
+        with self._lock:
             return dict(zip(self.paths, self._written_bytes, strict=True))
-
-    # -- durability: see tiers/snapshots.py ---------------------------------------------------------------------
-
-    def sync_files(self, slots: Sequence[Slot]) -> None:
-        """Return once the contents of these slots survive a power cut. Raises ``TransferError``."""
-        snapshots.sync_files(self, slots)
 
     def sync(self) -> None:
         """Return once everything written so far survives a power cut. Raises ``TransferError``."""
-        with self.lock:
-            slots = list(self._slots.values())
-        self.sync_files(slots)
+        with self._lock:
+            files = [file for slot in self._slots.values() for file in files_of(slot).files]
+        with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
+            for _ in threads.map(self._flush, files):
+                pass
 
-    def snapshot(self, slot: Slot, generation: str) -> None:
-        """Link the slot's files into ``snap/<generation>/``; no byte is copied. The slot must be quiet meanwhile."""
-        snapshots.snapshot(self, slot, generation)
-
-    def sync_snapshot(self, generation: str) -> None:
-        """Return once the links and documents of a snapshot survive a power cut (contents: ``sync_files``)."""
-        snapshots.sync_snapshot(self, generation)
-
-    def mark_snapshot(self, generation: str, owner: StoreIdentity) -> None:
-        """Make the folders of a snapshot, and say whose it is. Raises ``OSError``."""
-        snapshots.mark_snapshot(self, generation, owner)
-
-    def release_snapshot(self, generation: str, owner: StoreIdentity | None = None) -> None:
-        """Do the quick part of ``drop_snapshot``: its files can be used again, its empty folders stay."""
-        snapshots.release_snapshot(self, generation, owner)
-
-    def drop_snapshot(self, generation: str, owner: StoreIdentity | None = None) -> None:
-        """Forget a snapshot, if it is ``owner``'s; its files that nothing else links are kept for reuse."""
-        snapshots.drop_snapshot(self, generation, owner)
-
-    def count_snapshot(self, nbytes: int) -> None:
-        """Add files that somebody else wrote into a snapshot of the first path; they go with ``drop_snapshot``."""
-        with self.lock:
-            self.snapshot_bytes += nbytes
-            self.trim_pools()
-
-    def adopt(
-        self,
-        slot: Slot,
-        generation: str,
-        owner: StoreIdentity | None = None,
-        check: Callable[[HomeFiles], None] | None = None,
-    ) -> None:
-        """Give a home slot the contents and the document that its key has in a snapshot; no byte is copied.
-
-        The slot takes over the snapshot's cut into files (other paths or rates may have been set then), so
-        ``slot.resource`` and ``slot.slot_bytes`` may change.
-
-        Args:
-            owner: only of a snapshot that is this store's.
-            check: called with the files before they are taken.
-
-        Raises:
-            GenerationError: the snapshot lacks the block or a part of it, or has it in another size.
-            CapacityError: the snapshot's files are larger and do not fit.
-        """
-        snapshots.adopt(self, slot, generation, owner, check)
-
-    # -- files, for this tier and its snapshots; call with the lock held ------------------------------------------
-
-    def place_file(self, file: ChunkFile) -> None:
-        """Put a kept or new file of the right size under ``file.path``, over what is there."""
-        directory = self.directories[file.path_index]
-        file.path.parent.mkdir(parents=True, exist_ok=True)
-        if not directory.take_pooled(file.nbytes, file.path):
-            self.trim_pools()
-            directory.create(file.nbytes, file.path)
-
-    def remove_files(self, home: HomeFiles) -> None:
-        """Take the files of a slot out of ``live/``, and its folders."""
-        snapshots.give_up_files(self, home)
-        for directory in self.directories:
-            remove_array(directory.live, home.key)
-
-    def replace_files(self, slot: Slot, home: HomeFiles) -> None:
-        """Let a slot own other files than it was allocated with; raises ``CapacityError`` if they do not fit."""
-        more_bytes = home.nbytes - slot.slot_bytes
-        if self._used() + more_bytes > self.capacity_bytes:
-            raise CapacityError(self.name, more_bytes, self.capacity_bytes - self._used(), detail=f"for '{home.key}'")
-        self._charge(more_bytes)
-        slot.resource, slot.slot_bytes = home, home.nbytes
-
-    def trim_pools(self) -> None:
-        """Delete kept files, largest first, until all that is and will be on disk fits the capacity.
-
-        Call it after the ledger was charged and before files are made: then the disk never holds more.
-        """
-        others = self._live_bytes + max(self._reserved_bytes, self.snapshot_bytes)
-        while others + self.pool_bytes > self.capacity_bytes:
-            if not max(self.directories, key=TierDirectory.largest_pooled).drop_largest():
-                return
+    def _flush(self, file: ChunkFile) -> None:
+        try:
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise TransferError(
+                f"flush failed: {error.strerror}", tier=self.name, path=str(file.path), errno=error.errno
+            ) from error
 
     def _open(self, path: Path, flags: int) -> int:
         flags |= os.O_CLOEXEC
@@ -386,10 +298,3 @@ class NvmeTier:
                     raise
                 self.stop_direct_io()
         return os.open(path, flags)
-
-    def _used(self) -> int:
-        return self._live_bytes + self._reserved_bytes
-
-    def _charge(self, nbytes: int) -> None:
-        self._live_bytes += nbytes
-        self._high_water_bytes = max(self._high_water_bytes, self._used())

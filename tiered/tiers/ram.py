@@ -13,55 +13,41 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from tiered.errors import CapacityError, TransferError
-from tiered.tiers.base import Slot, TierUsage
+from tiered.errors import TransferError
+from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.units import PAGE_BYTES, MiB, format_size, round_up
 
 Buffer = TypeVar("Buffer")
 
 
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """Bytes of a pool. ``used_bytes`` = held + reserved; ``pooled_bytes`` are free room that exists already."""
-
-    capacity_bytes: int
-    used_bytes: int
-    high_water_bytes: int
-    pooled_bytes: int
-    reserved_bytes: int
-
-
 class SlabPool(Generic[Buffer]):
     """Hands out buffers of exact size; keeps returned ones for the next request of the same size. Thread-safe.
 
-    ``held + pooled + reserved <= capacity`` at every instant, and a buffer is dropped *before* the one that takes
-    its room is made, so the memory in use obeys the same bound. There is no arena: whatever the order of requests,
-    any request that fits the free bytes succeeds (no fragmentation).
+    ``used + pooled <= capacity`` at every instant, and a buffer is dropped *before* the one that takes its room is
+    made, so the memory in use obeys the same bound. There is no arena: whatever the order of requests, any request
+    that fits the free bytes succeeds (no fragmentation).
 
     Args:
-        capacity_bytes: the bound.
+        ledger: of the tier; the pool charges slots and reservations to it.
         make: returns a new buffer of that many bytes; called without the pool's lock, from any thread.
         drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
+
+    Attributes:
+        pooled_bytes: free room that exists already, in buffers kept for reuse.
     """
 
-    def __init__(self, capacity_bytes: int, make: Callable[[int], Buffer], drop: Callable[[Buffer], None]) -> None:
-        if capacity_bytes < 0:
-            raise ValueError(f"a tier cannot have {capacity_bytes} bytes")
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, ledger: Ledger, make: Callable[[int], Buffer], drop: Callable[[Buffer], None]) -> None:
+        self.pooled_bytes = 0
+        self._ledger = ledger
         self._make = make
         self._drop = drop
         self._lock = threading.Lock()
-        self._held_bytes = 0
-        self._reserved_bytes = 0
-        self._pooled_bytes = 0
-        self._high_water_bytes = 0
         self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
         self._is_closed = False
 
@@ -72,72 +58,54 @@ class SlabPool(Generic[Buffer]):
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
+            if not self._ledger.take(nbytes):  # charged before the lock goes: this room is no other caller's
+                return None
             same_size = self._pooled.get(nbytes)
             if same_size:
-                buffer = same_size.pop()  # the newest: its lines are the likeliest to be in a CPU cache
-                self._pooled_bytes -= nbytes
-                self._hold(nbytes)
-                return buffer
-            if self._used() + nbytes > self.capacity_bytes:
-                return None
-            self._drop_until(nbytes)
-            self._hold(nbytes)  # before the lock goes, so that nobody else counts on this room
+                self.pooled_bytes -= nbytes
+                return same_size.pop()  # the newest: its lines are the likeliest to be in a CPU cache
+            self._make_way()
         try:
             return self._make(nbytes)
         except BaseException:
-            with self._lock:
-                self._held_bytes -= nbytes
+            self._ledger.give(nbytes)
             raise
 
     def give(self, nbytes: int, buffer: Buffer) -> None:
         """Return a buffer that ``take(nbytes)`` gave."""
         with self._lock:
-            assert nbytes <= self._held_bytes, (nbytes, self._held_bytes)
-            self._held_bytes -= nbytes
+            self._ledger.give(nbytes)
             if self._is_closed:
                 self._drop(buffer)
                 return
             self._pooled.setdefault(nbytes, []).append(buffer)
-            self._pooled_bytes += nbytes
+            self.pooled_bytes += nbytes
 
-    def reserve(self, nbytes: int) -> bool:
-        """Charge bytes that live elsewhere (negative: give back); return False when there is no room for them."""
-        with self._lock:
-            if self._used() + nbytes > self.capacity_bytes:
-                return False
-            assert self._reserved_bytes + nbytes >= 0, (self._reserved_bytes, nbytes)
-            self._drop_until(nbytes)
-            self._reserved_bytes += nbytes
-            self._high_water_bytes = max(self._high_water_bytes, self._used())
-            return True
+    def reserve(self, nbytes: int) -> None:
+        """Charge bytes that live elsewhere (negative: give back); returns once pooled buffers made way for them.
 
-    def usage(self) -> PoolUsage:
-        """Return the ledger now."""
+        Raises:
+            CapacityError: no such room; nothing is charged.
+        """
         with self._lock:
-            return PoolUsage(
-                self.capacity_bytes, self._used(), self._high_water_bytes, self._pooled_bytes, self._reserved_bytes
-            )
+            self._ledger.reserve(nbytes)
+            self._make_way()
 
     def close(self) -> None:
         """Drop every pooled buffer; those still held are dropped when they come back. Idempotent."""
         with self._lock:
             self._is_closed = True
-            self._drop_until(self.capacity_bytes + 1)
+            self._make_way(everything=True)
 
-    def _used(self) -> int:
-        return self._held_bytes + self._reserved_bytes
-
-    def _hold(self, nbytes: int) -> None:
-        self._held_bytes += nbytes
-        self._high_water_bytes = max(self._high_water_bytes, self._used())
-
-    def _drop_until(self, room_bytes: int) -> None:
-        """Drop pooled buffers, largest size first, oldest first, until ``room_bytes`` fit (or none is left)."""
+    def _make_way(self, *, everything: bool = False) -> None:
+        """Drop pooled buffers, largest size first, oldest first, until they fit beside what the ledger has."""
         for size in sorted(self._pooled, reverse=True):
             same_size = self._pooled[size]
-            while same_size and self._used() + self._pooled_bytes + room_bytes > self.capacity_bytes:
+            while same_size and (
+                everything or self._ledger.used_bytes + self.pooled_bytes > self._ledger.capacity_bytes
+            ):
                 self._drop(same_size.pop(0))
-                self._pooled_bytes -= size
+                self.pooled_bytes -= size
             if not same_size:
                 del self._pooled[size]
 
@@ -328,7 +296,8 @@ class RamTier:
         self.populate_s = self.pin_s = 0.0
         self._pin_memory = pin_memory
         self._counting = threading.Lock()
-        self._pool: SlabPool[HostSlab] = SlabPool(capacity_bytes, self._make, self._drop)
+        self._ledger = Ledger(name, capacity_bytes)
+        self._pool: SlabPool[HostSlab] = SlabPool(self._ledger, self._make, self._drop)
 
     def _make(self, nbytes: int) -> HostSlab:
         pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
@@ -388,16 +357,14 @@ class RamTier:
 
     def reserve(self, nbytes: int) -> None:
         """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
-        if not self._pool.reserve(nbytes):
-            raise CapacityError(self.name, nbytes, self.usage().free_bytes, detail="to reserve working memory")
+        self._pool.reserve(nbytes)
 
     def sync(self) -> None:
         """Do nothing: host memory does not survive the process."""
 
     def usage(self) -> TierUsage:
         """Return the ledger now; slabs kept for reuse count as free."""
-        usage = self._pool.usage()
-        return TierUsage(usage.capacity_bytes, usage.used_bytes, usage.high_water_bytes)
+        return self._ledger.usage()
 
     def close(self) -> None:
         """Return all memory that no slot holds to the system."""

@@ -1,7 +1,7 @@
-"""Snapshots of an NvmeTier: committed generations as hard links, without copying a byte.
+"""Snapshots of a tier's files: committed generations as hard links, without copying a byte.
 
-``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A file is frozen by being linked: the tier never writes a file
-with more than one link (``NvmeTier.open_for_write``), so a snapshot needs no journal and no copy.
+``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A file is frozen by being linked: a file with more than one link
+is never written (``Snapshots.before_write``), so a snapshot needs no journal and no copy.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 from tiered.durable.manifest import MANIFEST_NAME
 from tiered.durable.ownership import StoreIdentity, remove_snapshot_folder
-from tiered.errors import GenerationError, TransferError
-from tiered.tiers.base import Slot
+from tiered.errors import CapacityError, GenerationError, TransferError
+from tiered.tiers.base import DescribingTier, Ledger, Slot
 from tiered.tiers.directory import (
+    TierDirectory,
     documents_and_folders,
     files_below,
     make_groups,
@@ -27,200 +29,300 @@ from tiered.tiers.directory import (
     sync_paths,
     write_document,
 )
+from tiered.tiers.health import FullDrives
 from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, HomeFiles, document_chunk_bytes, files_of, group_document
 from tiered.units import PAGE_BYTES
 
-if TYPE_CHECKING:
-    from tiered.tiers.nvme import NvmeTier
 
-_NUM_SYNC_THREADS = 4  # a drive flushes several files at once for the price of one
+@runtime_checkable
+class DurableTier(DescribingTier, Protocol):
+    """A tier whose files a commit keeps by links, and a load adopts: ``NvmeTier``, or one built on ``Snapshots``.
+
+    Attributes:
+        full: waits for room where a drive has none.
+        snapshots: of its files.
+    """
+
+    full: FullDrives
+    snapshots: Snapshots
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the absolute paths, the one with the arrays first."""
+        ...
+
+    def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
+        """Count bytes that are about to be written, by index of the path.
+
+        Raises:
+            WearLimitError: nothing is counted and nothing may be written.
+            OSError: a drive refused to keep the count.
+        """
+        ...
 
 
-def sync_files(tier: NvmeTier, slots: Sequence[Slot]) -> None:
-    """Flush the contents of all files of ``slots``."""
-    files = [file for slot in slots for file in files_of(slot).files]
-    with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
-        for _ in threads.map(lambda file: _flush(tier, file), files):
-            pass
+class Snapshots:
+    """The files of a tier's home slots in its directories: live, kept for reuse, and linked by snapshots. Thread-safe.
 
+    Args:
+        tier: name of the tier, for messages.
+        directories: one per path; the first has the arrays. Their owner closes them.
+        ledger: of the tier.
 
-def _flush(tier: NvmeTier, file: ChunkFile) -> None:
-    try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    Attributes:
+        lock: guards the directories and every rename in them; never held while contents move.
+        nbytes: of files that only snapshots hold.
+    """
+
+    def __init__(self, tier: str, directories: Sequence[TierDirectory], ledger: Ledger) -> None:
+        self.lock = threading.RLock()
+        self._tier = tier
+        self._directories = directories
+        self._ledger = ledger
+        self.nbytes = sum(directory.frozen_bytes() for directory in directories)
+        self.trim_pools()
+
+    # -- live files; call with the lock held -------------------------------------------------------------------
+
+    def make_files(self, home: HomeFiles) -> None:
+        """Make the files of a new slot, and its folders. After an error (``OSError``) nothing is left behind."""
+        first = self._directories[0].live
         try:
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise TransferError(
-            f"flush failed: {error.strerror}", tier=tier.name, path=str(file.path), errno=error.errno
-        ) from error
+            make_groups(first, home.key)
+            for file in home.files:
+                self._place(file)
+            self._link_to_first_path(home.files, "live", home.key)
+        except BaseException:
+            self.remove_files(home)
+            raise
 
+    def remove_files(self, home: HomeFiles) -> None:
+        """Take the files of a slot out of ``live/``, and its folders; those that no snapshot holds are kept."""
+        self._give_up(home)
+        for directory in self._directories:
+            remove_array(directory.live, home.key)
 
-def snapshot(tier: NvmeTier, slot: Slot, generation: str) -> None:
-    """Link the files of ``slot`` and copy its document into the snapshot."""
-    home = files_of(slot)
-    root = tier.directories[0].snap / generation
-    with tier.lock:
+    def before_write(self, file: ChunkFile) -> None:
+        """Replace a file that a snapshot links by another that takes its name; the snapshot keeps the old one."""
+        self.nbytes += file.nbytes
         try:
-            write_document(tier.directories[0].snap, group_document())
-            make_groups(root, home.key)
-            linked = _link(tier, home, tree=f"snap/{generation}")
-            link_to_first_path(tier, linked.files, f"snap/{generation}", home.key)
-            shutil.copyfile(tier.directories[0].live / home.key / DOCUMENT_NAME, root / home.key / DOCUMENT_NAME)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # so that it can be tried again
-                for directory in tier.directories:
-                    remove_array(directory.snap / generation, home.key)
-            raise TransferError(
-                f"block '{home.key}' cannot be linked into generation {generation}: {error.strerror}",
-                tier=tier.name,
-                path=str(error.filename2 or error.filename),
-                errno=error.errno,
-            ) from error
+            self._place(file)
+        except BaseException:
+            self.nbytes -= file.nbytes  # it is linked from live still
+            raise
 
+    def trim_pools(self) -> None:
+        """Delete kept files, largest first, until all that is and will be on disk fits the capacity.
 
-def _link(tier: NvmeTier, source: HomeFiles, *, tree: str) -> HomeFiles:
-    """Hard-link every file of ``source`` into another tree of its path; return the links."""
-    folders = [directory.path / tree / source.key / "c" for directory in tier.directories]
-    for index in {0, *(file.path_index for file in source.files)}:
-        os.makedirs(folders[index], exist_ok=True)
-    links = []
-    for file in source.files:
-        path = folders[file.path_index] / file.path.name
-        os.link(file.path, path)
-        links.append(ChunkFile(file.path_index, path, file.offset, file.nbytes))
-    return HomeFiles(source.key, source.chunk_bytes, tuple(links))
+        Call it after the ledger was charged and before files are made: then the disk never holds more.
+        """
+        others = self._ledger.slot_bytes + max(self._ledger.reserved_bytes, self.nbytes)
+        while others + sum(directory.pool_bytes for directory in self._directories) > self._ledger.capacity_bytes:
+            if not max(self._directories, key=TierDirectory.largest_pooled).drop_largest():
+                return
 
+    def _place(self, file: ChunkFile) -> None:
+        """Put a kept or new file of the right size under ``file.path``, over what is there."""
+        directory = self._directories[file.path_index]
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        if not directory.take_pooled(file.nbytes, file.path):
+            self.trim_pools()
+            directory.create(file.nbytes, file.path)
 
-def link_to_first_path(tier: NvmeTier, files: Sequence[ChunkFile], tree: str, key: str) -> None:
-    """Make symbolic links in the first path's array for files that live on other paths."""
-    folder = tier.directories[0].path / tree / key / "c"
-    for file in files:
-        if file.path_index != 0:
-            (folder / file.path.name).symlink_to(file.path)
+    def _give_up(self, home: HomeFiles) -> None:
+        """Take the files of a slot out of ``live/``, and the links to them; its folders stay."""
+        for file in home.files:
+            if file.path_index != 0:
+                (self._directories[0].live / home.key / "c" / file.path.name).unlink(missing_ok=True)
+            if not file.path.exists():
+                continue  # an allocation that failed half-way
+            if file.path.stat().st_nlink > 1:
+                self.nbytes += file.nbytes
+                file.path.unlink()
+            else:
+                self._directories[file.path_index].put_pooled(file.path, file.nbytes)
 
+    # -- taking a snapshot -------------------------------------------------------------------------------------
 
-def give_up_files(tier: NvmeTier, home: HomeFiles) -> None:
-    """Take the files of a slot out of ``live/``, and the links to them; its folders stay."""
-    for file in home.files:
-        if file.path_index != 0:
-            (tier.directories[0].live / home.key / "c" / file.path.name).unlink(missing_ok=True)
-        if not file.path.exists():
-            continue  # an allocation that failed half-way
-        if file.path.stat().st_nlink > 1:
-            tier.snapshot_bytes += file.nbytes
-            file.path.unlink()
-        else:
-            tier.directories[file.path_index].put_pooled(file.path, file.nbytes)
+    def mark(self, generation: str, owner: StoreIdentity) -> None:
+        """Make the folders of a snapshot on all paths, with a note whose it is. Raises ``OSError``."""
+        for directory in self._directories:
+            owner.mark(directory.snap / generation)
 
+    def take(self, slot: Slot, generation: str) -> None:
+        """Link the slot's files into ``snap/<generation>/``; no byte is copied. The slot must be quiet meanwhile.
 
-def mark_snapshot(tier: NvmeTier, generation: str, owner: StoreIdentity) -> None:
-    """Make the folders of a snapshot on all paths, and say whose it is."""
-    for directory in tier.directories:
-        owner.mark(directory.snap / generation)
+        Raises:
+            TransferError: a drive refused; it can be tried again.
+        """
+        home = files_of(slot)
+        first = self._directories[0]
+        root = first.snap / generation
+        with self.lock:
+            try:
+                write_document(first.snap, group_document())
+                make_groups(root, home.key)
+                linked = self._in_tree(home, f"snap/{generation}")
+                _link(home.files, linked)
+                self._link_to_first_path(linked, f"snap/{generation}", home.key)
+                shutil.copyfile(first.live / home.key / DOCUMENT_NAME, root / home.key / DOCUMENT_NAME)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # so that it can be tried again
+                    for directory in self._directories:
+                        remove_array(directory.snap / generation, home.key)
+                raise TransferError(
+                    f"block '{home.key}' cannot be linked into generation {generation}: {error.strerror}",
+                    tier=self._tier,
+                    path=str(error.filename2 or error.filename),
+                    errno=error.errno,
+                ) from error
 
+    def sync(self, generation: str) -> None:
+        """Return once the links and documents of a snapshot survive a power cut; contents are flushed by themselves."""
+        paths: list[Path] = []
+        for directory in self._directories:
+            paths += documents_and_folders(directory.snap / generation)
+            paths += [p for p in (directory.snap / DOCUMENT_NAME, directory.snap, directory.path) if p.exists()]
+        sync_paths(paths)
 
-def sync_snapshot(tier: NvmeTier, generation: str) -> None:
-    """Flush the documents and folders of a snapshot on all paths."""
-    paths: list[Path] = []
-    for directory in tier.directories:
-        paths += documents_and_folders(directory.snap / generation)
-        paths += [p for p in (directory.snap / DOCUMENT_NAME, directory.snap, directory.path) if p.exists()]
-    sync_paths(paths)
+    def count(self, nbytes: int) -> None:
+        """Count files that others wrote into a snapshot of the first path; they go with ``drop``."""
+        with self.lock:
+            self.nbytes += nbytes
+            self.trim_pools()
 
+    def _in_tree(self, home: HomeFiles, tree: str) -> tuple[ChunkFile, ...]:
+        """Return the places of the files in another tree of their paths, such as ``live``."""
+        folders = [directory.path / tree / home.key / "c" for directory in self._directories]
+        return tuple(replace(file, path=folders[file.path_index] / file.path.name) for file in home.files)
 
-def release_snapshot(tier: NvmeTier, generation: str, owner: StoreIdentity | None) -> list[Path]:
-    """Take the files out of a snapshot, those that only it linked for reuse; return its folders, without files now."""
-    roots = []
-    with tier.lock:
-        for directory in tier.directories:
-            root = directory.snap / generation
-            if not root.exists() or (owner is not None and not owner.owns(root)):
-                continue
-            roots.append(root)
-            # The manifest first: a crash half-way leaves a generation that is plainly not there.
-            (root / MANIFEST_NAME).unlink(missing_ok=True)
-            for path in list(files_below(root)):
-                status = path.lstat()
-                if status.st_nlink > 1:
-                    path.unlink()
+    def _link_to_first_path(self, files: Sequence[ChunkFile], tree: str, key: str) -> None:
+        """Make symbolic links in the first path's array for files that live on other paths."""
+        folder = self._directories[0].path / tree / key / "c"
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            if file.path_index != 0:
+                (folder / file.path.name).symlink_to(file.path)
+
+    # -- dropping one ------------------------------------------------------------------------------------------
+
+    def release(self, generation: str, owner: StoreIdentity | None = None) -> list[Path]:
+        """Do the quick part of ``drop``: files that only it linked are kept for reuse; return its emptied folders."""
+        roots = []
+        with self.lock:
+            for directory in self._directories:
+                root = directory.snap / generation
+                if not root.exists() or (owner is not None and not owner.owns(root)):
                     continue
-                tier.snapshot_bytes -= status.st_size
-                directory.put_pooled(path, status.st_size)
-        tier.trim_pools()
-    return roots
+                roots.append(root)
+                # The manifest first: a crash half-way leaves a generation that is plainly not there.
+                (root / MANIFEST_NAME).unlink(missing_ok=True)
+                for path in list(files_below(root)):
+                    status = path.lstat()
+                    if status.st_nlink > 1:
+                        path.unlink()
+                        continue
+                    self.nbytes -= status.st_size
+                    directory.put_pooled(path, status.st_size)
+            self.trim_pools()
+        return roots
 
+    def drop(self, generation: str, owner: StoreIdentity | None = None) -> None:
+        """Remove a snapshot, if it is ``owner``'s; files that only it linked are kept for reuse while they fit."""
+        for root in self.release(generation, owner):
+            remove_snapshot_folder(root)  # without the lock: deleting folders takes a while
 
-def drop_snapshot(tier: NvmeTier, generation: str, owner: StoreIdentity | None) -> None:
-    """Remove a snapshot; files that only it linked are kept for reuse while they fit."""
-    for root in release_snapshot(tier, generation, owner):
-        remove_snapshot_folder(root)  # without the lock: deleting folders takes a while
+    def drop_kept_files(self) -> bool:
+        """Delete the files kept for reuse, so that others get their room; False if there are none."""
+        with self.lock:
+            dropped = [directory.drop_largest() for directory in self._directories]
+            while any(directory.drop_largest() for directory in self._directories):
+                pass
+        return any(dropped)
 
+    # -- adopting one ------------------------------------------------------------------------------------------
 
-def drop_kept_files(tier: NvmeTier) -> bool:
-    """Delete the files that are kept for reuse, for somebody who needs their room; False if there are none."""
-    with tier.lock:
-        dropped = [directory.drop_largest() for directory in tier.directories]
-        while any(directory.drop_largest() for directory in tier.directories):
-            pass
-    return any(dropped)
+    def adopt(
+        self,
+        slot: Slot,
+        generation: str,
+        owner: StoreIdentity | None = None,
+        check: Callable[[HomeFiles], None] | None = None,
+    ) -> None:
+        """Give a home slot the contents and the document that its key has in a snapshot; no byte is copied.
 
+        The slot takes over the snapshot's cut into files (other paths or rates may have been set then), so
+        ``slot.resource`` and ``slot.slot_bytes`` may change.
 
-def adopt(
-    tier: NvmeTier,
-    slot: Slot,
-    generation: str,
-    owner: StoreIdentity | None,
-    check: Callable[[HomeFiles], None] | None,
-) -> None:
-    """Replace the files of ``slot`` by links to those of a snapshot."""
-    own = files_of(slot)
-    source, document = _read_snapshot(tier, own.key, slot.nbytes, generation, owner)
-    if check is not None:
-        check(source)
-    with tier.lock:
-        links = HomeFiles(own.key, source.chunk_bytes, tuple(_in_live(tier, own.key, file) for file in source.files))
-        tier.replace_files(slot, links)
-        give_up_files(tier, own)
-        make_groups(tier.directories[0].live, own.key)
-        _link(tier, source, tree="live")
-        # Linked from live again: no longer held by snapshots alone.
-        tier.snapshot_bytes -= sum(file.nbytes for file in links.files)
-        link_to_first_path(tier, links.files, "live", own.key)
-        write_document(tier.directories[0].live / own.key, document)  # unless the slot has been described
-        tier.trim_pools()
+        Args:
+            slot: to be filled; its own files are given up.
+            generation: name of the snapshot.
+            owner: only of a snapshot that is this store's.
+            check: called with the files before they are taken.
 
+        Raises:
+            GenerationError: the snapshot lacks the block or a part of it, or has it in another size.
+            CapacityError: the snapshot's files are larger and do not fit.
+        """
+        own = files_of(slot)
+        source, document = self._read(own.key, slot.nbytes, generation, owner)
+        if check is not None:
+            check(source)
+        live = self._directories[0].live
+        with self.lock:
+            # The slot first, while nothing has changed on disk: freeing it then undoes a failure half-way.
+            self._resize(slot, source.nbytes)
+            slot.resource = adopted = HomeFiles(own.key, source.chunk_bytes, self._in_tree(source, "live"))
+            self._give_up(own)
+            make_groups(live, own.key)
+            _link(source.files, adopted.files)
+            self.nbytes -= adopted.nbytes  # linked from live again: no longer held by snapshots alone
+            self._link_to_first_path(adopted.files, "live", own.key)
+            write_document(live / own.key, document)  # unless the slot has been described
+            self.trim_pools()
 
-def _in_live(tier: NvmeTier, key: str, file: ChunkFile) -> ChunkFile:
-    path = tier.directories[file.path_index].live / key / "c" / file.path.name
-    return ChunkFile(file.path_index, path, file.offset, file.nbytes)
+    def _resize(self, slot: Slot, slot_bytes: int) -> None:
+        more_bytes = slot_bytes - slot.slot_bytes
+        if more_bytes < 0:
+            self._ledger.give(-more_bytes)
+        elif not self._ledger.take(more_bytes):
+            free_bytes = self._ledger.usage().free_bytes
+            raise CapacityError(self._tier, more_bytes, free_bytes, detail=f"for '{files_of(slot).key}'")
+        slot.slot_bytes = slot_bytes
 
-
-def _read_snapshot(
-    tier: NvmeTier, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
-) -> tuple[HomeFiles, dict[str, Any]]:
-    """Return the files and the document of a block in a snapshot, after checking that nothing is missing."""
-    roots = {index: directory.snap / generation for index, directory in enumerate(tier.directories)}
-    if owner is not None:
-        roots = {index: root for index, root in roots.items() if owner.owns(root)}
-    folders = {index: root / key for index, root in roots.items()}
-    documents = [read_document(folder) for folder in folders.values()]
-    document, chunk_bytes = next(((d, size) for d in documents if (size := document_chunk_bytes(d))), (None, None))
-    if document is None or chunk_bytes is None:
-        raise GenerationError(f"generation {generation} has no block '{key}' in {', '.join(tier.paths)}")
-    files = []
-    for number, offset in enumerate(range(0, nbytes, chunk_bytes)):
-        index = next((i for i, f in folders.items() if _is_chunk(f / "c" / str(number), chunk_bytes)), None)
-        if index is None:
+    def _read(
+        self, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
+    ) -> tuple[HomeFiles, dict[str, Any]]:
+        """Return the files and the document of a block in a snapshot, after checking that nothing is missing."""
+        roots = {index: directory.snap / generation for index, directory in enumerate(self._directories)}
+        if owner is not None:
+            roots = {index: root for index, root in roots.items() if owner.owns(root)}
+        folders = {index: root / key for index, root in roots.items()}
+        documents = [read_document(folder) for folder in folders.values()]
+        document, chunk_bytes = next(((d, size) for d in documents if (size := document_chunk_bytes(d))), (None, None))
+        if document is None or chunk_bytes is None:
+            paths = ", ".join(str(directory.path) for directory in self._directories)
+            raise GenerationError(f"generation {generation} has no block '{key}' in {paths}")
+        files = []
+        for number, offset in enumerate(range(0, nbytes, chunk_bytes)):
+            index = next((i for i, f in folders.items() if _is_chunk(f / "c" / str(number), chunk_bytes)), None)
+            if index is None:
+                raise GenerationError(
+                    f"generation {generation} lacks a part of block '{key}': no file 'c/{number}' of {chunk_bytes} "
+                    f"bytes in {', '.join(map(str, folders.values()))}. Name the same paths as the run that wrote it"
+                )
+            files.append(ChunkFile(index, folders[index] / "c" / str(number), offset, chunk_bytes))
+        if any(os.path.lexists(folder / "c" / str(len(files))) for folder in folders.values()):
             raise GenerationError(
-                f"generation {generation} lacks a part of block '{key}': no file 'c/{number}' of {chunk_bytes} bytes "
-                f"in {', '.join(map(str, folders.values()))}. Name the same paths as the run that wrote it"
+                f"block '{key}' of generation {generation} is larger than the {nbytes} bytes asked for"
             )
-        files.append(ChunkFile(index, folders[index] / "c" / str(number), offset, chunk_bytes))
-    if any(os.path.lexists(folder / "c" / str(len(files))) for folder in folders.values()):
-        raise GenerationError(f"block '{key}' of generation {generation} is larger than the {nbytes} bytes asked for")
-    return HomeFiles(key, chunk_bytes, tuple(files)), document
+        return HomeFiles(key, chunk_bytes, tuple(files)), document
+
+
+def _link(files: Sequence[ChunkFile], links: Sequence[ChunkFile]) -> None:
+    for file, link in zip(files, links, strict=True):
+        link.path.parent.mkdir(parents=True, exist_ok=True)
+        os.link(file.path, link.path)
 
 
 def _is_chunk(path: Path, nbytes: int) -> bool:
