@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TransferError,
         UninitializedBlockError,
     )
-    from tiered.events import Event, LinkStats, StoreStats, TierStats
+    from tiered.events import Event, StoreStats, TierStats
     from tiered.links.base import Link, LinkUsage, ThreadedLink
     from tiered.plugins import available_tiers, tier_class
     from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
@@ -61,7 +61,6 @@ __all__ = [
     "LeaseGroup",
     "Ledger",
     "Link",
-    "LinkStats",
     "LinkUsage",
     "LockedError",
     "MiB",
@@ -113,7 +112,6 @@ _HOMES = {
     "LeaseGroup": "records",
     "Ledger": "tiers.base",
     "Link": "links.base",
-    "LinkStats": "events",
     "LinkUsage": "links.base",
     "LockedError": "errors",
     "MB": "units",

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiered.links.base import LinkUsage
 
 #: Why a caller of the store waited.
 STALL_CAUSES = ("fill", "drain", "space", "lease", "commit")
@@ -45,20 +49,6 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkStats:
-    """One direction of one link: bytes moved, seconds busy, bytes under way, and the path they took."""
-
-    num_bytes: int
-    busy_s: float
-    inflight_bytes: int
-    path: str
-
-    @property
-    def rate_bytes_per_s(self) -> float:
-        return self.num_bytes / self.busy_s if self.busy_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class StoreStats:
     """Counters of a store. ``later - earlier`` gives a window (levels such as ``used_bytes`` stay the later's).
 
@@ -76,7 +66,7 @@ class StoreStats:
     """
 
     tiers: Mapping[str, TierStats]
-    links: Mapping[str, LinkStats]
+    links: Mapping[str, LinkUsage]
     stall_s: Mapping[str, float]
     prefetch_on_time: int = 0
     prefetch_late: int = 0
@@ -94,7 +84,10 @@ class StoreStats:
                 link
                 if before is None
                 else dataclasses.replace(
-                    link, num_bytes=link.num_bytes - before.num_bytes, busy_s=link.busy_s - before.busy_s
+                    link,
+                    num_bytes=link.num_bytes - before.num_bytes,
+                    busy_s=link.busy_s - before.busy_s,
+                    num_transfers=link.num_transfers - before.num_transfers,
                 )
             )
         counts = {

@@ -14,7 +14,7 @@ from tiered.block import CopyState
 from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
 from tiered.events import Event
 from tiered.movement import Movement
-from tiered.records import NO_THREAD, Block, Copy, Lease
+from tiered.records import NO_THREAD, Block, Copy, Lease, LeaseGroup
 from tiered.schedule import Access, Mode, Trace
 from tiered.tiers.base import Slot, Tier
 from tiered.transfer import Transfer, Waiting
@@ -23,14 +23,18 @@ from tiered.transfer import Transfer, Waiting
 Request = tuple[str, str, Mode]
 
 
-class Grants:
-    """The leases of one store. Methods named ``*_locked`` are called with ``movement.changed`` held."""
+class Leasing:
+    """The leases of one store, and what may be evicted or pinned meanwhile.
+
+    Methods named ``*_locked`` are called with ``movement.changed`` held.
+    """
 
     def __init__(self, movement: Movement) -> None:
         self.movement = movement
         self.leases: set[Lease] = set()
         self.trace: Trace | None = None
         self.closed = False
+        self._gathering = threading.Lock()
 
     # -- looking up --------------------------------------------------------------------------------------------
 
@@ -56,7 +60,19 @@ class Grants:
 
     # -- acquiring ---------------------------------------------------------------------------------------------
 
-    def acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
+    def acquire(self, key: str, tier: str, mode: Mode, *, stream: Any = None, timeout_s: float | None = None) -> Lease:
+        """Return a lease; see ``TieredStore.acquire``."""
+        return self._acquire([(key, tier, mode)], stream, timeout_s)[0]
+
+    def acquire_many(self, requests: Sequence[Request], *, stream: Any, timeout_s: float | None) -> LeaseGroup:
+        """Return leases on several blocks, all or nothing; see ``TieredStore.acquire_many``."""
+        if len({key for key, _, _ in requests}) != len(requests):
+            raise ValueError(f"one block twice in one acquire_many: {[key for key, _, _ in requests]}")
+        # One caller at a time gathers its copies: two that each held a part of their room could wait for each other.
+        with self._gathering:
+            return LeaseGroup(self._acquire(requests, stream, timeout_s))
+
+    def _acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
         deadline = None if timeout_s is None else self.movement.time_s() + timeout_s
         with self.movement.changed:
             self.check_open()
@@ -242,11 +258,11 @@ class Grants:
         if waiting.cause == "space":
             there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
             need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in there) or waiting.need_bytes
-            if need > self.room_ever_locked(waiting.tier, besides=[c for _, c in there]):
+            if need > self._room_ever(waiting.tier, besides=[c for _, c in there]):
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
-                raise self.capacity_error_locked(waiting.tier, need, f"to acquire {keys}")
+                raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
-    def room_ever_locked(self, tier: str, besides: Sequence[Copy] = ()) -> int:
+    def _room_ever(self, tier: str, besides: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could be free once everybody else lets go of what they hold."""
         usage = self.movement.tiers[tier].usage()
         threads = threads_of_caller()
@@ -260,13 +276,17 @@ class Grants:
                 freeable += copy.slot_bytes
         return usage.free_bytes + freeable
 
-    def room_for_copies_locked(self, tier: str) -> int:
+    def _room_for_copies(self, tier: str) -> int:
         """Return the bytes of ``tier`` that neither homes nor reservations take."""
         copies = (block.copies.get(tier) for block in self.movement.blocks.values())
         held_bytes = sum(copy.slot_bytes for copy in copies if copy is not None and not copy.is_home)
         return self.movement.tiers[tier].usage().free_bytes + held_bytes
 
-    def capacity_error_locked(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
+    def leased_bytes_locked(self, tier: str) -> int:
+        """Return the bytes of leased copies in a tier."""
+        return sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier)
+
+    def _capacity_error(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
         """Return the error with the tier's numbers and its largest holders."""
         blocks = self.movement.blocks.values()
         held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
@@ -276,7 +296,7 @@ class Grants:
             need_bytes,
             self.movement.tiers[tier].usage().free_bytes,
             pinned_bytes=sum(copy.slot_bytes for _, copy in held if copy.pins),
-            leased_bytes=sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier),
+            leased_bytes=self.leased_bytes_locked(tier),
             largest_holders=[(key, copy.slot_bytes) for key, copy in largest],
             detail=detail,
         )
@@ -285,13 +305,13 @@ class Grants:
         """Return the home slot of a new block, after copies made way for it where they must."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         asks_again = False
-        while need <= self.room_ever_locked(tier.name):
+        while need <= self._room_ever(tier.name):
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot
             # For copies on their way out. Raises TransferError: a write-back failed.
             asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
-        raise self.capacity_error_locked(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
+        raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_quiet_locked(self, block: Block) -> None:
         """Wait until no movement of the block is under way and no commit holds it.
@@ -315,6 +335,94 @@ class Grants:
         self._check_can_ever([(block, block.home, "r")], waiting)
         self._wait(waiting, block, None, asks_again=True)
 
+    # -- placing -----------------------------------------------------------------------------------------------
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Drop all contents of blocks; see ``TieredStore.discard``."""
+        with self.movement.changed:
+            for key in keys:
+                block = self.block(key)
+                self.wait_quiet_locked(block)
+                for copy in block.copies.values():
+                    if not copy.is_home and copy.slot is not None:
+                        self.movement.drop(copy)
+                if block.home.state is CopyState.CLEAN:
+                    block.home.move(CopyState.STALE)
+                self.movement.unsaved.pop(block, None)
+            self.movement.pump()
+            self.movement.changed.notify_all()
+
+    def pin(self, key: str, tier: str) -> None:
+        """Count one more pin; see ``TieredStore.pin``."""
+        with self.movement.changed:
+            block = self.block(key)
+            need = self.tier(tier).slot_bytes(block.spec.nbytes)
+            copy = block.copy_in(tier)
+            if not copy.is_home and copy.pins == 0:
+                if self.movement.pinned_bytes[tier] + need > self._room_for_copies(tier):
+                    raise self._capacity_error(tier, need, f"to pin '{key}'")
+                self.movement.pinned_bytes[tier] += need
+            copy.pins += 1
+
+    def unpin(self, key: str, tier: str) -> None:
+        """Count one pin less; see ``TieredStore.unpin``."""
+        with self.movement.changed:
+            block = self.block(key)
+            copy = block.copy_in(tier)
+            if copy.pins == 0:
+                raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
+            copy.pins -= 1
+            if not copy.is_home and copy.pins == 0:
+                self.movement.pinned_bytes[tier] -= self.tier(tier).slot_bytes(block.spec.nbytes)
+            self.movement.pump()
+            self.movement.changed.notify_all()
+
+    def prefetch(self, key: str, tier: str) -> Transfer:
+        """Start bringing a copy in; see ``TieredStore.prefetch``."""
+        with self.movement.changed:
+            block = self.block(key)
+            self.tier(tier)
+            skipped = Transfer.finished(block.spec.home, tier)
+            if block.writer is not None or not block.has_contents:
+                return skipped
+            copy = block.copy_in(tier)
+            if copy.state.is_valid:
+                return skipped
+            self.movement.bring(block, tier, for_use=self.movement.now, demand=True)
+            if copy.state is not CopyState.FILLING or copy.transfer is None:
+                return skipped
+            copy.prefetched = True
+            return copy.transfer
+
+    def evict(self, key: str, tier: str) -> Transfer:
+        """Evict a copy as soon as nothing holds it; see ``TieredStore.evict``."""
+        with self.movement.changed:
+            block = self.block(key)
+            copy = block.copy_in(tier)
+            if copy.pins:
+                raise LeaseError(f"block '{key}' is pinned in tier '{tier}': unpin it first")
+            if copy.is_home or copy.state is CopyState.ABSENT:
+                return Transfer.finished(tier, block.spec.home)
+            if copy.state is CopyState.FILLING and block.writer is None:
+                copy.drop_when_clean = True
+            elif copy.state is not CopyState.FILLING:
+                self.movement.evict(block, copy)
+            self.movement.changed.notify_all()
+            draining = copy.state is CopyState.DRAINING and copy.transfer is not None
+            return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)
+
+    def reserve(self, tier: str, nbytes: int) -> None:
+        """Set room apart; see ``TieredStore.reserve``."""
+        owner, movement = self.tier(tier), self.movement
+        with movement.changed:
+            while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
+                movement.changed.wait()
+            if nbytes > owner.usage().free_bytes:
+                movement.raise_unsaved()  # why there is no room
+            owner.reserve(nbytes)
+            movement.reserved_bytes[tier] += nbytes
+            movement.changed.notify_all()
+
 
 #: Before, a garbage collection in the call deadlocks when it frees a tensor.
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
@@ -334,77 +442,3 @@ def threads_of_caller() -> Sequence[int]:
     # The engine is C++: of a thread that waits in it, the function that called it is the innermost of Python.
     calls_engine = getattr(graph._engine_run_backward, "__code__", None)
     return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))
-
-
-def discard(movement: Movement, grants: Grants, keys: Sequence[str]) -> None:
-    """Drop all contents of blocks; see ``TieredStore.discard``."""
-    with movement.changed:
-        for key in keys:
-            block = grants.block(key)
-            grants.wait_quiet_locked(block)
-            for copy in block.copies.values():
-                if not copy.is_home and copy.slot is not None:
-                    movement.drop(copy)
-            if block.home.state is CopyState.CLEAN:
-                block.home.move(CopyState.STALE)
-            movement.unsaved.pop(block, None)
-        movement.pump()
-        movement.changed.notify_all()
-
-
-def pin(movement: Movement, grants: Grants, key: str, tier: str) -> None:
-    """Count one more pin; see ``TieredStore.pin``."""
-    with movement.changed:
-        block = grants.block(key)
-        need = grants.tier(tier).slot_bytes(block.spec.nbytes)
-        copy = block.copy_in(tier)
-        if not copy.is_home and copy.pins == 0:
-            if movement.pinned_bytes[tier] + need > grants.room_for_copies_locked(tier):
-                raise grants.capacity_error_locked(tier, need, f"to pin '{key}'")
-            movement.pinned_bytes[tier] += need
-        copy.pins += 1
-
-
-def unpin(movement: Movement, grants: Grants, key: str, tier: str) -> None:
-    """Count one pin less; see ``TieredStore.unpin``."""
-    with movement.changed:
-        block = grants.block(key)
-        copy = block.copy_in(tier)
-        if copy.pins == 0:
-            raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
-        copy.pins -= 1
-        if not copy.is_home and copy.pins == 0:
-            movement.pinned_bytes[tier] -= grants.tier(tier).slot_bytes(block.spec.nbytes)
-        movement.pump()
-        movement.changed.notify_all()
-
-
-def evict(movement: Movement, grants: Grants, key: str, tier: str) -> Transfer:
-    """Let a copy go as soon as it can; see ``TieredStore.evict``."""
-    with movement.changed:
-        block = grants.block(key)
-        copy = block.copy_in(tier)
-        if copy.pins:
-            raise LeaseError(f"block '{key}' is pinned in tier '{tier}': unpin it first")
-        if copy.is_home or copy.state is CopyState.ABSENT:
-            return Transfer.finished(tier, block.spec.home)
-        if copy.state is CopyState.FILLING and block.writer is None:
-            copy.drop_when_clean = True
-        elif copy.state is not CopyState.FILLING:
-            movement.evict(block, copy)
-        movement.changed.notify_all()
-        draining = copy.state is CopyState.DRAINING and copy.transfer is not None
-        return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)
-
-
-def reserve(movement: Movement, grants: Grants, tier: str, nbytes: int) -> None:
-    """Set room apart; see ``TieredStore.reserve``."""
-    owner = grants.tier(tier)
-    with movement.changed:
-        while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
-            movement.changed.wait()
-        if nbytes > owner.usage().free_bytes:
-            movement.raise_unsaved()  # why there is no room
-        owner.reserve(nbytes)
-        movement.reserved_bytes[tier] += nbytes
-        movement.changed.notify_all()

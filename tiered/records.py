@@ -133,10 +133,10 @@ class Lease:
         version: released writes the block had seen when the lease was given.
     """
 
-    __slots__ = ("_block", "_copy", "_grants", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
+    __slots__ = ("_block", "_copy", "_leasing", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
 
-    def __init__(self, grants: _Returner, block: Block, copy: Copy, mode: Mode, tensor: torch.Tensor) -> None:
-        self._grants, self._block, self._copy = grants, block, copy
+    def __init__(self, leasing: _Returner, block: Block, copy: Copy, mode: Mode, tensor: torch.Tensor) -> None:
+        self._leasing, self._block, self._copy = leasing, block, copy
         self._released = False
         self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
         self.tensor = tensor
@@ -173,7 +173,7 @@ class Lease:
         if self._released:
             raise LeaseError(f"lease on '{self.key}' in tier '{self.tier}' was released before")
         self._released = True
-        self._grants.return_lease(self, abandoned=abandoned, stream=stream)
+        self._leasing.return_lease(self, abandoned=abandoned, stream=stream)
         del self.tensor
 
     def __enter__(self) -> Lease:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tiered import leasing
 from tiered.block import BlockSpec, CopyState
 from tiered.durable.commit import Commit
 from tiered.durable.generations import Generations
 from tiered.durable.manifest import JSON, Manifest
 from tiered.durable.reader import verify_at_rest
-from tiered.events import EventSink, LinkStats, StoreStats, TierStats
-from tiered.leasing import Grants, Request
+from tiered.events import EventSink, StoreStats, TierStats
+from tiered.leasing import Leasing, Request
 from tiered.links.base import Link
 from tiered.links.route import default_links
 from tiered.movement import Movement
@@ -30,48 +28,6 @@ from tiered.tiers.base import DescribingTier, Tier, WriteCountingTier
 from tiered.tiers.health import FullDrives, OnFull
 from tiered.transfer import Transfer
 from tiered.units import GiB
-
-
-def collect_stats(movement: Movement, links: Sequence[Link], leases: Iterable[Lease]) -> StoreStats:
-    """Return the statistics now. Call with ``movement.changed`` held."""
-    counters = movement.counters
-    leased = {name: 0 for name in movement.tiers}
-    for lease in leases:
-        leased[lease.tier] += lease._copy.slot_bytes
-    written: dict[str, int] = {}
-    for tier in movement.tiers.values():
-        if isinstance(tier, WriteCountingTier):
-            written.update(tier.bytes_written_by_path())
-    return StoreStats(
-        tiers={name: _tier_stats(movement, name, leased[name]) for name in movement.tiers},
-        links={f"{link.src}->{link.dst}": _link_stats(link) for link in links},
-        stall_s=dict(counters.stall_s),
-        prefetch_on_time=counters.prefetch_on_time,
-        prefetch_late=counters.prefetch_late,
-        prefetch_wasted=counters.prefetch_wasted,
-        evictions_clean=counters.evictions_clean,
-        evictions_dirty=counters.evictions_dirty,
-        schedule_misses=counters.schedule_misses,
-        written_bytes=written,
-    )
-
-
-def _tier_stats(movement: Movement, name: str, leased_bytes: int) -> TierStats:
-    usage = movement.tiers[name].usage()
-    copies = [block.copies[name] for block in movement.blocks.values() if name in block.copies]
-    return TierStats(
-        capacity_bytes=usage.capacity_bytes,
-        used_bytes=usage.used_bytes,
-        home_bytes=sum(copy.slot_bytes for copy in copies if copy.is_home),
-        pinned_bytes=sum(copy.slot_bytes for copy in copies if copy.pins),
-        leased_bytes=leased_bytes,
-        high_water_bytes=usage.high_water_bytes,
-    )
-
-
-def _link_stats(link: Link) -> LinkStats:
-    usage = link.usage()
-    return LinkStats(usage.num_bytes, usage.busy_s, usage.inflight_bytes, usage.path)
 
 
 class TieredStore:
@@ -116,11 +72,10 @@ class TieredStore:
         )
         self._changed = self._movement.changed
         self._blocks = self._movement.blocks
-        self._grants = Grants(self._movement)
-        self._collecting = threading.Lock()  # one acquire_many at a time gathers copies: no hold-and-wait between two
+        self._leasing = Leasing(self._movement)
         notice = on_notice or logging.getLogger(__name__).warning
         full = FullDrives(on_full, notice)
-        self._generations = Generations(self._movement, self._grants, path, keep_generations, full, notice)
+        self._generations = Generations(self._movement, self._leasing, path, keep_generations, full, notice)
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
@@ -143,7 +98,7 @@ class TieredStore:
     @property
     def is_closed(self) -> bool:
         """Whether ``close`` was called."""
-        return self._grants.closed
+        return self._leasing.closed
 
     @property
     def is_paused(self) -> bool:
@@ -185,12 +140,12 @@ class TieredStore:
         """
         spec = BlockSpec(key, tuple(shape), dtype, home, durable)
         with self._changed:
-            self._grants.check_open()
+            self._leasing.check_open()
             if key in self._blocks:
                 raise ValueError(f"block '{key}' is registered already")
-            tier = self._grants.tier(home)
+            tier = self._leasing.tier(home)
             block = Block(spec)
-            slot = self._grants.home_slot_locked(block, tier)
+            slot = self._leasing.home_slot_locked(block, tier)
             block.home.slot = slot
             self._movement.home_bytes[home] += slot.slot_bytes
             if isinstance(tier, DescribingTier):
@@ -206,7 +161,7 @@ class TieredStore:
         Raises:
             LeaseError: one of the blocks is leased.
         """
-        leasing.discard(self._movement, self._grants, keys)
+        self._leasing.discard(keys)
 
     def unregister(self, *keys: str) -> None:
         """Forget blocks and give their home slots back.
@@ -246,8 +201,7 @@ class TieredStore:
             LeaseError: waits for the caller's own lease.
             TimeoutError: not granted within ``timeout_s`` seconds.
         """
-        lease: Lease = self._grants.acquire([(key, tier, mode)], stream, timeout_s)[0]
-        return lease
+        return self._leasing.acquire(key, tier, mode, stream=stream, timeout_s=timeout_s)
 
     def acquire_many(
         self, requests: Sequence[Request], *, stream: Any = None, timeout_s: float | None = None
@@ -259,27 +213,11 @@ class TieredStore:
         Raises:
             ValueError: one key twice. Otherwise as ``acquire``.
         """
-        if len({key for key, _, _ in requests}) != len(requests):
-            raise ValueError(f"one block twice in one acquire_many: {[key for key, _, _ in requests]}")
-        with self._collecting:
-            return LeaseGroup(self._grants.acquire(requests, stream, timeout_s))
+        return self._leasing.acquire_many(requests, stream=stream, timeout_s=timeout_s)
 
     def prefetch(self, key: str, tier: str) -> Transfer:
         """Start bringing a copy in. A hint: never blocks, never raises for lack of room (``.skipped`` then)."""
-        with self._changed:
-            block = self._grants.block(key)
-            self._grants.tier(tier)
-            skipped = Transfer.finished(block.spec.home, tier)
-            if block.writer is not None or not block.has_contents:
-                return skipped
-            copy = block.copy_in(tier)
-            if copy.state.is_valid:
-                return skipped
-            self._movement.bring(block, tier, for_use=self._movement.now, demand=True)
-            if copy.state is not CopyState.FILLING or copy.transfer is None:
-                return skipped
-            copy.prefetched = True
-            return copy.transfer
+        return self._leasing.prefetch(key, tier)
 
     # -- place -------------------------------------------------------------------------------------------------
 
@@ -289,7 +227,7 @@ class TieredStore:
         Raises:
             CapacityError: homes and pins together would not fit the tier.
         """
-        leasing.pin(self._movement, self._grants, key, tier)
+        self._leasing.pin(key, tier)
 
     def unpin(self, key: str, tier: str) -> None:
         """Reverse one ``pin``.
@@ -297,7 +235,7 @@ class TieredStore:
         Raises:
             LeaseError: not pinned there.
         """
-        leasing.unpin(self._movement, self._grants, key, tier)
+        self._leasing.unpin(key, tier)
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Put bytes that live outside any block (workspace, staging) on a tier's ledger; negative gives back.
@@ -308,7 +246,7 @@ class TieredStore:
             CapacityError: no such room beside what the tier holds then.
             TransferError: because a write-back failed.
         """
-        leasing.reserve(self._movement, self._grants, tier, nbytes)
+        self._leasing.reserve(tier, nbytes)
 
     def evict(self, key: str, tier: str) -> Transfer:
         """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
@@ -318,7 +256,7 @@ class TieredStore:
         Raises:
             LeaseError: the copy is pinned.
         """
-        return leasing.evict(self._movement, self._grants, key, tier)
+        return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
         """Tell the future, and how many bytes of it the prefetcher may hold ahead (None: as much as fits; 0: none)."""
@@ -330,11 +268,11 @@ class TieredStore:
     def record(self) -> Iterator[Trace]:
         """Record the accesses made inside the ``with`` block, for ``Schedule.from_trace``."""
         trace = Trace()
-        self._grants.trace = trace
+        self._leasing.trace = trace
         try:
             yield trace
         finally:
-            self._grants.trace = None
+            self._leasing.trace = None
 
     def advance(self, tick: int) -> None:
         """Say "the trainer is here": accesses up to ``tick`` lie in the past or are made now; drives the prefetcher."""
@@ -352,7 +290,7 @@ class TieredStore:
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
         """Compare contents at rest in files with their checksums; see ``tiered.durable.reader.verify_at_rest``."""
-        return verify_at_rest(self._movement, self._grants, keys)
+        return verify_at_rest(self._movement, self._leasing, keys)
 
     # -- keep --------------------------------------------------------------------------------------------------
 
@@ -366,7 +304,7 @@ class TieredStore:
             GenerationError: the store has no directory to commit to.
             TransferError: bytes could not be written.
         """
-        self._grants.check_open()
+        self._leasing.check_open()
         return self._generations.commit(dict(meta or {}))
 
     def load(self, generation: int | None = None) -> Manifest:
@@ -382,7 +320,7 @@ class TieredStore:
             TransferError: a drive refused.
             LeaseError: a block is leased.
         """
-        self._grants.check_open()
+        self._leasing.check_open()
         return self._generations.load(generation)
 
     # -- look --------------------------------------------------------------------------------------------------
@@ -390,7 +328,7 @@ class TieredStore:
     def where(self, key: str) -> dict[str, CopyState]:
         """Return the state of every copy of the block that holds a slot, by tier."""
         with self._changed:
-            return {c.tier: c.state for c in self._grants.block(key).copies.values() if c.slot is not None}
+            return {c.tier: c.state for c in self._leasing.block(key).copies.values() if c.slot is not None}
 
     def blocks(self) -> Iterator[BlockSpec]:
         """Return the specs of all registered blocks, in order of registration."""
@@ -404,7 +342,7 @@ class TieredStore:
             BlockNotFoundError: there is no such block.
         """
         with self._changed:
-            return self._grants.block(key).spec
+            return self._leasing.block(key).spec
 
     @property
     def tier_names(self) -> list[str]:
@@ -413,12 +351,40 @@ class TieredStore:
 
     def tier(self, name: str) -> Tier:
         """Return a tier by name, for its ``reserve`` and ``usage``."""
-        return self._grants.tier(name)
+        return self._leasing.tier(name)
 
     def stats(self) -> StoreStats:
         """Return all counters; subtract two of them for a window."""
         with self._changed:
-            return collect_stats(self._movement, self._links, self._grants.leases)
+            counters, tiers = self._movement.counters, self._movement.tiers
+            written: dict[str, int] = {}
+            for tier in tiers.values():
+                if isinstance(tier, WriteCountingTier):
+                    written.update(tier.bytes_written_by_path())
+            return StoreStats(
+                tiers={name: self._tier_stats(name) for name in tiers},
+                links={f"{link.src}->{link.dst}": link.usage() for link in self._links},
+                stall_s=dict(counters.stall_s),
+                prefetch_on_time=counters.prefetch_on_time,
+                prefetch_late=counters.prefetch_late,
+                prefetch_wasted=counters.prefetch_wasted,
+                evictions_clean=counters.evictions_clean,
+                evictions_dirty=counters.evictions_dirty,
+                schedule_misses=counters.schedule_misses,
+                written_bytes=written,
+            )
+
+    def _tier_stats(self, name: str) -> TierStats:
+        usage = self._movement.tiers[name].usage()
+        copies = [block.copies[name] for block in self._blocks.values() if name in block.copies]
+        return TierStats(
+            capacity_bytes=usage.capacity_bytes,
+            used_bytes=usage.used_bytes,
+            home_bytes=sum(copy.slot_bytes for copy in copies if copy.is_home),
+            pinned_bytes=sum(copy.slot_bytes for copy in copies if copy.pins),
+            leased_bytes=self._leasing.leased_bytes_locked(name),
+            high_water_bytes=usage.high_water_bytes,
+        )
 
     def close(self) -> None:
         """Finish what is under way, a commit too, and free everything. Uncommitted contents are gone. Idempotent.
@@ -427,9 +393,9 @@ class TieredStore:
         """
         self._generations.join()
         with self._changed:
-            if self._grants.closed:
+            if self._leasing.closed:
                 return
-            self._grants.closed = True
+            self._leasing.closed = True
             self._movement.follow(None, 0)
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()

@@ -28,7 +28,7 @@ from tiered.durable.manifest import JSON, SNAPSHOT_FOLDER, BlockRecord, generati
 from tiered.durable.ownership import StoreIdentity
 from tiered.errors import GenerationError
 from tiered.events import Event
-from tiered.leasing import Grants
+from tiered.leasing import Leasing
 from tiered.movement import Movement
 from tiered.records import NO_THREAD, Block, Lease
 from tiered.tiers.directory import write_document
@@ -191,7 +191,7 @@ def check_meta(meta: Mapping[str, JSON]) -> None:
         raise GenerationError(f"meta of a commit must be JSON: {error}") from error
 
 
-def freeze(movement: Movement, grants: Grants, commit: Commit, counted: DurableTier | None) -> None:
+def freeze(movement: Movement, leasing: Leasing, commit: Commit, counted: DurableTier | None) -> None:
     """Hold the present contents of all durable blocks still: afterwards ``commit.frozen`` tells how.
 
     Blocks that pass through a faster tier to be read may be more than it holds: they are written here, one by one.
@@ -209,7 +209,7 @@ def freeze(movement: Movement, grants: Grants, commit: Commit, counted: DurableT
         tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, name, commit.owner))
     commit.full.retry(str(commit.path), PAGE_BYTES, partial(_make_folder, commit))
     for block in blocks:
-        frozen = _freeze_block(movement, grants, block, commit)
+        frozen = _freeze_block(movement, leasing, block, commit)
         if frozen is not None and frozen.lease is not None and frozen.lease.tier != block.spec.home:
             with frozen.lease:
                 frozen = dataclasses.replace(frozen, checksums=_write_leased(commit, frozen, counted))
@@ -250,23 +250,25 @@ def _settle_home(movement: Movement, block: Block) -> Waiting | None:
     return Waiting("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
 
 
-def _freeze_block(movement: Movement, grants: Grants, block: Block, commit: Commit) -> _Frozen | None:
+def _freeze_block(movement: Movement, leasing: Leasing, block: Block, commit: Commit) -> _Frozen | None:
     tier = movement.durable_tiers.get(block.spec.home)
     if tier is not None:
-        link = partial(_link_block, movement, grants, block, commit, tier)
+        link = partial(_link_block, movement, leasing, block, commit, tier)
         return tier.full.retry(tier.paths[0], PAGE_BYTES, link)
     spec = block.spec
     with movement.changed:
-        if not _is_at_home_locked(movement, grants, block):
+        if not _is_at_home_locked(movement, leasing, block):
             return None
-        lease = grants.acquire([(spec.key, nearest_addressable(movement, spec.home), "r")], None, None)[0]
+        lease = leasing.acquire(spec.key, nearest_addressable(movement, spec.home), "r")
         lease.thread_id = NO_THREAD
         return _Frozen(block, commit.folder / spec.key, block.version, None, False, lease)
 
 
-def _link_block(movement: Movement, grants: Grants, block: Block, commit: Commit, tier: DurableTier) -> _Frozen | None:
+def _link_block(
+    movement: Movement, leasing: Leasing, block: Block, commit: Commit, tier: DurableTier
+) -> _Frozen | None:
     with movement.changed:
-        if not _is_at_home_locked(movement, grants, block):
+        if not _is_at_home_locked(movement, leasing, block):
             return None
         assert block.home.slot is not None
         name = generation_name(commit.generation)
@@ -276,10 +278,10 @@ def _link_block(movement: Movement, grants: Grants, block: Block, commit: Commit
         return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
 
 
-def _is_at_home_locked(movement: Movement, grants: Grants, block: Block) -> bool:
+def _is_at_home_locked(movement: Movement, leasing: Leasing, block: Block) -> bool:
     """Wait until the newest bytes of a block are at home; False if it has none, or is gone."""
     while (waiting := _settle_home(movement, block)) is not None:
-        grants.wait_for_locked(waiting, block)
+        leasing.wait_for_locked(waiting, block)
     return movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
 
 

@@ -35,7 +35,7 @@ from tiered.durable.ownership import (
 )
 from tiered.durable.reader import GenerationReader
 from tiered.errors import GenerationError, TransferError
-from tiered.leasing import Grants
+from tiered.leasing import Leasing
 from tiered.movement import Movement
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import FullDrives
@@ -59,14 +59,14 @@ class Generations:
     def __init__(
         self,
         movement: Movement,
-        grants: Grants,
+        leasing: Leasing,
         path: str | None,
         keep: int,
         full: FullDrives,
         notice: Callable[[str], None],
     ) -> None:
         self._movement = movement
-        self._grants = grants
+        self._leasing = leasing
         self._file_tiers = list(movement.durable_tiers.values())
         self.path = path if path is not None else next((tier.paths[0] for tier in self._file_tiers), None)
         self.full = full
@@ -104,7 +104,7 @@ class Generations:
                 if writes_before_return(self._movement):
                     self._delete(store, doomed)  # their room may be needed for it
                     doomed = []
-                freeze(self._movement, self._grants, commit, self._owner_tier(store))
+                freeze(self._movement, self._leasing, commit, self._owner_tier(store))
             except BaseException as failure:
                 commit.end_staging()
                 with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
@@ -292,7 +292,7 @@ class Generations:
 
     def _loader(self, reader: GenerationReader) -> Loader:
         store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
-        return Loader(self._movement, self._grants, reader, store)
+        return Loader(self._movement, self._leasing, reader, store)
 
     def _loaded(self, reader: GenerationReader) -> None:
         self._abandoned = {number for number in newest_first(reader.path) if number > reader.generation}

@@ -8,7 +8,7 @@ from tiered.durable.manifest import generation_name
 from tiered.durable.ownership import StoreIdentity
 from tiered.durable.reader import GenerationReader
 from tiered.errors import CapacityError, GenerationError
-from tiered.leasing import Grants, discard, evict
+from tiered.leasing import Leasing
 from tiered.movement import Movement
 from tiered.records import Block
 from tiered.tiers.layout import HomeFiles, dtype_name, files_of
@@ -22,9 +22,9 @@ class Loader:
         identity: of the store; files are adopted only from its own snapshots.
     """
 
-    def __init__(self, movement: Movement, grants: Grants, reader: GenerationReader, identity: StoreIdentity) -> None:
+    def __init__(self, movement: Movement, leasing: Leasing, reader: GenerationReader, identity: StoreIdentity) -> None:
         self._movement = movement
-        self._grants = grants
+        self._leasing = leasing
         self._reader = reader
         self._identity = identity
 
@@ -58,7 +58,7 @@ class Loader:
             LeaseError: the block is leased.
         """
         self._reader.spec(key)  # whether the record makes sense
-        discard(self._movement, self._grants, [key])
+        self._leasing.discard([key])
         block = self._movement.blocks[key]
         if not self._adopt(block):
             self._read_into_place(block)
@@ -101,10 +101,10 @@ class Loader:
     def _read_into_place(self, block: Block) -> None:
         key, home = block.spec.key, block.spec.home
         tier = nearest_addressable(self._movement, home)
-        with self._grants.acquire([(key, tier, "w")], None, None)[0] as lease:
+        with self._leasing.acquire(key, tier, "w") as lease:
             self._reader.read(key, lease.tensor)
         if tier != home and not block.copy_in(tier).pins:
-            evict(self._movement, self._grants, key, tier)  # so that all blocks pass through a tier that holds a few
+            self._leasing.evict(key, tier)  # so that all blocks pass through a tier that holds a few
 
 
 def nearest_addressable(movement: Movement, home: str) -> str:

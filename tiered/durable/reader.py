@@ -54,7 +54,7 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
-from tiered.leasing import Grants
+from tiered.leasing import Leasing
 from tiered.movement import Movement
 from tiered.records import Block
 from tiered.tiers.directory import STORE_NAME, lock_directory, unlock_directory
@@ -445,7 +445,7 @@ def _file_problem(path: Path, chunk_bytes: int) -> str | None:
     )
 
 
-def verify_at_rest(movement: Movement, grants: Grants, keys: Sequence[str] | None = None) -> int:
+def verify_at_rest(movement: Movement, leasing: Leasing, keys: Sequence[str] | None = None) -> int:
     """Read the files of blocks whose newest bytes are at home, compare them, and return the bytes compared.
 
     Left out: blocks with newer bytes in a faster tier, those whose home is memory, and those without checksums
@@ -461,8 +461,8 @@ def verify_at_rest(movement: Movement, grants: Grants, keys: Sequence[str] | Non
         GenerationError: a file cannot be read, or is gone.
     """
     with movement.changed:
-        grants.check_open()
-        chosen = list(movement.blocks.values()) if keys is None else [grants.block(key) for key in keys]
+        leasing.check_open()
+        chosen = list(movement.blocks.values()) if keys is None else [leasing.block(key) for key in keys]
     return sum(_verify(movement, block) for block in chosen)
 
 

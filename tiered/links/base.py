@@ -35,6 +35,11 @@ class LinkUsage:
     num_transfers: int
     path: str
 
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Return the rate while it was busy."""
+        return self.num_bytes / self.busy_s if self.busy_s else 0.0
+
 
 @runtime_checkable
 class Link(Protocol):
