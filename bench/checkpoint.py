@@ -44,7 +44,7 @@ from bench.sides import run_config
 from megatrain.run.metrics import CheckpointMetrics, RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import NvmeTier, RamTier, TieredStore
-from tiered.durable.arrays import flush_contents
+from tiered.durable.arrays import flush_arrays
 from tiered.durable.commit import CommitFigures
 from tiered.units import PAGE_BYTES, GiB, MiB, round_up
 
@@ -239,15 +239,15 @@ class TimedFlush:
         self.seconds = 0.0
 
     def __enter__(self) -> TimedFlush:
-        setattr(tiered.durable.commit, "flush_contents", self._flush)  # noqa: B010
+        setattr(tiered.durable.commit, "flush_arrays", self._flush)  # noqa: B010
         return self
 
     def __exit__(self, *exception: object) -> None:
-        setattr(tiered.durable.commit, "flush_contents", flush_contents)  # noqa: B010
+        setattr(tiered.durable.commit, "flush_arrays", flush_arrays)  # noqa: B010
 
     def _flush(self, arrays: Any) -> None:
         start_s = time.perf_counter()
-        flush_contents(arrays)
+        flush_arrays(arrays)
         self.seconds += time.perf_counter() - start_s
 
 

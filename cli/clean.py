@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,64 +15,78 @@ from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from tiered.tiers.cleanup import Leftovers
+    from tiered.tiers.cleanup import Leftovers, Orphan
 
 
 @click.command("clean")
 @click.argument("paths", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--yes", "-y", is_flag=True, help="Remove without asking.")
+@click.option(
+    "--generations",
+    type=click.Choice(["forgotten", "all"]),
+    help="Also remove data of checkpoints that no checkpoint folder names. forgotten: where that folder is there and "
+    "does not name it; all: also where that folder is gone. It may have been moved, or its drive may be away.",
+)
 @json_option
-def command(paths: tuple[Path, ...], yes: bool, as_json: bool) -> int:
+def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:
     """Remove the block files that ended runs left in the folders of [[tiers.nvme]].
 
-    Looks into each PATH and the folders below it, default: the current one. Committed generations, files of others,
-    and folders that a run is using are never touched.
+    Looks into each PATH and the folders below it, default: the current one. Data of checkpoints (but see
+    --generations), files of others, and folders that a run is using are never touched.
     """
-    from tiered.tiers.cleanup import find_directories, measure
+    from tiered.tiers.cleanup import find_directories, find_orphans, measure
 
     folders = dict.fromkeys(folder.resolve() for path in paths or (Path(),) for folder in find_directories(path))
     found = [measure(folder) for folder in folders]
+    orphans = [orphan for folder in folders for orphan in find_orphans(folder)] if generations else []
+    doomed = [orphan for orphan in orphans if generations == "all" or not orphan.is_store_gone]
     removable = [left for left in found if left.owner is None and left.num_files]
+    sizes = {**{left.path: left.nbytes for left in removable}, **{orphan.path: orphan.nbytes for orphan in doomed}}
     if not as_json:
         _print_found(found, paths)
-    if removable and not yes and not _is_agreed(removable, as_json=as_json):
+        _print_orphans(orphans, generations)
+    if sizes and not yes and not _is_agreed(sizes, as_json=as_json):
         if as_json:
-            _print_json(found, [])
+            _print_json(found, orphans, {})
         raise RunFailedError("nothing was removed. Add --yes to remove what is listed", EXIT_CONFIG)
-    removed, failures = _remove(removable)
+    removed, failures = _remove(removable, doomed)
+    freed = {path: sizes[path] for path in removed}
     if as_json:
-        _print_json(found, removed)
-    elif removed:
+        _print_json(found, orphans, freed)
+    elif freed:
         from tiered.units import format_size
 
-        click.echo(f"freed {format_size(sum(left.nbytes for left in removed))}")
+        click.echo(f"freed {format_size(sum(freed.values()))}")
     if failures:
         raise RunFailedError("; ".join(failures), EXIT_FAILED)
     return 0
 
 
-def _is_agreed(removable: list[Leftovers], *, as_json: bool) -> bool:
+def _is_agreed(sizes: Mapping[Path, int], *, as_json: bool) -> bool:
     from tiered.units import format_size
 
     if as_json or not sys.stdin.isatty():
         return False
-    nbytes = sum(left.nbytes for left in removable)
-    return click.confirm(f"Remove {format_size(nbytes)} in {len(removable)} folders?")
+    return click.confirm(f"Remove {format_size(sum(sizes.values()))} in {len(sizes)} folders?")
 
 
-def _remove(removable: list[Leftovers]) -> tuple[list[Leftovers], list[str]]:
+def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:
     """Return what was removed, and why the rest was not."""
     from tiered.errors import LockedError
-    from tiered.tiers.cleanup import remove
+    from tiered.tiers.cleanup import remove, remove_orphan
 
+    todo: list[tuple[Path, Callable[[], object]]] = []
+    todo += [(left.path, partial(remove, left.path)) for left in removable]
+    todo += [(orphan.path, partial(remove_orphan, orphan)) for orphan in doomed]
     removed, failures = [], []
-    for left in removable:
+    for path, act in todo:
         try:
-            removed.append(remove(left.path))
+            act()
+            removed.append(path)
         except LockedError as error:  # a run started meanwhile
             failures.append(str(error))
         except OSError as error:
-            failures.append(f"{error.filename or left.path}: {error.strerror}")
+            failures.append(f"{error.filename or path}: {error.strerror}")
     return removed, failures
 
 
@@ -91,8 +107,20 @@ def _print_found(found: list[Leftovers], paths: tuple[Path, ...]) -> None:
         click.echo(f"no folder of a [[tiers.nvme]] in {where} or below")
 
 
-def _print_json(found: list[Leftovers], removed: list[Leftovers]) -> None:
-    gone = {left.path for left in removed}
+def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
+    from tiered.units import format_size
+
+    for orphan in orphans:
+        if not orphan.is_store_gone:
+            why = f"'{orphan.store_path}' does not name it"
+        else:
+            why = f"'{orphan.store_path}' is gone" + (
+                "" if generations == "all" else ": stays without --generations all"
+            )
+        click.echo(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {why}")
+
+
+def _print_json(found: list[Leftovers], orphans: list[Orphan], freed: Mapping[Path, int]) -> None:
     stores: list[dict[str, Any]] = [
         {
             "path": str(left.path),
@@ -100,8 +128,18 @@ def _print_json(found: list[Leftovers], removed: list[Leftovers]) -> None:
             "num_files": left.num_files,
             "num_foreign": left.num_foreign,
             "in_use_by": left.owner,
-            "removed": left.path in gone,
+            "removed": left.path in freed,
         }
         for left in found
     ]
-    click.echo(json.dumps({"stores": stores, "freed_bytes": sum(left.nbytes for left in removed)}))
+    generations: list[dict[str, Any]] = [
+        {
+            "path": str(orphan.path),
+            "nbytes": orphan.nbytes,
+            "checkpoints": str(orphan.store_path),
+            "checkpoints_gone": orphan.is_store_gone,
+            "removed": orphan.path in freed,
+        }
+        for orphan in orphans
+    ]
+    click.echo(json.dumps({"stores": stores, "generations": generations, "freed_bytes": sum(freed.values())}))

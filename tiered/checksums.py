@@ -11,6 +11,8 @@ from tiered.units import MiB
 
 #: Contents under one checksum. A constant of the format: not of a tier, an engine or a machine.
 PIECE_BYTES = 16 * MiB
+#: Of contents that come in parts: ``update`` with each, then ``hexdigest``.
+Digest = xxhash.xxh3_64
 
 
 def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
@@ -27,40 +29,7 @@ def checksum(*buffers: Any) -> str:
     Args:
         buffers: contiguous objects with the buffer protocol (memoryview, numpy array, bytes).
     """
-    digest = xxhash.xxh3_64()
+    digest = Digest()
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
-
-
-class PieceDigest:
-    """Checksums of contents that come in order, in parts of any size. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_64()
-        self._room = PIECE_BYTES
-        self._done: list[str] = []
-
-    def update(self, part: memoryview | bytearray) -> None:
-        """Take the next part of the contents."""
-        with memoryview(part) as view:
-            start = 0
-            while start < len(view):
-                stop = min(start + self._room, len(view))
-                with view[start:stop] as rest:
-                    self._digest.update(rest)
-                self._room -= stop - start
-                start = stop
-                if self._room == 0:
-                    self._end_piece()
-
-    def _end_piece(self) -> None:
-        self._done.append(self._digest.hexdigest())
-        self._digest = xxhash.xxh3_64()
-        self._room = PIECE_BYTES
-
-    def checksums(self) -> tuple[str, ...]:
-        """Return the checksums of all pieces; nothing can follow."""
-        if self._room < PIECE_BYTES:
-            self._end_piece()
-        return tuple(self._done)

@@ -87,6 +87,11 @@ class Movement:
         self.blocks[block.spec.key] = block
         self._travels.know(block)
 
+    def nearest_addressable(self, home: str) -> str:
+        """Return the tier nearest to ``home``, on the fast side, that a lease can be in."""
+        names = self.order[: self.order.index(home) + 1]
+        return next(name for name in reversed(names) if self.tiers[name].device is not None)
+
     # -- bringing a copy in ------------------------------------------------------------------------------------
 
     def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None:

@@ -14,7 +14,6 @@ from tiered.block import BlockSpec, CopyState
 from tiered.durable.commit import Commit
 from tiered.durable.generations import Generations
 from tiered.durable.manifest import JSON, Manifest
-from tiered.durable.reader import verify_at_rest
 from tiered.events import EventSink, StoreStats, TierStats
 from tiered.leasing import Leasing, Request
 from tiered.links.base import Link
@@ -289,8 +288,21 @@ class TieredStore:
                 what_next()
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
-        """Compare contents at rest in files with their checksums; see ``tiered.durable.reader.verify_at_rest``."""
-        return verify_at_rest(self._movement, self._leasing, keys)
+        """Read the files of blocks whose newest bytes are at home, compare them, and return the bytes compared.
+
+        Left out: blocks with newer bytes in a faster tier, those whose home is memory, and those without checksums
+        (``verify="off"`` and not committed since). Writers of a block wait while it is read.
+
+        Args:
+            keys: which blocks; default all.
+
+        Raises:
+            CorruptBlockError: the first difference, with its file and range.
+            BlockNotFoundError: a key names no block.
+            TransferError: a file cannot be read.
+            GenerationError: a file is gone.
+        """
+        return self._generations.verify_at_rest(keys)
 
     # -- keep --------------------------------------------------------------------------------------------------
 

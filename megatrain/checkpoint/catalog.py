@@ -14,6 +14,7 @@ from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, in_o
 from megatrain.config.resolved import FILE_NAME
 from megatrain.models.kept import KEPT_COUNT
 from megatrain.run.folder import living_owner
+from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import (
     SNAPSHOT_FOLDER,
     BlockRecord,
@@ -22,7 +23,7 @@ from tiered.durable.manifest import (
     newest_first,
     read_manifest,
 )
-from tiered.durable.reader import GenerationReader, remove_generation_everywhere
+from tiered.durable.reader import GenerationReader
 from tiered.errors import GenerationError, TieredError
 from tiered.units import format_size
 
@@ -331,7 +332,7 @@ def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False
         raise CheckpointError(
             f"the checkpoint of step {info.step} is the only one in '{folder}' that can be used. Remove it with --all"
         )
-    remove_generation_everywhere(folder, generation)
+    remove_generation(folder, generation)
     return info.nbytes
 
 

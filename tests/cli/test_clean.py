@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.manifest import forget_generation
 
 CliModule = Callable[[str], ModuleType]
 Run = Callable[..., Result]
@@ -111,6 +112,30 @@ def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
     for name in [*foreign, "outside/0"]:
         assert (tmp_path / name).read_text() == "precious"
     assert not list((tmp_path / "a/live").rglob("c/0"))
+
+
+def test_generations_that_no_store_names_go_when_asked_to(tmp_path: Path, run: Run) -> None:
+    for name in ("forgetful", "gone"):
+        tier = NvmeTier([tmp_path / "drive"], 4 * MiB, on_notice=lambda text: None)
+        with TieredStore([RamTier(4 * MiB, pin_memory=False), tier], path=str(tmp_path / name)) as store:
+            store.register("weight", (NUM_BYTES,), torch.uint8, home="nvme")
+            with store.acquire("weight", "ram", "w") as lease:
+                lease.tensor.fill_(1)
+            store.commit().wait(60)
+    forget_generation(tmp_path / "forgetful", 1)
+    shutil.rmtree(tmp_path / "gone")
+    snap = tmp_path / "drive/snap"
+    assert run(tmp_path, "--yes").exit_code == 0 and len(list(snap.glob("0*"))) == 2, "not without being asked"
+    listed = run(tmp_path, "--generations", "forgotten")
+    assert listed.exit_code == 2 and "forgetful' does not name it" in listed.stdout, listed.output
+    assert "gone' is gone: stays without --generations all" in listed.stdout
+    report = json.loads(run(tmp_path, "--generations", "forgotten", "--yes", "--json").stdout)
+    assert [(each["checkpoints_gone"], each["removed"]) for each in report["generations"]] == [
+        (False, True),
+        (True, False),
+    ]
+    assert report["freed_bytes"] >= NUM_BYTES and [path.name for path in snap.glob("0*")] == ["00000002"]
+    assert run(tmp_path, "--generations", "all", "--yes").exit_code == 0 and not list(snap.glob("0*"))
 
 
 def test_a_store_in_use_is_not_touched(tmp_path: Path, run: Run) -> None:

@@ -6,7 +6,7 @@ import torch
 import xxhash
 
 from tiered.block import BlockSpec
-from tiered.checksums import PIECE_BYTES, PieceDigest, checksum, pieces
+from tiered.checksums import PIECE_BYTES, checksum
 from tiered.durable.arrays import array_bytes
 from tiered.units import PAGE_BYTES, MiB
 
@@ -16,16 +16,6 @@ def test_checksum_is_xxh3_of_the_concatenation() -> None:
     assert checksum(contents) == xxhash.xxh3_64_hexdigest(contents.tobytes())
     assert checksum(contents[:300], contents[300:]) == checksum(contents)
     assert len(checksum(b"")) == 16
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
-@pytest.mark.parametrize("part_bytes", [1 << 20, 8 << 20, (8 << 20) - 3, 40 << 20])
-def test_pieces_have_the_same_checksums_however_the_contents_come(nbytes: int, part_bytes: int) -> None:
-    contents = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
-    digest = PieceDigest()
-    for start in range(0, nbytes, part_bytes):
-        digest.update(bytearray(contents[start : start + part_bytes]))
-    assert digest.checksums() == tuple(checksum(contents[start:stop]) for start, stop in pieces(nbytes))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 512 * MiB, 1024 * MiB + 1, 5000 * MiB + 3])

@@ -124,6 +124,7 @@ def crash_at(operation: int, work: Callable[[], None]) -> bool:
             "fsync",
             "fdatasync",
             "pwrite",
+            "pwritev",
         ):
             hook(name)
         work()

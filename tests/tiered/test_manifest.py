@@ -20,7 +20,6 @@ from tiered.durable.manifest import (
     make_current,
     newest_first,
     read_manifest,
-    unfinished_generations,
     write_manifest,
 )
 from tiered.errors import GenerationError
@@ -57,9 +56,9 @@ def test_candidates_for_opening_are_listed_whatever_is_damaged(tmp_path: Path) -
         write_manifest(tmp_path, sample(generation))
     assert newest_first(tmp_path) == [12, 2, 1]
     make_current(tmp_path, 2)
-    assert newest_first(tmp_path) == [2, 1] and unfinished_generations(tmp_path) == [12]
+    assert newest_first(tmp_path) == [2, 1]
     (tmp_path / MANIFEST_NAME).write_text("{")
-    assert newest_first(tmp_path) == [12, 2, 1] and unfinished_generations(tmp_path) == []
+    assert newest_first(tmp_path) == [12, 2, 1]
     forget_current(tmp_path)
     assert newest_first(tmp_path) == [12, 2, 1] and current_generation(tmp_path) is None
     (generation_folder(tmp_path, 12) / MANIFEST_NAME).write_text("{")
@@ -80,7 +79,6 @@ def test_manifests_of_the_first_version_have_no_paths(tmp_path: Path) -> None:
 def test_nothing_committed(tmp_path: Path) -> None:
     assert current_generation(tmp_path) is None
     assert list_generations(tmp_path) == []
-    assert unfinished_generations(tmp_path) == []
     with pytest.raises(GenerationError, match="nothing was committed"):
         read_manifest(tmp_path)
 
@@ -115,8 +113,6 @@ def test_crash_at_any_file_operation_leaves_the_old_or_the_new_generation(
             write_manifest(tmp_path, sample(2))
         except Crash:
             assert read_manifest(tmp_path) in (sample(1), sample(2))
-            if current_generation(tmp_path) == 1:
-                assert unfinished_generations(tmp_path) == [2]
         else:
             assert read_manifest(tmp_path) == sample(2)
             return

@@ -13,7 +13,7 @@ from tiered.durable.manifest import forget_generation, list_generations
 from tiered.durable.ownership import StoreIdentity
 from tiered.durable.reader import GenerationReader
 from tiered.errors import LockedError
-from tiered.tiers.cleanup import find_orphans, remove_orphans
+from tiered.tiers.cleanup import Orphan, find_orphans, remove_orphan
 
 SLOT_BYTES = 48 * KiB
 
@@ -45,18 +45,18 @@ def drive(tmp_path: Path) -> Path:
 
 
 def test_what_is_known_is_no_orphan(drive: Path) -> None:
-    assert find_orphans(drive) == [] and remove_orphans(drive, of_stores_that_are_gone=True) == []
+    assert find_orphans(drive) == []
     assert len(list(drive.glob("snap/0*"))) == 3
 
 
 def test_what_its_store_forgot_is_one(drive: Path) -> None:
     forget_generation(drive.parent / "one", 1)
     (orphan,) = find_orphans(drive)
-    assert (orphan.folder, orphan.generation, orphan.is_store_gone) == (drive / "snap/00000001", 1, False)
+    assert (orphan.path, orphan.generation, orphan.is_store_gone) == (drive / "snap/00000001", 1, False)
     assert orphan.store_path == drive.parent / "one"
     assert orphan.nbytes == SLOT_BYTES, "the other block is in generation 2 too"
-    assert remove_orphans(drive) == [orphan]
-    assert find_orphans(drive) == [] and not orphan.folder.exists()
+    remove_orphan(orphan)
+    assert find_orphans(drive) == [] and not orphan.path.exists()
     for name in ("one", "two"):
         for number in list_generations(drive.parent / name):
             assert list(GenerationReader(drive.parent / name, number).problems()) == []
@@ -67,22 +67,25 @@ def test_those_of_a_store_that_is_gone_are_told_apart(drive: Path) -> None:
     orphans = find_orphans(drive)
     assert [(o.generation, o.is_store_gone) for o in orphans] == [(1, True), (2, True)]
     assert sum(orphan.nbytes for orphan in orphans) == 3 * SLOT_BYTES, "each file once"
-    assert remove_orphans(drive) == []
-    assert remove_orphans(drive, of_stores_that_are_gone=True) == orphans
+    for orphan in orphans:
+        remove_orphan(orphan)
     assert list(GenerationReader(drive.parent / "two").problems()) == []
     assert [folder.name for folder in drive.glob("snap/0*")] == ["00000003"]
 
 
 def test_living_stores_are_left_alone(drive: Path) -> None:
     StoreIdentity.of(drive.parent / "one").mark(drive / "snap/00000009")  # a commit under way, or a crash
+    orphan = Orphan(drive / "snap/00000009", 9, drive.parent / "one", 0, is_store_gone=False)
     with make_store(drive.parent, "two"):
         assert find_orphans(drive) == []
         with pytest.raises(LockedError):
-            remove_orphans(drive)
+            remove_orphan(orphan)
     with make_store(drive.parent, "one", on="other") as store:
         commit(store, "a", "b")
-        assert find_orphans(drive) == [] and remove_orphans(drive) == []
+        assert find_orphans(drive) == []
+        remove_orphan(orphan)
+        assert orphan.path.exists(), "its store is at work and may be about to name it"
     assert [orphan.generation for orphan in find_orphans(drive)] == [9]
     (drive / "snap/00000009/OWNER.json").write_text("{}")
     (drive / "snap/00000010").mkdir()
-    assert find_orphans(drive) == [], "nobody knows whose these are"
+    assert find_orphans(drive) == [], "it is not known whose these are"

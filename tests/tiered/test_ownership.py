@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import list_generations, newest_first
 from tiered.durable.ownership import StoreIdentity, read_owner, read_store_id
-from tiered.durable.reader import GenerationReader, remove_generation_everywhere
+from tiered.durable.reader import GenerationReader
 from tiered.errors import GenerationError
 
 KEYS = ["a/weight", "b"]
@@ -100,7 +101,7 @@ def test_stores_that_take_turns_lose_nothing_of_each_other(tmp_path: Path) -> No
     with make_store(tmp_path, "one") as store:
         store.load()
         assert on_drives(tmp_path) == [5, 7, 9]
-    remove_generation_everywhere(tmp_path / "two", 9)
+    remove_generation(tmp_path / "two", 9)
     assert contents(tmp_path, "one") == {7: 4} and contents(tmp_path, "two") == {5: 12}
     assert on_drives(tmp_path) == [5, 7]
 
@@ -133,7 +134,7 @@ def test_a_copied_directory_does_not_take_the_originals_files(tmp_path: Path) ->
         for value in (3, 4):
             commit(store, value)
     assert contents(tmp_path, "one") == {1: 1, 2: 2} and contents(tmp_path, "copy") == {4: 4}
-    remove_generation_everywhere(tmp_path / "copy", 4)
+    remove_generation(tmp_path / "copy", 4)
     assert on_drives(tmp_path) == [1, 2]
 
 

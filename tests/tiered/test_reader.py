@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import current_generation, list_generations, newest_first, read_manifest, write_manifest
-from tiered.durable.reader import GenerationReader, remove_generation_everywhere
+from tiered.durable.reader import GenerationReader
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, LockedError
 
 #: key -> (home, contents); the large ones have several checksums or several files.
@@ -206,15 +207,15 @@ def snapshots(root: Path) -> set[str]:
 
 def test_a_generation_is_removed_from_all_drives(root: Path) -> None:
     assert len(snapshots(root)) == 6
-    remove_generation_everywhere(root / "generations", 2)
+    remove_generation(root / "generations", 2)
     assert newest_first(root / "generations") == [1] and current_generation(root / "generations") == 1
     assert not any("00000002" in folder for folder in snapshots(root))
     check(GenerationReader(root / "generations"), 1)
-    remove_generation_everywhere(root / "generations", 1)
+    remove_generation(root / "generations", 1)
     assert not snapshots(root)
     assert current_generation(root / "generations") is None and list_generations(root / "generations") == []
     with pytest.raises(GenerationError, match=r"nothing was committed|there are: none"):
-        remove_generation_everywhere(root / "generations", 1)
+        remove_generation(root / "generations", 1)
     with make_store(root) as store:
         register(store)
         write(store, 5)
@@ -225,7 +226,7 @@ def test_a_generation_is_removed_from_all_drives(root: Path) -> None:
 def test_one_whose_manifest_is_damaged_can_be_removed(root: Path) -> None:
     (root / "generations/snap/00000002/MANIFEST.json").write_text("?")
     (root / "generations/MANIFEST.json").write_text("?")
-    remove_generation_everywhere(root / "generations", 2)
+    remove_generation(root / "generations", 2)
     assert len(snapshots(root)) == 3
     check(GenerationReader(root / "generations"), 1)
 
@@ -238,9 +239,9 @@ def test_nothing_is_removed_under_a_living_store_or_from_another_one(root: Path)
         register(store)
         store.load(2)
         with pytest.raises(LockedError):
-            remove_generation_everywhere(root / "generations", 1)
+            remove_generation(root / "generations", 1)
     assert len(snapshots(root)) == 6
-    remove_generation_everywhere(root / "generations", 1)
+    remove_generation(root / "generations", 1)
     assert {name for name in snapshots(root) if "00000001" in name} == {"a/snap/00000001"}
 
 
@@ -268,7 +269,7 @@ def test_a_range_of_a_block_is_read_verified(root: Path, bounds: tuple[int, int]
 
 def test_a_damaged_piece_is_named_and_the_others_can_be_read(root: Path) -> None:
     reader = GenerationReader(root / "generations")
-    (path, _, _), *_ = reader.files("large")
+    path = reader.files("large")[0].path
     with path.open("r+b") as file:
         file.seek(17 * MiB)
         file.write(b"\xff\xfe")
@@ -314,5 +315,5 @@ def test_at_every_instant_of_a_removal_the_current_generation_is_there(
 
     for name in ("unlink", "replace"):
         monkeypatch.setattr(os, name, watched(getattr(os, name)))
-    remove_generation_everywhere(folder, 3)
+    remove_generation(folder, 3)
     assert num_looks > 2 and current_generation(folder) == 2

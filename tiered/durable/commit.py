@@ -6,7 +6,6 @@ by one as it writes them; so the work goes on, and waits at most where it would 
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -15,15 +14,14 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from tiered.block import BlockSpec, CopyState
-from tiered.durable.arrays import array_bytes, flush_contents, read_contents, write_contents
-from tiered.durable.loading import nearest_addressable
+from tiered.durable.arrays import array_bytes, chunk_files, contents_of, flush_arrays, read_array, write_array
 from tiered.durable.manifest import JSON, SNAPSHOT_FOLDER, BlockRecord, generation_folder, generation_name
 from tiered.durable.ownership import StoreIdentity
 from tiered.errors import GenerationError
@@ -58,43 +56,20 @@ class CommitFigures:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    """One block of a commit: held by a lease, or linked into ``folder`` (then ``version`` tells whether it changed)."""
-
-    block: Block
-    folder: Path
-    version: int
-    checksums: tuple[str, ...] | None
-    is_flushed: bool
-    lease: Lease | None
-    linked_bytes: int = 0
-
-
 class Commit:
     """A commit under way. Thread-safe.
 
     Attributes:
         generation: its number, one more than the last committed one.
+        error: why it failed, once it did.
     """
 
-    def __init__(
-        self, movement: Movement, owner: StoreIdentity, full: FullDrives, generation: int, meta: Mapping[str, JSON]
-    ) -> None:
+    def __init__(self, movement: Movement, generation: int) -> None:
         self.generation = generation
-        self.meta = meta
-        self.owner = owner
-        self.full = full  # of the drive of ``path``
-        self.path = owner.path
-        self.folder = generation_folder(owner.path, generation)
-        self.frozen: list[_Frozen] = []
-        self.start_s = time.perf_counter()
-        self.frozen_s = self.start_s  # when everything was frozen
         self.error: BaseException | None = None
-        self.error_was_raised = False
+        self._error_was_raised = False
         self._movement = movement
         self._figures: CommitFigures | None = None
-        self._staged = threading.Event()
         self._ended = threading.Event()
 
     @property
@@ -108,14 +83,6 @@ class Commit:
         assert self._figures is not None, f"generation {self.generation} is not committed"
         return self._figures
 
-    def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until no block is held any more, so that every block can be changed without waiting.
-
-        Raises:
-            TimeoutError: not within ``timeout_s`` seconds.
-        """
-        self._wait_for(self._staged, timeout_s)
-
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the generation is the current one and survives a power cut.
 
@@ -123,25 +90,225 @@ class Commit:
             TimeoutError: not within ``timeout_s`` seconds.
             TransferError: the drive refused; the generation before is still the current one.
         """
-        self._wait_for(self._ended, timeout_s)
+        self._wait_for_end(timeout_s)
         if self.error is not None:
-            self.error_was_raised = True
+            self._error_was_raised = True
             raise self.error
 
     def wait_before_next(self) -> None:
-        """Wait for the end; raises what went wrong if nobody was told."""
-        if self.error_was_raised:
-            return
-        self.wait()
+        """Wait for the end; raises what went wrong unless ``wait`` raised it before."""
+        if not self._error_was_raised:
+            self.wait()
 
     def join(self) -> None:
-        """Wait for the end without raising; warn of a failure that nobody was told."""
-        self._wait_for(self._ended, None)
-        if self.error is not None and not self.error_was_raised:
-            self.error_was_raised = True
+        """Wait for the end without raising; warn of a failure that was not raised."""
+        self._wait_for_end(None)
+        if self.error is not None and not self._error_was_raised:
+            self._error_was_raised = True
             warnings.warn(f"generation {self.generation} was not committed: {self.error}", RuntimeWarning, stacklevel=3)
 
-    def tensor_of(self, frozen: _Frozen) -> torch.Tensor:
+    def end(self, error: BaseException | None, figures: CommitFigures | None) -> None:
+        """Mark the end, well or badly. Called once, by the commit's thread."""
+        self.error, self._figures = error, figures
+        self._ended.set()
+
+    def _wait_for_end(self, timeout_s: float | None) -> None:
+        if self._ended.is_set():
+            return
+        start_s = time.perf_counter()
+        is_set = self._ended.wait(timeout_s)
+        with self._movement.changed:
+            self._movement.counters.stall_s["commit"] += time.perf_counter() - start_s
+        if not is_set:
+            raise TimeoutError(f"generation {self.generation} not done after {timeout_s} s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """One block of a commit: held by a lease, or linked into ``folder`` (then ``version`` tells whether it changed)."""
+
+    block: Block
+    folder: Path
+    version: int
+    checksums: tuple[str, ...] | None
+    is_flushed: bool
+    lease: Lease | None
+    linked_bytes: int = 0
+
+
+class FrozenBlocks:
+    """The contents of all durable blocks, held still for one generation, and written or linked into its folders.
+
+    ``freeze`` runs in the caller's thread, the rest in the commit's.
+
+    Args:
+        movement: of the store.
+        leasing: of the store.
+        identity: of the store.
+        generation: its number.
+        full: waits for room on the drive of the store's directory.
+        counted: the tier that has this directory as a path, and counts what is written there; or None.
+    """
+
+    def __init__(
+        self,
+        movement: Movement,
+        leasing: Leasing,
+        identity: StoreIdentity,
+        generation: int,
+        full: FullDrives,
+        counted: DurableTier | None,
+    ) -> None:
+        self.folder = generation_folder(identity.path, generation)
+        self._movement = movement
+        self._leasing = leasing
+        self._identity = identity
+        self._name = generation_name(generation)
+        self._full = full
+        self._counted = counted
+        self._frozen: list[_Frozen] = []
+        self._start_s = self._frozen_s = time.perf_counter()
+
+    # -- in the caller's thread --------------------------------------------------------------------------------
+
+    def writes_before_return(self) -> bool:
+        """Return whether ``freeze`` will write blocks: those that no lease can be on in their home."""
+        movement = self._movement
+        with movement.changed:
+            homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
+        return any(movement.tiers[home].device is None and home not in movement.durable_tiers for home in homes)
+
+    def freeze(self) -> None:
+        """Hold the present contents of all durable blocks still.
+
+        Blocks that pass through a faster tier to be read may be more than it holds: they are written here, one by one.
+        """
+        with self._movement.changed:
+            blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
+            _check_keys(blocks)
+            for block in blocks:
+                self._settle_home(block)  # all write-backs at once: the drive sees a queue
+        # The notes of ownership before any link: what a crash leaves from here on is known to be this store's.
+        for tier in self._movement.durable_tiers.values():
+            tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
+        self._full.retry(str(self._identity.path), PAGE_BYTES, self._make_folder)
+        for block in blocks:
+            frozen = self._freeze_block(block)
+            if frozen is not None and frozen.lease is not None and frozen.lease.tier != block.spec.home:
+                with frozen.lease:
+                    frozen = replace(frozen, checksums=self._write(frozen))
+            if frozen is not None:
+                self._frozen.append(frozen)
+        self._frozen_s = time.perf_counter()
+
+    def _make_folder(self) -> None:
+        self._identity.mark(self.folder)
+        write_document(self.folder.parent, group_document())
+        write_document(self.folder, group_document())
+
+    def _settle_home(self, block: Block) -> Waiting | None:
+        """Take the next step towards the newest bytes at home; return what to wait for, None when they are there."""
+        if block.writer is not None:
+            return Waiting("lease")
+        newest = block.newest()
+        if newest is not None:
+            return self._movement.write_back(block, newest) or self._movement.rest_of(newest, "drain")
+        return Waiting("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
+
+    def _freeze_block(self, block: Block) -> _Frozen | None:
+        tier = self._movement.durable_tiers.get(block.spec.home)
+        if tier is not None:
+            return tier.full.retry(tier.paths[0], PAGE_BYTES, partial(self._link, block, tier))
+        spec = block.spec
+        with self._movement.changed:
+            if not self._is_at_home_locked(block):
+                return None
+            lease = self._leasing.acquire(spec.key, self._movement.nearest_addressable(spec.home), "r")
+            lease.thread_id = NO_THREAD
+            return _Frozen(block, self.folder / spec.key, block.version, None, False, lease)
+
+    def _link(self, block: Block, tier: DurableTier) -> _Frozen | None:
+        with self._movement.changed:  # held while it is linked: no write may come between the wait and the link
+            if not self._is_at_home_locked(block):
+                return None
+            assert block.home.slot is not None
+            tier.snapshots.take(block.home.slot, self._name)
+            folder = Path(tier.paths[0], SNAPSHOT_FOLDER, self._name, block.spec.key)
+            home = files_of(block.home.slot)
+            return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
+
+    def _is_at_home_locked(self, block: Block) -> bool:
+        """Wait until the newest bytes of a block are at home; False if it has none, or is gone."""
+        while (waiting := self._settle_home(block)) is not None:
+            self._leasing.wait_for_locked(waiting, block)
+        return self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
+
+    # -- in the commit's thread --------------------------------------------------------------------------------
+
+    def write(self) -> tuple[BlockRecord, ...]:
+        """Write the leased blocks, flush and check the linked ones; return the records of all, in order."""
+        found: dict[str, tuple[str, ...]] = {}
+        for frozen in self._frozen:
+            if frozen.lease is not None:
+                key, checksums = frozen.block.spec.key, frozen.checksums
+                found[key] = self._write(frozen) if checksums is None else checksums
+                if not frozen.lease.is_released:
+                    frozen.lease.release()
+        linked = [frozen for frozen in self._frozen if frozen.lease is None]
+        flush_arrays([(frozen.folder, frozen.block.spec) for frozen in linked if not frozen.is_flushed])
+        for frozen in linked:
+            found[frozen.block.spec.key] = self._checksums_of_linked(frozen)
+        return tuple(self._record(frozen, found[frozen.block.spec.key]) for frozen in self._frozen)
+
+    def release(self) -> None:
+        """Give back all leases that are still held. Idempotent."""
+        for frozen in self._frozen:
+            if frozen.lease is not None and not frozen.lease.is_released:
+                frozen.lease.release()
+
+    def figures(self) -> CommitFigures:
+        """Return what it took until now."""
+        written = [frozen.block.spec for frozen in self._frozen if frozen.lease is not None]
+        return CommitFigures(
+            nbytes=sum(frozen.block.spec.nbytes for frozen in self._frozen),
+            written_bytes=sum(map(array_bytes, written)),
+            linked_bytes=sum(frozen.linked_bytes for frozen in self._frozen),
+            freeze_s=self._frozen_s - self._start_s,
+            seconds=time.perf_counter() - self._start_s,
+        )
+
+    def emit(self) -> None:
+        """Emit the event of a commit that succeeded."""
+        if self._movement.on_event is not None:
+            with self._movement.changed:
+                nbytes = sum(frozen.block.spec.nbytes for frozen in self._frozen)
+                self._movement.on_event(
+                    Event("commit", "", "", nbytes, self._frozen_s, time.perf_counter(), self._name)
+                )
+
+    def _write(self, frozen: _Frozen) -> tuple[str, ...]:
+        """Write a leased block; wait for room where the drive is full."""
+        spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
+        if counted is not None:
+            counted.count_wear({counted.paths.index(path): array_bytes(spec)})
+        return self._full.retry(path, array_bytes(spec), partial(self._write_once, spec, self._tensor_of(frozen)))
+
+    def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
+        counted = self._counted
+        if counted is not None:
+            counted.snapshots.count(array_bytes(spec))  # before it is written: files kept for reuse make way
+        try:
+            return write_array(self.folder, spec, contents_of(tensor))
+        except BaseException as error:
+            shutil.rmtree(self.folder / spec.key, ignore_errors=True)
+            if counted is not None:
+                counted.snapshots.count(-array_bytes(spec))
+                is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+                if is_full and counted.snapshots.drop_kept_files():
+                    return self._write_once(spec, tensor)
+            raise
+
+    def _tensor_of(self, frozen: _Frozen) -> torch.Tensor:
         """Return the contents of a leased block for the calling thread: its stream waits for those that wrote them."""
         spec, lease = frozen.block.spec, frozen.lease
         assert lease is not None, spec
@@ -149,38 +316,24 @@ class Commit:
         assert slot is not None, spec
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
-    def end_staging(self) -> None:
-        """Give back all leases that are still held."""
-        for frozen in self.frozen:
-            if frozen.lease is not None and not frozen.lease.is_released:
-                frozen.lease.release()
-        self._staged.set()
-
-    def count(self, blocks: Sequence[BlockRecord]) -> None:
-        """Take down the figures, now that the generation is the current one."""
-        linked = [frozen for frozen in self.frozen if frozen.lease is None]
-        self._figures = CommitFigures(
-            nbytes=sum(record.nbytes for record in blocks),
-            written_bytes=sum(array_bytes(frozen.block.spec) for frozen in self.frozen if frozen.lease is not None),
-            linked_bytes=sum(frozen.linked_bytes for frozen in linked),
-            freeze_s=self.frozen_s - self.start_s,
-            seconds=time.perf_counter() - self.start_s,
-        )
-
-    def end(self, error: BaseException | None) -> None:
-        """Mark the end, well or badly."""
-        self.error = error
-        self._ended.set()
-
-    def _wait_for(self, event: threading.Event, timeout_s: float | None) -> None:
-        if event.is_set():
-            return
-        start_s = time.perf_counter()
-        is_set = event.wait(timeout_s)
+    def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:
+        """Return the checksums of linked and flushed files: those of writing them, else read back."""
+        spec, checksums = frozen.block.spec, frozen.checksums
+        if checksums is None:
+            checksums = read_array(chunk_files(frozen.folder, spec), spec)
         with self._movement.changed:
-            self._movement.counters.stall_s["commit"] += time.perf_counter() - start_s
-        if not is_set:
-            raise TimeoutError(f"generation {self.generation} not done after {timeout_s} s")
+            home = frozen.block.home
+            # Else the block was written again meanwhile: then its home files are others than the linked ones.
+            is_unchanged = frozen.block.version == frozen.version and home.state is CopyState.CLEAN
+            if is_unchanged and home.slot is not None:
+                files = files_of(home.slot)
+                files.checksums, files.is_flushed = checksums, True
+        return checksums
+
+    def _record(self, frozen: _Frozen, checksums: tuple[str, ...]) -> BlockRecord:
+        spec = frozen.block.spec
+        location = os.path.relpath(frozen.folder, self._identity.path)
+        return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, checksums, location)
 
 
 def check_meta(meta: Mapping[str, JSON]) -> None:
@@ -191,168 +344,10 @@ def check_meta(meta: Mapping[str, JSON]) -> None:
         raise GenerationError(f"meta of a commit must be JSON: {error}") from error
 
 
-def freeze(movement: Movement, leasing: Leasing, commit: Commit, counted: DurableTier | None) -> None:
-    """Hold the present contents of all durable blocks still: afterwards ``commit.frozen`` tells how.
-
-    Blocks that pass through a faster tier to be read may be more than it holds: they are written here, one by one.
-
-    Args:
-        counted: the file tier that owns the directory, or None.
-    """
-    with movement.changed:
-        blocks = [block for block in movement.blocks.values() if block.spec.durable]
-        _check_keys(blocks)
-        for block in blocks:
-            _settle_home(movement, block)  # all write-backs at once: the drive sees a queue
-    name = generation_name(commit.generation)
-    for tier in movement.durable_tiers.values():
-        tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, name, commit.owner))
-    commit.full.retry(str(commit.path), PAGE_BYTES, partial(_make_folder, commit))
-    for block in blocks:
-        frozen = _freeze_block(movement, leasing, block, commit)
-        if frozen is not None and frozen.lease is not None and frozen.lease.tier != block.spec.home:
-            with frozen.lease:
-                frozen = dataclasses.replace(frozen, checksums=_write_leased(commit, frozen, counted))
-        if frozen is not None:
-            commit.frozen.append(frozen)
-    commit.frozen_s = time.perf_counter()
-
-
-def writes_before_return(movement: Movement) -> bool:
-    """Return whether ``freeze`` will write blocks: those that no lease can be on in their home."""
-    with movement.changed:
-        homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
-    return any(movement.tiers[home].device is None and home not in movement.durable_tiers for home in homes)
-
-
-def _make_folder(commit: Commit) -> None:
-    commit.owner.mark(commit.folder)
-    write_document(commit.folder.parent, group_document())
-    write_document(commit.folder, group_document())
-
-
-def _check_keys(blocks: list[Block]) -> None:
+def _check_keys(blocks: Sequence[Block]) -> None:
     keys = {block.spec.key for block in blocks}
     for key in keys:
         parts = key.split("/")
         outer = next((o for end in range(1, len(parts)) if (o := "/".join(parts[:end])) in keys), None)
         if outer is not None:
             raise GenerationError(f"block '{key}' lies inside block '{outer}' and cannot be committed: rename one")
-
-
-def _settle_home(movement: Movement, block: Block) -> Waiting | None:
-    """Take the next step towards the newest bytes at home; return what to wait for, None when they are there."""
-    if block.writer is not None:
-        return Waiting("lease")
-    newest = block.newest()
-    if newest is not None:
-        return movement.write_back(block, newest) or movement.rest_of(newest, "drain")
-    return Waiting("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
-
-
-def _freeze_block(movement: Movement, leasing: Leasing, block: Block, commit: Commit) -> _Frozen | None:
-    tier = movement.durable_tiers.get(block.spec.home)
-    if tier is not None:
-        link = partial(_link_block, movement, leasing, block, commit, tier)
-        return tier.full.retry(tier.paths[0], PAGE_BYTES, link)
-    spec = block.spec
-    with movement.changed:
-        if not _is_at_home_locked(movement, leasing, block):
-            return None
-        lease = leasing.acquire(spec.key, nearest_addressable(movement, spec.home), "r")
-        lease.thread_id = NO_THREAD
-        return _Frozen(block, commit.folder / spec.key, block.version, None, False, lease)
-
-
-def _link_block(
-    movement: Movement, leasing: Leasing, block: Block, commit: Commit, tier: DurableTier
-) -> _Frozen | None:
-    with movement.changed:
-        if not _is_at_home_locked(movement, leasing, block):
-            return None
-        assert block.home.slot is not None
-        name = generation_name(commit.generation)
-        tier.snapshots.take(block.home.slot, name)
-        folder = Path(tier.paths[0], SNAPSHOT_FOLDER, name, block.spec.key)
-        home = files_of(block.home.slot)
-        return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
-
-
-def _is_at_home_locked(movement: Movement, leasing: Leasing, block: Block) -> bool:
-    """Wait until the newest bytes of a block are at home; False if it has none, or is gone."""
-    while (waiting := _settle_home(movement, block)) is not None:
-        leasing.wait_for_locked(waiting, block)
-    return movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
-
-
-def write_leased(commit: Commit, counted: DurableTier | None) -> dict[str, BlockRecord]:
-    """Write the leased blocks and give each back; ``counted``: the file tier that owns the directory, or None."""
-    records = {}
-    for frozen in commit.frozen:
-        if frozen.lease is None:
-            continue
-        checksums = frozen.checksums
-        if checksums is None:
-            checksums = _write_leased(commit, frozen, counted)
-            frozen.lease.release()
-        records[frozen.block.spec.key] = _record(commit, frozen, checksums)
-    return records
-
-
-def _write_leased(commit: Commit, frozen: _Frozen, counted: DurableTier | None) -> tuple[str, ...]:
-    spec = frozen.block.spec
-    if counted is not None:
-        counted.count_wear({counted.paths.index(str(commit.path)): array_bytes(spec)})
-    write = partial(_write, commit, spec, commit.tensor_of(frozen), counted)
-    return commit.full.retry(str(commit.path), array_bytes(spec), write)
-
-
-def _write(commit: Commit, spec: BlockSpec, tensor: torch.Tensor, counted: DurableTier | None) -> tuple[str, ...]:
-    if counted is not None:
-        counted.snapshots.count(array_bytes(spec))  # files kept for reuse make way
-    try:
-        return write_contents(commit.folder, spec, tensor)
-    except BaseException as error:
-        shutil.rmtree(commit.folder / spec.key, ignore_errors=True)
-        if counted is not None:
-            counted.snapshots.count(-array_bytes(spec))
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC and counted.snapshots.drop_kept_files():
-                return _write(commit, spec, tensor, counted)
-        raise
-
-
-def record_linked(movement: Movement, commit: Commit) -> dict[str, BlockRecord]:
-    """Flush the linked files that are not yet, and return their checksums: those of writing them, else read back."""
-    linked = [frozen for frozen in commit.frozen if frozen.lease is None]
-    flush_contents([(frozen.folder, frozen.block.spec) for frozen in linked if not frozen.is_flushed])
-    records = {}
-    for frozen in linked:
-        checksums = frozen.checksums
-        if checksums is None:
-            checksums = read_contents(frozen.folder, frozen.block.spec)
-        with movement.changed:
-            # Else the block was written again meanwhile: then its home files are others than the linked ones.
-            slot = frozen.block.home.slot
-            if (
-                frozen.block.version == frozen.version
-                and frozen.block.home.state is CopyState.CLEAN
-                and slot is not None
-            ):
-                home = files_of(slot)
-                home.checksums, home.is_flushed = checksums, True
-        records[frozen.block.spec.key] = _record(commit, frozen, checksums)
-    return records
-
-
-def _record(commit: Commit, frozen: _Frozen, checksums: tuple[str, ...]) -> BlockRecord:
-    spec = frozen.block.spec
-    location = os.path.relpath(frozen.folder, commit.path)
-    return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, checksums, location)
-
-
-def tell(movement: Movement, commit: Commit) -> None:
-    """Emit the event of a commit that succeeded."""
-    if movement.on_event is not None:
-        with movement.changed:
-            detail, nbytes = generation_name(commit.generation), commit.figures.nbytes
-            movement.on_event(Event("commit", "", "", nbytes, commit.frozen_s, time.perf_counter(), detail))

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tiered.block import BlockSpec
-from tiered.durable.arrays import sync_tree
-from tiered.durable.commit import Commit, check_meta, freeze, record_linked, tell, write_leased, writes_before_return
-from tiered.durable.loading import Loader
+from tiered.block import BlockSpec, CopyState
+from tiered.durable.arrays import check_pieces, read_array, sync_tree
+from tiered.durable.commit import Commit, CommitFigures, FrozenBlocks, check_meta
 from tiered.durable.manifest import (
     JSON,
     Manifest,
     current_generation,
+    forget_current,
     forget_generation,
     generation_folder,
     generation_name,
+    list_generations,
     make_current,
     newest_first,
+    read_manifest,
     store_id_in_manifests,
     write_manifest,
 )
@@ -34,11 +37,13 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.durable.reader import GenerationReader
-from tiered.errors import GenerationError, TransferError
+from tiered.errors import CapacityError, GenerationError, TransferError
 from tiered.leasing import Leasing
 from tiered.movement import Movement
-from tiered.tiers.directory import TierDirectory
+from tiered.records import Block
+from tiered.tiers.directory import TierDirectory, lock_directory, unlock_directory
 from tiered.tiers.health import FullDrives
+from tiered.tiers.layout import HomeFiles, dtype_name, files_of
 from tiered.tiers.snapshots import DurableTier
 from tiered.units import PAGE_BYTES
 
@@ -89,61 +94,72 @@ class Generations:
         Raises:
             GenerationError: the store has no directory, or ``meta`` is not JSON.
             LeaseError: the caller holds a write lease.
-            TransferError: a write-back failed, or the commit before failed and nobody was told.
+            TransferError: a write-back failed, or the commit before failed and nothing has raised that yet.
         """
         check_meta(meta)
         with self._committing:
             if self._last is not None:
                 self._last.wait_before_next()
             store, full = self._ready_directory()
-            commit = Commit(self._movement, store, full, self._next_number(store), meta)
+            number = self._next_number(store)
+            commit = Commit(self._movement, number)
+            frozen = FrozenBlocks(self._movement, self._leasing, store, number, full, self._owner_tier(store))
             try:
                 # Before anything more is held, so that at most ``keep`` generations are (two, where one is kept).
                 make_room = partial(self._forget_old, store, max(1, self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
-                if writes_before_return(self._movement):
+                if frozen.writes_before_return():
                     self._delete(store, doomed)  # their room may be needed for it
                     doomed = []
-                freeze(self._movement, self._leasing, commit, self._owner_tier(store))
+                frozen.freeze()
             except BaseException as failure:
-                commit.end_staging()
-                with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
-                    self._remove(store, commit.generation)
-                if (told := _told(failure, commit.path, commit.generation)) is not failure:
-                    raise told from failure
+                self._undo(store, frozen, number)
+                if (error := _as_transfer_error(failure, store.path, number)) is not failure:
+                    raise error from failure
                 raise
             self._last = commit
-            threading.Thread(target=self._finish, args=(commit, doomed), name="tiered-commit").start()
+            arguments = (commit, frozen, dict(meta), store, full, doomed)
+            threading.Thread(target=self._finish, args=arguments, name="tiered-commit").start()
             return commit
 
-    def _finish(self, commit: Commit, doomed: list[int]) -> None:
+    def _finish(
+        self,
+        commit: Commit,
+        frozen: FrozenBlocks,
+        meta: Mapping[str, JSON],
+        store: StoreIdentity,
+        full: FullDrives,
+        doomed: list[int],
+    ) -> None:
         """The commit's thread: write what is leased, check and flush everything, flip, drop old generations."""
         is_committed = False
         error: BaseException | None = None
+        figures: CommitFigures | None = None
         try:
-            self._delete(commit.owner, doomed)
-            records = write_leased(commit, self._owner_tier(commit.owner))
-            commit.end_staging()
-            records |= record_linked(self._movement, commit)
+            self._delete(store, doomed)
+            blocks = frozen.write()
             for tier in self._file_tiers:
                 tier.snapshots.sync(generation_name(commit.generation))
-            blocks = tuple(records[frozen.block.spec.key] for frozen in commit.frozen)
             paths = {tier.name: tuple(tier.paths) for tier in self._file_tiers}
-            manifest = Manifest(commit.generation, blocks, commit.meta, paths, commit.owner.id)
-            commit.full.retry(str(commit.path), PAGE_BYTES, partial(_flip, commit, manifest))
+            manifest = Manifest(commit.generation, blocks, meta, paths, store.id)
+            full.retry(str(store.path), PAGE_BYTES, partial(_flip, frozen.folder, store.path, manifest))
             is_committed = True
-            self._prune(commit.owner)
-            commit.count(blocks)
-            tell(self._movement, commit)
+            self._prune(store)
+            figures = frozen.figures()
+            frozen.emit()
         except BaseException as failure:
-            error = _told(failure, commit.path, commit.generation)
-            commit.end_staging()
-            if not is_committed:
-                with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
-                    self._remove(commit.owner, commit.generation)
+            error = _as_transfer_error(failure, store.path, commit.generation)
+            if is_committed:
+                frozen.release()
+            else:
+                self._undo(store, frozen, commit.generation)
         finally:
-            commit.frozen.clear()
-            commit.end(error)
+            commit.end(error, figures)
+
+    def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
+        frozen.release()
+        with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
+            self._remove(store, generation)
 
     def join(self) -> None:
         """Wait for the commit under way; warns of a failure that nobody was told."""
@@ -185,7 +201,7 @@ class Generations:
             store = full.retry(str(path), PAGE_BYTES, self._own_directory)
             self._remove_unfinished(store)
         except OSError as failure:
-            raise _told(failure, path) from failure
+            raise _as_transfer_error(failure, path) from failure
         return store, full
 
     def _owner_tier(self, store: StoreIdentity) -> DurableTier | None:
@@ -290,24 +306,195 @@ class Generations:
             raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
         return GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
 
-    def _loader(self, reader: GenerationReader) -> Loader:
+    def _loader(self, reader: GenerationReader) -> _Loader:
         store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
-        return Loader(self._movement, self._leasing, reader, store)
+        return _Loader(self._movement, self._leasing, reader, store)
 
     def _loaded(self, reader: GenerationReader) -> None:
         self._abandoned = {number for number in newest_first(reader.path) if number > reader.generation}
 
+    # -- verifying ---------------------------------------------------------------------------------------------
 
-def _flip(commit: Commit, manifest: Manifest) -> None:
+    def verify_at_rest(self, keys: Sequence[str] | None = None) -> int:
+        """Compare the files of home slots with their checksums; see ``TieredStore.verify``."""
+        with self._movement.changed:
+            self._leasing.check_open()
+            blocks = self._movement.blocks.values()
+            chosen = list(blocks) if keys is None else [self._leasing.block(key) for key in keys]
+        return sum(map(self._verify, chosen))
+
+    def _verify(self, block: Block) -> int:
+        with self._movement.changed:
+            slot = block.home.slot
+            is_there = self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
+            if not is_there or slot is None or not isinstance(slot.resource, HomeFiles) or block.writer is not None:
+                return 0
+            home, expected = slot.resource, slot.resource.checksums
+            if expected is None:
+                return 0
+            block.home.readers += 1  # so that nothing changes or frees it meanwhile
+        try:
+            found = read_array(home.files, block.spec)
+        finally:
+            with self._movement.changed:
+                block.home.readers -= 1
+                self._movement.changed.notify_all()
+        check_pieces(home.key, home.files, block.spec.nbytes, expected, found)
+        return block.spec.nbytes
+
+
+def _flip(folder: Path, path: Path, manifest: Manifest) -> None:
     """Make the generation the current one. Everything that its manifest names is on disk before that is."""
-    sync_tree(commit.folder, commit.path)
-    write_manifest(commit.path, manifest)
+    sync_tree(folder, path)
+    write_manifest(path, manifest)
 
 
-def _told(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:
+def _as_transfer_error(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:
     """Return a failure of a commit, the system's own as ``TransferError``."""
     if not isinstance(failure, OSError) or isinstance(failure, TransferError):
         return failure
     what = "generations" if generation is None else f"generation {generation}"
     text = f"{what} cannot be written: {failure.strerror}"
     return TransferError(text, tier="generations", path=str(failure.filename or path), errno=failure.errno)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Fills blocks of a store from a generation: by links where the files are in place, else by reading.
+
+    Attributes:
+        identity: of the store; files are adopted only from its own snapshots.
+    """
+
+    movement: Movement
+    leasing: Leasing
+    reader: GenerationReader
+    identity: StoreIdentity
+
+    def check_registered(self) -> None:
+        """Raise ``GenerationError`` unless the durable blocks of the store are those of the generation."""
+        reader = self.reader
+        where = f"generation {reader.generation} in '{reader.path}'"
+        advice = "it is of another model, or of other settings"
+        with self.movement.changed:
+            specs = {block.spec.key: block.spec for block in self.movement.blocks.values() if block.spec.durable}
+        for key, spec in specs.items():
+            record, here = reader.blocks.get(key), f"{spec.shape} of {dtype_name(spec.dtype)}"
+            if record is None:
+                raise GenerationError(f"{where} has no block '{key}', which is {here} here: {advice}")
+            if (record.shape, record.dtype) != (spec.shape, dtype_name(spec.dtype)):
+                there = f"{record.shape} of {record.dtype}"
+                raise GenerationError(f"block '{key}' is {there} in {where}, and {here} here: {advice}")
+        for key, record in reader.blocks.items():
+            if key not in specs:
+                raise GenerationError(
+                    f"{where} has a block '{key}', {record.shape} of {record.dtype}, and here is none: {advice}"
+                )
+
+    def fill(self, key: str) -> None:
+        """Give a registered block the verified contents that it has in the generation; what it held is dropped.
+
+        Raises:
+            GenerationError: a part is missing.
+            CorruptBlockError: damaged bytes.
+            TransferError: a drive refused.
+            LeaseError: the block is leased.
+        """
+        self.reader.spec(key)  # whether the record makes sense
+        self.leasing.discard([key])
+        block = self.movement.blocks[key]
+        if not self._adopt(block):
+            self._read_into_place(block)
+
+    def _adopt(self, block: Block) -> bool:
+        """Take the snapshot's files for the home slot: no byte moves. False if its tier does not have them."""
+        movement, slot = self.movement, block.home.slot
+        tier = movement.durable_tiers.get(block.spec.home)
+        if tier is None:
+            return False
+        assert slot is not None, block.spec
+        with movement.changed:
+            old_bytes = slot.slot_bytes
+            block.home.move(CopyState.FILLING)
+            block.num_transfers += 1  # so that nothing else changes it meanwhile
+        is_adopted = False
+        try:
+            name = generation_name(self.reader.generation)
+            tier.snapshots.adopt(slot, name, self.identity, lambda home: self._check(block.spec, home))
+            tier.describe(slot, block.spec.shape, block.spec.dtype)  # never a document that was damaged there
+            home = files_of(slot)
+            home.checksums, home.is_flushed = self.reader.blocks[block.spec.key].xxh3_64, True
+            is_adopted = True
+        except (GenerationError, CapacityError):  # not all on these paths, or cut so that it does not fit: read it
+            pass
+        finally:
+            with movement.changed:
+                movement.home_bytes[block.spec.home] += slot.slot_bytes - old_bytes
+                block.num_transfers -= 1
+                block.home.move(CopyState.CLEAN if is_adopted else CopyState.STALE)
+                block.version += is_adopted
+                movement.changed.notify_all()
+        return is_adopted
+
+    def _check(self, spec: BlockSpec, home: HomeFiles) -> None:
+        self.reader.check(spec.key, home.files, read_array(home.files, spec))
+
+    def _read_into_place(self, block: Block) -> None:
+        key, home = block.spec.key, block.spec.home
+        tier = self.movement.nearest_addressable(home)
+        with self.leasing.acquire(key, tier, "w") as lease:
+            self.reader.read(key, lease.tensor)
+        if tier != home and not block.copy_in(tier).pins:
+            self.leasing.evict(key, tier)  # so that all blocks pass through a tier that holds a few
+
+
+def remove_generation(
+    path: str | os.PathLike[str], generation: int, search: Sequence[str | os.PathLike[str]] = ()
+) -> None:
+    """Remove a committed generation, also what lies on the paths of file tiers. No store may have the directory open.
+
+    Where it is the current one, the newest of the others becomes that first.
+
+    Args:
+        path: directory of the generations.
+        generation: its number.
+        search: paths of file tiers beside those that the manifests name.
+
+    Raises:
+        GenerationError: there is no such generation.
+        LockedError: a living process uses the directory.
+        OSError: a file cannot be removed; calling it again goes on.
+    """
+    directory = Path(os.path.abspath(path))
+    if generation not in list_generations(directory):
+        read_manifest(directory, generation)  # raises, and says which there are
+    fd, _ = lock_directory(directory)
+    try:
+        paths = [Path(os.path.abspath(path)) for path in search]
+        identity = StoreIdentity(read_store_id(directory) or "", directory)
+        for number in list_generations(directory):  # the paths of the others too: its own manifest may be damaged
+            with contextlib.suppress(GenerationError):
+                reader = GenerationReader(directory, number, search)
+                paths += reader.paths()
+                identity = StoreIdentity(identity.id or reader.manifest.store, directory)
+        _flip_away(directory, generation)
+        forget_generation(directory, generation)
+        # Its own folder last: what a crash leaves on other drives is found as long as that is there.
+        for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
+            if number == generation and identity.owns(folder):
+                remove_snapshot_folder(folder)
+    finally:
+        unlock_directory(fd)
+
+
+def _flip_away(directory: Path, generation: int) -> None:
+    """Let another generation be the current one where it is ``generation``, or where it is not known which it is."""
+    others = [number for number in newest_first(directory) if number != generation]
+    try:
+        is_current = current_generation(directory) in (generation, None)
+    except GenerationError:
+        is_current = True
+    if is_current and others:
+        make_current(directory, others[0])
+    elif is_current:
+        forget_current(directory)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tiered.checksums import checksum
 from tiered.errors import GenerationError, NewerFormatError
+from tiered.file_io import replace_file, sync_path
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
@@ -97,8 +98,8 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
         "blocks": [asdict(block) for block in manifest.blocks],
     }
     _write_sealed(folder / MANIFEST_NAME, body)
-    _sync_folder(folder.parent)
-    _sync_folder(Path(directory))
+    sync_path(folder.parent)
+    sync_path(Path(directory))
     make_current(directory, manifest.generation)
 
 
@@ -114,7 +115,7 @@ def make_current(directory: str | os.PathLike[str], generation: int) -> None:
 def forget_current(directory: str | os.PathLike[str]) -> None:
     """Say that nothing is committed. Survives a power cut."""
     Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
-    _sync_folder(Path(directory))
+    sync_path(Path(directory))
 
 
 def read_manifest(directory: str | os.PathLike[str], generation: int | None = None) -> Manifest:
@@ -201,18 +202,6 @@ def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def unfinished_generations(directory: str | os.PathLike[str]) -> list[int]:
-    """Return generations that a crash left half-written: a folder without a manifest, or newer than the current.
-
-    Where the file that names the current one is damaged or lost, none is newer.
-    """
-    root = Path(directory, SNAPSHOT_FOLDER)
-    if not root.is_dir():
-        return []
-    whole = newest_first(directory)
-    return sorted(n for folder in root.iterdir() if folder.name.isdigit() and (n := int(folder.name)) not in whole)
-
-
 def forget_generation(directory: str | os.PathLike[str], generation: int) -> None:
     """Delete a generation's manifest: from now on it is plainly not there, also after a power cut.
 
@@ -221,21 +210,14 @@ def forget_generation(directory: str | os.PathLike[str], generation: int) -> Non
     folder = generation_folder(directory, generation)
     if (folder / MANIFEST_NAME).exists():
         (folder / MANIFEST_NAME).unlink()
-        _sync_folder(folder)
+        sync_path(folder)
 
 
 def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:
-    """Write a JSON file with a version and a checksum over its body: temporary file, fsync, rename, fsync."""
+    """Write a JSON file with a version and a checksum over its body; it survives a power cut."""
     text = json.dumps(body, sort_keys=True)
     document = {"format": MANIFEST_VERSION, "xxh3_64": checksum(text.encode()), "body": body}
-    temporary = path.with_suffix(".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    with os.fdopen(fd, "w") as file:
-        json.dump(document, file, sort_keys=True)
-        file.flush()
-        os.fsync(fd)
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
+    replace_file(path, json.dumps(document, sort_keys=True), durable=True)
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:
@@ -250,11 +232,3 @@ def _read_sealed(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict) or checksum(json.dumps(body, sort_keys=True).encode()) != expected:
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Open another generation")
     return body
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

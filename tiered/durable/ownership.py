@@ -19,7 +19,8 @@ from typing import Any
 
 from tiered.checksums import checksum
 from tiered.durable.manifest import SNAPSHOT_FOLDER
-from tiered.tiers.directory import STORE_NAME, write_json
+from tiered.file_io import write_json
+from tiered.tiers.directory import STORE_NAME
 
 OWNER_NAME = "OWNER.json"
 _UNFINISHED_NOTE = Path(OWNER_NAME).with_suffix(".tmp").name

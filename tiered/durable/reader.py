@@ -8,26 +8,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiered.block import BlockSpec, CopyState
+from tiered.block import BlockSpec
 from tiered.checksums import PIECE_BYTES, pieces
 from tiered.durable.arrays import (
-    ChunkPlace,
     array_chunk_bytes,
     byte_view,
+    check_pieces,
     chunk_files,
     link_text,
     missing_text,
     no_array_text,
-    parts_of,
-    place_in,
-    read_contents,
-    read_files,
+    read_array,
     read_piece,
     snapshot_of,
 )
@@ -36,33 +32,28 @@ from tiered.durable.manifest import (
     BlockRecord,
     Manifest,
     current_generation,
-    forget_current,
-    forget_generation,
     generation_folder,
     generation_name,
-    list_generations,
-    make_current,
-    newest_first,
     read_manifest,
 )
-from tiered.durable.ownership import (
-    OWNER_NAME,
-    StoreIdentity,
-    read_owner,
-    read_store_id,
-    remove_snapshot_folder,
-    snapshot_folders,
-)
+from tiered.durable.ownership import OWNER_NAME, read_owner, read_store_id
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
-from tiered.leasing import Leasing
-from tiered.movement import Movement
-from tiered.records import Block
-from tiered.tiers.directory import STORE_NAME, lock_directory, unlock_directory
-from tiered.tiers.layout import DOCUMENT_NAME, HomeFiles, array_document, dtype_from_name, group_document, place_of
+from tiered.tiers.directory import STORE_NAME
+from tiered.tiers.layout import (
+    DOCUMENT_NAME,
+    ChunkFile,
+    array_document,
+    dtype_from_name,
+    group_document,
+    parts_of,
+    place_of,
+)
 from tiered.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     import zarr
+
+_NUM_THREADS = 4
 
 
 class GenerationReader:
@@ -133,7 +124,7 @@ class GenerationReader:
         if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
             raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
         files = self.files(key)
-        self.check(key, files, read_files(files, spec, byte_view(out)))
+        self.check(key, files, read_array(files, spec, byte_view(out)))
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Read bytes ``start`` to ``stop`` of a block's contents, verified, without reading the rest.
@@ -146,27 +137,47 @@ class GenerationReader:
         Raises:
             ValueError: no such range. Otherwise as ``read``.
         """
-        spec, expected = self.spec(key), self.blocks[key].xxh3_64
+        spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
             raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
         files = self.files(key)
         found = torch.empty(stop - start, dtype=torch.uint8)
-        for number, (first, last) in enumerate(pieces(spec.nbytes)):
+        for first, last in pieces(spec.nbytes):
             if last <= start or first >= stop:
                 continue
             # Into its place where the whole piece is asked for, else through a buffer of one piece.
             is_inside = start <= first and last <= stop
             piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
-            at_start = [(path, offset - first, nbytes) for path, offset, nbytes in files]
-            actual = read_piece(at_start, spec, piece, (0, last - first))
-            if number >= len(expected) or actual != expected[number]:
-                recorded = expected[number] if number < len(expected) else "none"
-                place = place_in(files, first, last)
-                raise CorruptBlockError(key, recorded, actual, place=place, generation=self.generation)
+            self.read_piece(key, files, (first, last), piece)
             if not is_inside:
                 part = slice(max(start, first), min(stop, last))
                 found[part.start - start : part.stop - start] = piece[part.start - first : part.stop - first]
         return found
+
+    def read_piece(
+        self, key: str, files: Sequence[ChunkFile], piece: tuple[int, int], into: torch.Tensor | None = None
+    ) -> None:
+        """Read one piece of a block and verify it.
+
+        Args:
+            key: of the block.
+            files: all of the block, of this generation or of a copy of it.
+            piece: first byte and end, as of ``tiered.checksums.pieces``.
+            into: takes the piece, and has its size.
+
+        Raises:
+            CorruptBlockError: damaged.
+            GenerationError: a part is missing.
+            TransferError: the drive refused.
+        """
+        expected = self._expected(key, piece)
+        found = read_piece(files, self.spec(key), piece, into)
+        if found != expected:
+            raise CorruptBlockError(key, expected, found, place=place_of(files, *piece), generation=self.generation)
+
+    def _expected(self, key: str, piece: tuple[int, int]) -> str:
+        recorded, number = self.blocks[key].xxh3_64, piece[0] // PIECE_BYTES
+        return recorded[number] if number < len(recorded) else "none"
 
     def to_zarr(self) -> zarr.Group:
         """Return the generation as a read-only ``zarr.Group``: each block an array of its shape, read when indexed.
@@ -185,9 +196,15 @@ class GenerationReader:
         Args:
             on_block: called with every block's record once it was checked.
         """
-        yield from problems_of(self, on_block)
+        inspection = _Inspection(self)
+        yield from inspection.manifest_problems()
+        yield from inspection.root_problems(generation_folder(self.path, self.generation))
+        for record in self.manifest.blocks:
+            yield from inspection.block_problems(record)
+            if on_block is not None:
+                on_block(record)
 
-    def files(self, key: str) -> list[ChunkPlace]:
+    def files(self, key: str) -> list[ChunkFile]:
         """Return the chunk files of a block, in order.
 
         Raises:
@@ -223,7 +240,7 @@ class GenerationReader:
         found = dict.fromkeys(self._search)
         for key in self.blocks:
             with contextlib.suppress(GenerationError):
-                found.update(dict.fromkeys(snapshot_of(file, key).parent.parent for file, _, _ in self.files(key)))
+                found.update(dict.fromkeys(snapshot_of(file.path, key).parent.parent for file in self.files(key)))
         return list(found)
 
     def _owner(self, folder: Path) -> str:
@@ -234,102 +251,16 @@ class GenerationReader:
             self._owners[folder] = "ours" if is_ours else "foreign" if is_known else "unknown"
         return self._owners[folder]
 
-    def check(self, key: str, files: Sequence[ChunkPlace], found: Sequence[str]) -> None:
+    def check(self, key: str, files: Sequence[ChunkFile], found: Sequence[str]) -> None:
         """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one.
 
         Args:
+            key: of the block.
             files: that were read.
             found: their checksums.
         """
         record = self.blocks[key]
-        if tuple(found) == record.xxh3_64:
-            return
-        for number, (_, actual) in enumerate(zip_longest(pieces(record.nbytes), found)):
-            self.check_piece(key, files, number, actual or "none")
-
-    def check_piece(self, key: str, files: Sequence[ChunkPlace], number: int, found: str) -> None:
-        """Raise ``CorruptBlockError`` if the checksum of one piece, counted from 0, is not the recorded one."""
-        record = self.blocks[key]
-        expected = record.xxh3_64[number] if number < len(record.xxh3_64) else "none"
-        if found != expected:
-            start = number * PIECE_BYTES
-            place = place_in(files, start, min(start + PIECE_BYTES, record.nbytes))
-            raise CorruptBlockError(key, expected, found, place=place, generation=self.generation)
-
-
-def remove_generation_everywhere(
-    path: str | os.PathLike[str], generation: int, search: Sequence[str | os.PathLike[str]] = ()
-) -> None:
-    """Remove a committed generation, also what lies on the paths of file tiers. No store may have the directory open.
-
-    Where it is the current one, the newest of the others becomes that first.
-
-    Args:
-        search: paths of file tiers beside those that the manifests name.
-
-    Raises:
-        GenerationError: there is no such generation.
-        LockedError: a living process uses the directory.
-        OSError: a file cannot be removed; calling it again goes on.
-    """
-    directory = Path(os.path.abspath(path))
-    if generation not in list_generations(directory):
-        read_manifest(directory, generation)  # raises, and says which there are
-    fd, _ = lock_directory(directory)
-    try:
-        paths = [Path(os.path.abspath(path)) for path in search]
-        identity = StoreIdentity(read_store_id(directory) or "", directory)
-        for number in list_generations(directory):  # the paths of the others too: its own manifest may be damaged
-            with contextlib.suppress(GenerationError):
-                reader = GenerationReader(directory, number, search)
-                paths += reader.paths()
-                identity = StoreIdentity(identity.id or reader.manifest.store, directory)
-        _flip_away(directory, generation)
-        forget_generation(directory, generation)
-        # Its own folder last: what a crash leaves on other drives is found as long as that is there.
-        for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
-            if number == generation and identity.owns(folder):
-                remove_snapshot_folder(folder)
-    finally:
-        unlock_directory(fd)
-
-
-def _flip_away(directory: Path, generation: int) -> None:
-    """Let another generation be the current one where it is ``generation``, or where nobody knows which it is."""
-    others = [number for number in newest_first(directory) if number != generation]
-    try:
-        is_current = current_generation(directory) in (generation, None)
-    except GenerationError:
-        is_current = True
-    if is_current and others:
-        make_current(directory, others[0])
-    elif is_current:
-        forget_current(directory)
-
-
-_NUM_THREADS = 4
-
-
-def problems_of(reader: GenerationReader, on_block: Callable[[BlockRecord], None] | None) -> Iterator[str]:
-    """Yield a sentence about every damage of a generation; see ``GenerationReader.problems``."""
-    yield from _manifest_problems(reader)
-    inspection = _Inspection(reader)
-    yield from inspection.root_problems(generation_folder(reader.path, reader.generation))
-    for record in reader.manifest.blocks:
-        yield from inspection.block_problems(record)
-        if on_block is not None:
-            on_block(record)
-
-
-def _manifest_problems(reader: GenerationReader) -> Iterator[str]:
-    try:  # the generation's own manifest was read by the reader
-        if current_generation(reader.path) is None:
-            yield f"'{reader.path}' has no file that names the current generation"
-    except GenerationError as error:
-        yield str(error)
-    store = reader.manifest.store
-    if store and read_store_id(reader.path) != store:
-        yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"
+        check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
 
 class _Inspection:
@@ -338,6 +269,18 @@ class _Inspection:
     def __init__(self, reader: GenerationReader) -> None:
         self._reader = reader
         self._seen: set[Path] = set()
+
+    def manifest_problems(self) -> Iterator[str]:
+        """Look at what names the generation; its own manifest was read by the reader."""
+        reader = self._reader
+        try:
+            if current_generation(reader.path) is None:
+                yield f"'{reader.path}' has no file that names the current generation"
+        except GenerationError as error:
+            yield str(error)
+        store = reader.manifest.store
+        if store and read_store_id(reader.path) != store:
+            yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"
 
     def root_problems(self, root: Path) -> Iterator[str]:
         """Look at a folder ``snap/<generation>`` and at what is above it."""
@@ -378,9 +321,10 @@ class _Inspection:
         yield from self._document_problems(place, wanted)
         if chunk_bytes is not None:
             files = chunk_files(place, spec, elsewhere=[folder for folder in folders if folder != place])
-            for root in dict.fromkeys(snapshot_of(path, spec.key) for path, _, _ in files if path.exists()):
+            paths = [file.path for file in files if file.path.exists()]
+            for root in dict.fromkeys(snapshot_of(path, spec.key) for path in paths):
                 yield from self._owner_problems(root)
-            yield from _content_problems(record, spec, files, chunk_bytes)
+            yield from _content_problems(self._reader, spec, files, chunk_bytes)
 
     def _document_problems(self, folder: Path, wanted: Mapping[str, Any]) -> Iterator[str]:
         path = folder / DOCUMENT_NAME
@@ -406,29 +350,28 @@ def _dict(document: object) -> Mapping[str, Any]:
 
 
 def _content_problems(
-    record: BlockRecord, spec: BlockSpec, files: Sequence[ChunkPlace], chunk_bytes: int
+    reader: GenerationReader, spec: BlockSpec, files: Sequence[ChunkFile], chunk_bytes: int
 ) -> Iterator[str]:
     bad: set[Path] = set()
-    for path, _, _ in files:
-        problem = _file_problem(path, chunk_bytes)
+    for file in files:
+        problem = _file_problem(file.path, chunk_bytes)
         if problem is not None:
-            bad.add(path)
+            bad.add(file.path)
             yield f"{problem} (block '{spec.key}')"
 
-    def check(number_and_piece: tuple[int, tuple[int, int]]) -> str | None:
-        number, piece = number_and_piece
+    def check(piece: tuple[int, int]) -> str | None:
         if any(path in bad for path, _, _, _ in parts_of(files, *piece)):
             return None
-        expected = record.xxh3_64[number] if number < len(record.xxh3_64) else "none"
         try:
-            found = read_piece(files, spec, None, piece)
+            reader.read_piece(spec.key, files, piece)
+        except CorruptBlockError as error:
+            return f"{error.place}: checksum {error.found}, expected {error.expected} (block '{spec.key}')"
         except TieredError as error:
             return str(error)
-        place = place_in(files, *piece)
-        return None if found == expected else f"{place}: checksum {found}, expected {expected} (block '{spec.key}')"
+        return None
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tiered-inspect") as threads:
-        for problem in threads.map(check, enumerate(pieces(spec.nbytes))):
+        for problem in threads.map(check, pieces(spec.nbytes)):
             if problem is not None:
                 yield problem
 
@@ -443,54 +386,3 @@ def _file_problem(path: Path, chunk_bytes: int) -> str | None:
     return (
         None if nbytes == chunk_bytes else f"'{os.path.realpath(path)}' has {nbytes} bytes, it must have {chunk_bytes}"
     )
-
-
-def verify_at_rest(movement: Movement, leasing: Leasing, keys: Sequence[str] | None = None) -> int:
-    """Read the files of blocks whose newest bytes are at home, compare them, and return the bytes compared.
-
-    Left out: blocks with newer bytes in a faster tier, those whose home is memory, and those without checksums
-    (``verify="off"`` and not committed since). Writers of a block wait while it is read. Call from any thread.
-
-    Args:
-        keys: which blocks; default all.
-
-    Raises:
-        CorruptBlockError: the first difference, with its file and range.
-        BlockNotFoundError: a key names no block.
-        TransferError: a file cannot be read, or is gone.
-        GenerationError: a file cannot be read, or is gone.
-    """
-    with movement.changed:
-        leasing.check_open()
-        chosen = list(movement.blocks.values()) if keys is None else [leasing.block(key) for key in keys]
-    return sum(_verify(movement, block) for block in chosen)
-
-
-def _verify(movement: Movement, block: Block) -> int:
-    with movement.changed:
-        slot = block.home.slot
-        is_there = movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
-        if not is_there or slot is None or not isinstance(slot.resource, HomeFiles) or block.writer is not None:
-            return 0
-        home, expected = slot.resource, slot.resource.checksums
-        if expected is None:
-            return 0
-        block.home.readers += 1  # nobody changes or frees it meanwhile
-    try:
-        tier = movement.durable_tiers[block.spec.home]
-        found = read_contents(Path(tier.paths[0], "live", block.spec.key), block.spec)
-    finally:
-        with movement.changed:
-            block.home.readers -= 1
-            movement.changed.notify_all()
-    check_pieces(home, block.spec.nbytes, expected, found)
-    return block.spec.nbytes
-
-
-def check_pieces(home: HomeFiles, nbytes: int, expected: Sequence[str], found: Sequence[str]) -> None:
-    """Raise ``CorruptBlockError`` naming the files and the range of the first piece whose checksum differs."""
-    assert len(expected) == len(list(pieces(nbytes))), (home.key, nbytes, expected)
-    for number, (start, stop) in enumerate(pieces(nbytes)):
-        actual = found[number] if number < len(found) else "none"
-        if actual != expected[number]:
-            raise CorruptBlockError(home.key, expected[number], actual, place=place_of(home, start, stop))

@@ -9,30 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tiered.block import BlockSpec
-from tiered.checksums import PIECE_BYTES, PieceDigest, pieces
-from tiered.durable.arrays import (
-    ChunkPlace,
-    array_bytes,
-    array_chunk_bytes,
-    chunk_bytes_written,
-    chunk_files,
-    forget_cached,
-    missing_text,
-    opened,
-    parts_of,
-    place_in,
-    read_piece,
-    read_range,
-    sync_tree,
-    write_range,
-)
+from tiered.checksums import PIECE_BYTES, pieces
+from tiered.durable.arrays import array_bytes, array_chunk_bytes, chunk_files, page_aligned, sync_tree, write_array
 from tiered.durable.manifest import (
     BlockRecord,
     Manifest,
@@ -51,10 +36,9 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.durable.reader import GenerationReader
-from tiered.errors import CorruptBlockError, GenerationError, TransferError
+from tiered.errors import TransferError
 from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
 from tiered.tiers.layout import array_document, group_document
-from tiered.units import PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +78,7 @@ class WholeCopies:
         except BaseException:
             self.close()
             raise
-        self._buffer = _aligned(PIECE_BYTES)
+        self._buffer = page_aligned(PIECE_BYTES)
 
     def close(self) -> None:
         """Give up the directory; the copies stay. Idempotent."""
@@ -146,7 +130,10 @@ class WholeCopies:
                 else:
                     self._write(source, spec, folder, on_piece)
                     copied += array_bytes(spec)
-                _compare(folder, number, record, spec, on_piece)
+                files = chunk_files(folder / record.key, spec)
+                for piece in pieces(spec.nbytes):
+                    source.read_piece(record.key, files, piece)
+                    on_piece()
                 location = os.path.relpath(folder / record.key, self.path)
                 records.append(replace(record, location=location))
             # The order that makes it atomic: contents are flushed file by file above, then every document and folder
@@ -177,8 +164,8 @@ class WholeCopies:
         make_groups(folder, record.key)
         (target / "c").mkdir(parents=True)
         try:
-            for path, _, _ in source.files(record.key):
-                os.link(path, target / "c" / path.name)
+            for file in source.files(record.key):
+                os.link(file.path, target / "c" / file.path.name)
         except OSError:  # another file system, or one without hard links
             shutil.rmtree(target)
             return False
@@ -187,37 +174,15 @@ class WholeCopies:
 
     def _write(self, source: GenerationReader, spec: BlockSpec, folder: Path, on_piece: Callable[[], None]) -> None:
         """Write a block as the array ``<folder>/<key>`` and flush its files."""
-        chunk_bytes = chunk_bytes_written(spec)
-        make_groups(folder, spec.key)
-        target = folder / spec.key
-        write_document(target, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
-        (target / "c").mkdir()
         files = source.files(spec.key)
-        for number, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
-            stop = min(start + chunk_bytes, spec.nbytes)
-            with _told(target / "c" / str(number)) as path, opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                os.posix_fallocate(fd, 0, chunk_bytes)  # a full drive shows before the first byte
-                for first, last in pieces(stop - start):
-                    piece = self._read(source, spec, files, start + first, start + last)
-                    write_range(fd, first, piece, PieceDigest())
-                    on_piece()
-                os.fsync(fd)
-                forget_cached(fd)  # so that it is compared with what the drive has
 
-    def _read(
-        self, source: GenerationReader, spec: BlockSpec, files: list[ChunkPlace], start: int, stop: int
-    ) -> torch.Tensor:
-        """Return one piece of a block, compared with its checksum; good until the next call."""
-        digest, done = PieceDigest(), 0
-        for path, first, last, offset in parts_of(files, start, stop):
-            with _told(path), opened(path, os.O_RDONLY) as fd:
-                into = self._buffer[offset - start : offset - start + last - first]
-                done += read_range(fd, first, last - first, into, digest)
-                forget_cached(fd)
-        found = (digest.checksums() or ("nothing",))[0]
-        source.check_piece(spec.key, files, start // PIECE_BYTES, found)
-        assert done == stop - start, (spec.key, start, stop, done)
-        return self._buffer[:done]
+        def read(start: int, stop: int) -> torch.Tensor:
+            piece = self._buffer[: stop - start]  # one for all: by one thread, each is written before the next is read
+            source.read_piece(spec.key, files, (start, stop), piece)
+            on_piece()
+            return piece
+
+        write_array(folder, spec, read, num_threads=1)
 
     def _remove_unfinished(self) -> None:
         known = set(newest_first(self.path))
@@ -232,32 +197,3 @@ class WholeCopies:
         # The manifest first: a crash half-way leaves a folder that is plainly no generation.
         forget_generation(self.path, number)
         remove_snapshot_folder(generation_folder(self.path, number))
-
-
-def _compare(folder: Path, generation: int, record: BlockRecord, spec: BlockSpec, on_piece: Callable[[], None]) -> None:
-    """Read a block of a copy back, and compare it with the checksums of the generation."""
-    files = chunk_files(folder / record.key, spec)
-    for expected, piece in zip(record.xxh3_64, pieces(spec.nbytes), strict=True):
-        found = read_piece(files, spec, None, piece)
-        if found != expected:
-            place = place_in(files, *piece)
-            raise CorruptBlockError(record.key, expected, found, place=place, generation=generation)
-        on_piece()
-
-
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[Path]:
-    """Yield a file; an error of the system inside says which it was."""
-    try:
-        yield path
-    except FileNotFoundError as error:
-        raise GenerationError(missing_text(path)) from error
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _aligned(nbytes: int) -> torch.Tensor:
-    """Return memory that files are read into and written from past the kernel's cache."""
-    whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
-    skip = -whole.data_ptr() % PAGE_BYTES
-    return whole[skip : skip + nbytes]

@@ -10,12 +10,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from tiered.checksums import PIECE_BYTES, checksum, pieces
 from tiered.errors import CorruptBlockError, TieredError, TransferError
+from tiered.file_io import drop_cached, read_all, write_all
 from tiered.links.base import LinkUsage, Meter, Workers
 from tiered.tiers.base import Slot
 from tiered.tiers.gpu import DeviceBuffer, GpuTier
@@ -273,7 +274,7 @@ class FileEngine:
         for start, stop in completed:
             expected, found = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
             if found != expected:
-                raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home, start, stop))
+                raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home.files, start, stop))
 
     def _wrap(self, cause: OSError, part: Part | None, is_write: bool) -> TransferError:
         error = TransferError(
@@ -378,58 +379,32 @@ class PosixMover:
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
         """Fill ``view`` from the file; see ``PartMover``."""
-        self._with_fallback(file, offset, view, is_write=False)
+        with self._opened(self._tier.open_for_read(file), offset, len(view)) as fd:
+            nbytes = read_all(fd, view, offset, self._tier.stop_direct_io)
+        if nbytes < len(view):
+            raise TransferError(
+                f"file ends {len(view) - nbytes} bytes before the block does: it was cut off",
+                tier=self._tier.name,
+                path=str(file.path),
+                offset=offset + nbytes,
+            )
 
     def write(self, file: ChunkFile, offset: int, view: memoryview) -> None:
         """Write ``view`` to the file; see ``PartMover``."""
-        self._with_fallback(file, offset, view, is_write=True)
+        with self._opened(self._tier.open_for_write(file), offset, len(view)) as fd:
+            write_all(fd, view, offset, self._tier.stop_direct_io)
 
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
-
-    def _with_fallback(self, file: ChunkFile, offset: int, view: memoryview, *, is_write: bool) -> None:
-        was_direct = self._tier.is_direct
+    @contextmanager
+    def _opened(self, fd: int, offset: int, nbytes: int) -> Iterator[int]:
         try:
-            self._move(file, offset, view, is_write)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not was_direct:
-                raise
-            # Some file systems accept O_DIRECT when a file is opened and refuse it when it is used.
-            self._tier.stop_direct_io()
-            self._move(file, offset, view, is_write)
-
-    def _move(self, file: ChunkFile, offset: int, view: memoryview, is_write: bool) -> None:
-        fd = self._tier.open_for_write(file) if is_write else self._tier.open_for_read(file)
-        try:
-            if is_write:
-                _write_all(fd, view, offset)
-            else:
-                self._read_all(fd, view, offset, file)
+            yield fd
             if not self._tier.is_direct:  # else the kernel would keep a copy of what the RAM tier accounts for
-                os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+                drop_cached(fd, offset, nbytes)
         finally:
             os.close(fd)
 
-    def _read_all(self, fd: int, view: memoryview, offset: int, file: ChunkFile) -> None:
-        done = 0
-        while done < len(view):
-            with view[done:] as rest:
-                count = os.preadv(fd, [rest], offset + done)
-            if count == 0:
-                raise TransferError(
-                    f"file ends {len(view) - done} bytes before the block does: it was cut off",
-                    tier=self._tier.name,
-                    path=str(file.path),
-                    offset=offset + done,
-                )
-            done += count
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        with view[done:] as rest:
-            done += os.pwritev(fd, [rest], offset + done)
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
 
 
 _DEAD = "The drive, or the way to it, is failing: look into the kernel's log (dmesg) and check the drive"

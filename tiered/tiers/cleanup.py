@@ -135,7 +135,7 @@ class Orphan:
     """A generation on one path that its store does not know.
 
     Attributes:
-        folder: ``<path>/snap/<generation>``.
+        path: its folder, ``<path>/snap/<generation>``.
         generation: its number.
         store_path: the directory of its store.
         nbytes: space that removing all orphans of this path frees, as far as it is this one's.
@@ -143,7 +143,7 @@ class Orphan:
             ask before removing; otherwise the store is there and does not name the generation.
     """
 
-    folder: Path
+    path: Path
     generation: int
     store_path: Path
     nbytes: int
@@ -155,24 +155,21 @@ def find_orphans(path: Path) -> list[Orphan]:
     return [] if living_owner(path) is not None else _find(path)
 
 
-def remove_orphans(path: Path, *, of_stores_that_are_gone: bool = False) -> list[Orphan]:
-    """Remove the orphans of one path and return them; holds the path's lock meanwhile.
-
-    Args:
-        of_stores_that_are_gone: also those whose store is not where it was.
+def remove_orphan(orphan: Orphan) -> Orphan:
+    """Remove what ``find_orphans`` found, unless its store names it by now; holds the lock of its path meanwhile.
 
     Raises:
         LockedError: a living process uses the path; nothing was removed.
         OSError: a file cannot be removed.
     """
-    fd, _ = lock_directory(path)
+    fd, _ = lock_directory(orphan.path.parent.parent)
     try:
-        found = [orphan for orphan in _find(path) if of_stores_that_are_gone or not orphan.is_store_gone]
-        for orphan in found:
-            remove_snapshot_folder(orphan.folder)
+        owner = read_owner(orphan.path)
+        if owner is not None and not _is_known(orphan.generation, owner):
+            remove_snapshot_folder(orphan.path)
     finally:
         unlock_directory(fd)
-    return found
+    return orphan
 
 
 def _find(path: Path) -> list[Orphan]:

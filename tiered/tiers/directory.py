@@ -10,12 +10,12 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiered.errors import LockedError, UnusableDirectoryError
+from tiered.file_io import make_folder, write_json
 from tiered.tiers.health import WEAR_NAME, WearCounter
 from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 from tiered.units import PAGE_BYTES, format_size
@@ -24,7 +24,6 @@ LOCK_NAME = "LOCK"
 #: In a directory of generations: whose they are (``ownership.py``).
 STORE_NAME = "STORE.json"
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
-_NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
 
 
 def check_ours(path: Path) -> None:
@@ -293,27 +292,6 @@ def write_document(folder: Path, document: dict[str, Any], *, replace: bool = Fa
     write_json(path, document, durable=durable)
 
 
-def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Write a JSON file in one step: whoever reads it sees the old one or the new one.
-
-    Args:
-        durable: return once it survives a power cut.
-    """
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(document))
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    if durable:
-        sync_path(path.parent)
-
-
 def make_groups(root: Path, key: str) -> None:
     """Write a group document into ``root`` and every folder between it and the array ``key`` (zarr v3 needs them)."""
     folder = root
@@ -353,35 +331,11 @@ def _holds_more_than(folder: Path, *names: str) -> bool:
         return any(entry.name not in names for entry in entries)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it; the new ones survive a power cut. One that is there stays as it is."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_path(folder.parent)
-
-
 def documents_and_folders(root: Path) -> Iterator[Path]:
     """Yield all folders from ``root`` down and the files in them that are no chunk files."""
     for folder, _, names in os.walk(root):
         yield Path(folder)
         yield from (Path(folder, name) for name in names if not name.isdigit())
-
-
-def sync_paths(paths: Iterable[Path]) -> None:
-    """Return once all these files' contents and folders' entries survive a power cut; several at a time."""
-    with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
-        for _ in threads.map(sync_path, paths):
-            pass
-
-
-def sync_path(path: Path) -> None:
-    """Return once a file's contents, or a folder's entries, survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _preallocate(path: Path, nbytes: int) -> None:

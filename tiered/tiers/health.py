@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import statistics
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tiered.errors import TieredError
+from tiered.file_io import write_json
 from tiered.units import GiB, MiB, format_size
 
 #: Seconds between two looks at a drive that is full.
@@ -310,14 +310,7 @@ class WearCounter:
                 return
 
     def _save(self, written_bytes: int) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(fd, json.dumps({"format": 1, "written_bytes": written_bytes}).encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, self._path)
+        write_json(self._path, {"format": 1, "written_bytes": written_bytes}, durable=True)
         self._on_disk_bytes = written_bytes
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,19 +183,19 @@ def _groups_of(key: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """One file of a home slot.
+    """One chunk file of an array.
 
     Attributes:
-        path_index: which of the tier's paths it is on.
-        path: the file itself, never a symbolic link.
-        offset: where its contents start in the slot.
+        path: of a tier's slot: the file itself, never a symbolic link.
+        offset: where its contents start in the block.
         nbytes: its size.
+        path_index: which of the tier's paths it is on.
     """
 
-    path_index: int
     path: Path
     offset: int
     nbytes: int
+    path_index: int = 0
 
 
 @dataclass(slots=True)
@@ -224,14 +225,18 @@ def files_of(slot: Slot) -> HomeFiles:
     return slot.resource
 
 
-def place_of(home: HomeFiles, start: int, stop: int) -> str:
-    """Return where bytes ``start`` to ``stop`` of a block lie, for a message: files and offsets in them."""
-    places = []
-    for file in home.files:
+def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tuple[Path, int, int, int]]:
+    """Yield (path, first, last, start) of the parts of bytes ``start`` to ``stop`` of a block: a range in a file."""
+    for file in files:
         first, last = max(start, file.offset), min(stop, file.offset + file.nbytes)
         if first < last:
-            places.append(f"'{file.path}' bytes {first - file.offset} to {last - file.offset}")
-    return ", ".join(places)
+            yield file.path, first - file.offset, last - file.offset, first
+
+
+def place_of(files: Sequence[ChunkFile], start: int, stop: int) -> str:
+    """Return where bytes ``start`` to ``stop`` of a block lie, for a message: files and ranges in them."""
+    parts = parts_of(files, start, stop)
+    return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
 
 
 def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:

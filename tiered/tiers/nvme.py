@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from tiered.errors import TieredError, TransferError
+from tiered.file_io import flush_contents, open_direct, sync_paths
 from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.tiers.directory import open_directories, write_document
 from tiered.tiers.health import FullDrives, OnFull, PathMeter, count_writes
@@ -26,8 +25,6 @@ from tiered.units import PAGE_BYTES
 Verify = Literal["off", "resume", "always"]
 #: Who moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
 Engine = Literal["posix", "auto", "kvikio"]
-
-_NUM_SYNC_THREADS = 4  # a drive flushes several files at once for the price of one
 
 
 class NvmeTier:
@@ -150,7 +147,7 @@ class NvmeTier:
         plan = plan_chunks(nbytes, self._rates, self._chunk_bytes)
         folders = [directory.live / name / "c" for directory in self.directories]
         files = tuple(
-            ChunkFile(index, folders[index] / str(number), number * plan.chunk_bytes, plan.chunk_bytes)
+            ChunkFile(folders[index] / str(number), number * plan.chunk_bytes, plan.chunk_bytes, index)
             for number, index in enumerate(plan.path_of_chunk)
         )
         slot = Slot(self.name, nbytes, plan.slot_bytes, HomeFiles(name, plan.chunk_bytes, files))
@@ -272,29 +269,16 @@ class NvmeTier:
         """Return once everything written so far survives a power cut. Raises ``TransferError``."""
         with self._lock:
             files = [file for slot in self._slots.values() for file in files_of(slot).files]
-        with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
-            for _ in threads.map(self._flush, files):
-                pass
+        sync_paths([file.path for file in files], self._flush)
 
-    def _flush(self, file: ChunkFile) -> None:
+    def _flush(self, path: Path) -> None:
         try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+            flush_contents(path)
         except OSError as error:
-            raise TransferError(
-                f"flush failed: {error.strerror}", tier=self.name, path=str(file.path), errno=error.errno
-            ) from error
+            text = f"flush failed: {error.strerror}"
+            raise TransferError(text, tier=self.name, path=str(path), errno=error.errno) from error
 
     def _open(self, path: Path, flags: int) -> int:
-        flags |= os.O_CLOEXEC
         if self._is_direct:
-            try:
-                return os.open(path, flags | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.stop_direct_io()
-        return os.open(path, flags)
+            return open_direct(path, flags, self.stop_direct_io)
+        return os.open(path, flags | os.O_CLOEXEC)

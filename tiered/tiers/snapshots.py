@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from tiered.durable.manifest import MANIFEST_NAME
 from tiered.durable.ownership import StoreIdentity, remove_snapshot_folder
 from tiered.errors import CapacityError, GenerationError, TransferError
+from tiered.file_io import sync_path, sync_paths
 from tiered.tiers.base import DescribingTier, Ledger, Slot
 from tiered.tiers.directory import (
     TierDirectory,
@@ -26,7 +27,6 @@ from tiered.tiers.directory import (
     make_groups,
     read_document,
     remove_array,
-    sync_paths,
     write_document,
 )
 from tiered.tiers.health import FullDrives
@@ -183,7 +183,7 @@ class Snapshots:
         for directory in self._directories:
             paths += documents_and_folders(directory.snap / generation)
             paths += [p for p in (directory.snap / DOCUMENT_NAME, directory.snap, directory.path) if p.exists()]
-        sync_paths(paths)
+        sync_paths(paths, sync_path)
 
     def count(self, nbytes: int) -> None:
         """Count files that others wrote into a snapshot of the first path; they go with ``drop``."""
@@ -311,7 +311,7 @@ class Snapshots:
                     f"generation {generation} lacks a part of block '{key}': no file 'c/{number}' of {chunk_bytes} "
                     f"bytes in {', '.join(map(str, folders.values()))}. Name the same paths as the run that wrote it"
                 )
-            files.append(ChunkFile(index, folders[index] / "c" / str(number), offset, chunk_bytes))
+            files.append(ChunkFile(folders[index] / "c" / str(number), offset, chunk_bytes, index))
         if any(os.path.lexists(folder / "c" / str(len(files))) for folder in folders.values()):
             raise GenerationError(
                 f"block '{key}' of generation {generation} is larger than the {nbytes} bytes asked for"

@@ -1,0 +1,162 @@
+"""Files on drives: direct I/O, flushing, and replacing a file in one step. Tiers, links and commits all use this layer.
+
+O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, past the kernel's cache. Where a file
+system does not do it, at the opening or only when the file is used, everything here goes on through the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiered.errors import TieredError
+from tiered.units import PAGE_BYTES
+
+_NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
+
+
+def open_direct(path: Path, flags: int, on_buffered: Callable[[], None] | None = None) -> int:
+    """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
+
+    Args:
+        path: of the file.
+        flags: as of ``os.open``.
+        on_buffered: called where O_DIRECT is refused.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    if on_buffered is not None:
+        on_buffered()
+    return os.open(path, flags & ~os.O_EXCL | os.O_CLOEXEC, 0o644)  # the first try may have made the file
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Yield the file descriptor of ``open_direct``. An ``OSError`` of the system inside names the file."""
+    try:
+        fd = open_direct(path, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if isinstance(error, TieredError) or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None  # fallocate, pwritev and fsync do not name it
+
+
+def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> None:
+    """Write all of ``view`` at ``offset``; both multiples of 4096 where the file is open with O_DIRECT."""
+    done = 0
+    while done < len(view):
+        try:
+            with view[done:] as rest:
+                done += os.pwritev(fd, [rest], offset + done)
+        except OSError as error:
+            _stop_direct(fd, error, on_buffered)
+
+
+def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
+    """Fill ``view`` from ``offset``; return the bytes that there are: fewer where the file ends."""
+    done = 0
+    while done < len(view):
+        try:
+            with view[done:] as rest:
+                count = os.preadv(fd, [rest], offset + done)
+        except OSError as error:
+            _stop_direct(fd, error, on_buffered)
+            continue
+        done += count
+        if count == 0 or done % PAGE_BYTES:
+            break  # the end of the file
+    return done
+
+
+def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None) -> None:
+    """Go on through the kernel's cache: some file systems accept O_DIRECT at the opening and refuse it later."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+        raise error
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    if on_buffered is not None:
+        on_buffered()
+
+
+def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Drop what the kernel cached of a file (``nbytes`` 0: to its end): the RAM is accounted for elsewhere."""
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+# -- surviving a power cut -------------------------------------------------------------------------------------------
+
+
+def flush_contents(path: Path) -> None:
+    """Return once a file's contents survive a power cut. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_path(path: Path) -> None:
+    """Return once a file's contents and size, or a folder's entries, survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
+    """Call ``sync`` for several paths at a time; raises what the first one that fails raises."""
+    with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
+        for _ in threads.map(sync, paths):
+            pass
+
+
+def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file in one step: readers see the old one or the new one, also after a crash.
+
+    Args:
+        path: of the file; ``<path>.tmp`` is used meanwhile.
+        text: its contents.
+        durable: return once it survives a power cut.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                # Before the rename: else a power cut could leave the new name with no contents.
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_path(path.parent)
+
+
+def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write a JSON file in one step; see ``replace_file``."""
+    replace_file(path, json.dumps(document), durable=durable)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; the new ones survive a power cut. One that is there stays as it is."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_path(folder.parent)
