@@ -43,9 +43,8 @@ from bench.models import write_llama
 from bench.sides import run_config
 from megatrain.run.metrics import CheckpointMetrics, RunObserver, StepMetrics
 from megatrain.trainer import Trainer
-from tiered import NvmeTier, RamTier, TieredStore
+from tiered import CommitFigures, NvmeTier, RamTier, TieredStore
 from tiered.durable.arrays import flush_arrays
-from tiered.durable.commit import CommitFigures
 from tiered.units import PAGE_BYTES, GiB, MiB, round_up
 
 TARGET_RATIO = 1.5

@@ -24,9 +24,7 @@ from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from tiered.events import StoreStats
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.ram import RamTier
+from tiered import GpuTier, RamTier, StoreStats
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 

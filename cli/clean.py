@@ -15,7 +15,7 @@ from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from tiered.tiers.cleanup import Leftovers, Orphan
+    from tiered.ext import Leftovers, Orphan
 
 
 @click.command("clean")
@@ -34,10 +34,10 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     Looks into each PATH and the folders below it, default: the current one. Data of checkpoints (but see
     --generations), files of others, and folders that a run is using are never touched.
     """
-    from tiered.tiers.cleanup import find_directories, find_orphans, measure
+    from tiered.ext import find_directories, find_orphans, measure_leftovers
 
     folders = dict.fromkeys(folder.resolve() for path in paths or (Path(),) for folder in find_directories(path))
-    found = [measure(folder) for folder in folders]
+    found = [measure_leftovers(folder) for folder in folders]
     orphans = [orphan for folder in folders for orphan in find_orphans(folder)] if generations else []
     doomed = [orphan for orphan in orphans if generations == "all" or not orphan.is_store_gone]
     removable = [left for left in found if left.owner is None and left.num_files]
@@ -73,10 +73,10 @@ def _is_agreed(sizes: Mapping[Path, int], *, as_json: bool) -> bool:
 def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:
     """Return what was removed, and why the rest was not."""
     from tiered.errors import LockedError
-    from tiered.tiers.cleanup import remove, remove_orphan
+    from tiered.ext import remove_leftovers, remove_orphan
 
     todo: list[tuple[Path, Callable[[], object]]] = []
-    todo += [(left.path, partial(remove, left.path)) for left in removable]
+    todo += [(left.path, partial(remove_leftovers, left.path)) for left in removable]
     todo += [(orphan.path, partial(remove_orphan, orphan)) for orphan in doomed]
     removed, failures = [], []
     for path, act in todo:

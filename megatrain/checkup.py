@@ -49,7 +49,7 @@ from megatrain.run.folder import FINAL_NAME, living_owner
 from megatrain.run.loggers import check_loggers
 from megatrain.session import check_drives
 from tiered.errors import TieredError, UnusableDirectoryError
-from tiered.tiers.directory import check_ours
+from tiered.ext import check_ours
 from tiered.units import format_size
 
 if TYPE_CHECKING:

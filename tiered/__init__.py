@@ -1,4 +1,7 @@
-"""tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training."""
+"""tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Knows nothing of training.
+
+For users of a store. ``tiered.ext`` is for authors of tiers, links and policies, ``tiered.testing`` has their suites.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiered.block import BlockSpec, CopyState
-    from tiered.durable.commit import Commit
+    from tiered.checksums import checksum
+    from tiered.durable.commit import Commit, CommitFigures
+    from tiered.durable.generations import remove_generation
+    from tiered.durable.manifest import BlockRecord, Manifest, list_generations, newest_first, read_manifest
     from tiered.durable.reader import GenerationReader
+    from tiered.durable.whole_copies import CopyFigures, WholeCopies
     from tiered.errors import (
         BlockNotFoundError,
         CapacityError,
@@ -21,13 +28,12 @@ if TYPE_CHECKING:
         UninitializedBlockError,
     )
     from tiered.events import Event, StoreStats, TierStats
-    from tiered.links.base import Link, LinkUsage, ThreadedLink
     from tiered.plugins import available_tiers, tier_class
-    from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
+    from tiered.policies import LRU, Belady
     from tiered.records import Lease, LeaseGroup
-    from tiered.schedule import NEVER, Access, Schedule, Trace
+    from tiered.schedule import NEVER, Access, Mode, Schedule, Trace
     from tiered.store import TieredStore
-    from tiered.tiers.base import Ledger, Slot, Tier, TierUsage
+    from tiered.tiers.base import Tier
     from tiered.tiers.gpu import GpuTier
     from tiered.tiers.nvme import NvmeTier
     from tiered.tiers.ram import RamTier
@@ -36,55 +42,58 @@ if TYPE_CHECKING:
     from tiered.zarr_store import ZarrStore
 
 __all__ = [
-    "GB",
-    "LRU",
-    "MB",
-    "NEVER",
-    "Access",
-    "Belady",
-    "BlockNotFoundError",
     "BlockSpec",
-    "Candidate",
-    "CapacityError",
-    "Commit",
     "CopyState",
-    "CorruptBlockError",
-    "Event",
-    "EvictionPolicy",
-    "GenerationError",
+    "checksum",
+    "Commit",
+    "CommitFigures",
+    "remove_generation",
+    "BlockRecord",
+    "Manifest",
+    "list_generations",
+    "newest_first",
+    "read_manifest",
     "GenerationReader",
-    "GiB",
-    "GpuTier",
-    "KiB",
-    "Lease",
+    "CopyFigures",
+    "WholeCopies",
+    "BlockNotFoundError",
+    "CapacityError",
+    "CorruptBlockError",
+    "GenerationError",
     "LeaseError",
-    "LeaseGroup",
-    "Ledger",
-    "Link",
-    "LinkUsage",
     "LockedError",
-    "MiB",
-    "NvmeTier",
-    "RamTier",
-    "Schedule",
-    "Slot",
-    "StoreStats",
-    "ThreadedLink",
-    "TiB",
-    "Tier",
-    "TierStats",
-    "TierUsage",
     "TieredError",
-    "TieredStore",
-    "Trace",
-    "Transfer",
     "TransferError",
     "UninitializedBlockError",
-    "ZarrStore",
+    "Event",
+    "StoreStats",
+    "TierStats",
     "available_tiers",
+    "tier_class",
+    "LRU",
+    "Belady",
+    "Lease",
+    "LeaseGroup",
+    "NEVER",
+    "Access",
+    "Mode",
+    "Schedule",
+    "Trace",
+    "TieredStore",
+    "Tier",
+    "GpuTier",
+    "NvmeTier",
+    "RamTier",
+    "Transfer",
+    "GB",
+    "MB",
+    "GiB",
+    "KiB",
+    "MiB",
+    "TiB",
     "format_size",
     "parse_size",
-    "tier_class",
+    "ZarrStore",
 ]
 
 #: Imported when they are first asked for: most need torch, which takes seconds, ZarrStore zarr; units need neither.
@@ -92,14 +101,15 @@ _HOMES = {
     "Access": "schedule",
     "Belady": "policies",
     "BlockNotFoundError": "errors",
+    "BlockRecord": "durable.manifest",
     "BlockSpec": "block",
-    "Candidate": "policies",
     "CapacityError": "errors",
     "Commit": "durable.commit",
+    "CommitFigures": "durable.commit",
+    "CopyFigures": "durable.whole_copies",
     "CopyState": "block",
     "CorruptBlockError": "errors",
     "Event": "events",
-    "EvictionPolicy": "policies",
     "GB": "units",
     "GenerationError": "errors",
     "GenerationReader": "durable.reader",
@@ -110,33 +120,35 @@ _HOMES = {
     "Lease": "records",
     "LeaseError": "errors",
     "LeaseGroup": "records",
-    "Ledger": "tiers.base",
-    "Link": "links.base",
-    "LinkUsage": "links.base",
     "LockedError": "errors",
     "MB": "units",
+    "Manifest": "durable.manifest",
     "MiB": "units",
+    "Mode": "schedule",
     "NEVER": "schedule",
     "NvmeTier": "tiers.nvme",
     "RamTier": "tiers.ram",
     "Schedule": "schedule",
-    "Slot": "tiers.base",
     "StoreStats": "events",
-    "ThreadedLink": "links.base",
     "TiB": "units",
     "Tier": "tiers.base",
     "TierStats": "events",
-    "TierUsage": "tiers.base",
     "TieredError": "errors",
     "TieredStore": "store",
     "Trace": "schedule",
     "Transfer": "transfer",
     "TransferError": "errors",
     "UninitializedBlockError": "errors",
+    "WholeCopies": "durable.whole_copies",
     "ZarrStore": "zarr_store",
     "available_tiers": "plugins",
+    "checksum": "checksums",
     "format_size": "units",
+    "list_generations": "durable.manifest",
+    "newest_first": "durable.manifest",
     "parse_size": "units",
+    "read_manifest": "durable.manifest",
+    "remove_generation": "durable.generations",
     "tier_class": "plugins",
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tiered.tiers.ram import HostSlab
+from tiered.ext import HostSlab
 from tiered.units import MiB
 
 READ, WRITE, MIXED = "read", "write", "mixed"

@@ -25,7 +25,7 @@ from bench.peers.base import (
     sync_files,
     timed,
 )
-from tiered.tiers.ram import HostSlab
+from tiered.ext import HostSlab
 from tiered.units import PAGE_BYTES, MiB
 
 #: Compiling DeepSpeed's operator at its first use takes minutes.

@@ -9,7 +9,7 @@ import torch
 
 import tiered
 from bench.peers.base import MIXED, READ, Sample, Side, SkippedError, Work, fill_randomly, timed
-from tiered.transfer import Transfer
+from tiered import Transfer
 from tiered.units import MiB
 
 VERIFY_MODES = ("off", "resume", "always")

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 import tiered
+from tiered.ext import Ledger, Link, Slot, ThreadedLink, Tier, TierUsage
 
 _CHUNK_BYTES = 1 << 20  # compressed one by one: the working memory of a transfer is a few of them
 _LEVEL = 1
@@ -51,7 +52,7 @@ class CompressedRamTier:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.memory_bytes = capacity_bytes if memory_bytes is None else memory_bytes
-        self._ledger = tiered.Ledger(name, capacity_bytes)
+        self._ledger = Ledger(name, capacity_bytes)
         self._lock = threading.Lock()
         self._stored_bytes = self._most_stored_bytes = 0
 
@@ -70,15 +71,15 @@ class CompressedRamTier:
     def slot_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.Slot | None:
-        return tiered.Slot(self.name, nbytes, nbytes, Packed()) if self._ledger.take(nbytes) else None
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        return Slot(self.name, nbytes, nbytes, Packed()) if self._ledger.take(nbytes) else None
 
-    def free(self, slot: tiered.Slot) -> None:
+    def free(self, slot: Slot) -> None:
         self._drop(slot)
         slot.resource = None
         self._ledger.give(slot.slot_bytes)
 
-    def tensor(self, slot: tiered.Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise tiered.TieredError(f"tier '{self.name}' holds compressed bytes: fetch the block into a faster tier first")
 
     def reserve(self, nbytes: int) -> None:
@@ -87,7 +88,7 @@ class CompressedRamTier:
     def sync(self) -> None:
         """Do nothing: memory does not survive the process."""
 
-    def usage(self) -> tiered.TierUsage:
+    def usage(self) -> TierUsage:
         return self._ledger.usage()
 
     def close(self) -> None:
@@ -95,43 +96,43 @@ class CompressedRamTier:
 
     # -- what only some have -----------------------------------------------------------------------------------
 
-    def describe(self, slot: tiered.Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Learn what a home slot will hold; the store tells it once, before the first contents."""
         packed_of(slot).item_bytes = dtype.itemsize
 
-    def links_with(self, neighbour: tiered.Tier) -> list[tiered.Link] | None:
+    def links_with(self, neighbour: Tier) -> list[Link] | None:
         """Return the links to a tier in host memory, and none to others."""
         if neighbour.device is None or neighbour.device.type != "cpu":
             return None
 
-        def compress(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+        def compress(source: Slot, target: Slot, nbytes: int) -> None:
             self._compress(neighbour.tensor(source, (nbytes,), torch.uint8), target)
 
-        def expand(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+        def expand(source: Slot, target: Slot, nbytes: int) -> None:
             self._expand(source, neighbour.tensor(target, (nbytes,), torch.uint8))
 
         return [
-            tiered.ThreadedLink(neighbour.name, self.name, compress, path="zlib"),
-            tiered.ThreadedLink(self.name, neighbour.name, expand, path="zlib"),
+            ThreadedLink(neighbour.name, self.name, compress, path="zlib"),
+            ThreadedLink(self.name, neighbour.name, expand, path="zlib"),
         ]
 
     # -- the bytes ---------------------------------------------------------------------------------------------
 
-    def _compress(self, contents: torch.Tensor, slot: tiered.Slot) -> None:
+    def _compress(self, contents: torch.Tensor, slot: Slot) -> None:
         self._drop(slot)  # what it held is out of date: its room is free for the new contents
         for start in range(0, len(contents), _CHUNK_BYTES):
             raw = in_planes(contents[start : start + _CHUNK_BYTES], packed_of(slot).item_bytes).numpy().tobytes()
             small = zlib.compress(raw, _LEVEL)
             self._add(slot, small if len(small) < len(raw) else raw)
 
-    def _expand(self, slot: tiered.Slot, contents: torch.Tensor) -> None:
+    def _expand(self, slot: Slot, contents: torch.Tensor) -> None:
         packed = packed_of(slot)
         assert len(packed.chunks) == len(range(0, len(contents), _CHUNK_BYTES)), (len(packed.chunks), len(contents))
         for chunk, into in zip(packed.chunks, contents.split(_CHUNK_BYTES), strict=False):
             raw = bytearray(chunk if len(chunk) == len(into) else zlib.decompress(chunk))
             out_of_planes(torch.frombuffer(raw, dtype=torch.uint8), packed.item_bytes, into)
 
-    def _add(self, slot: tiered.Slot, chunk: bytes) -> None:
+    def _add(self, slot: Slot, chunk: bytes) -> None:
         """Store one more chunk of a slot; without memory for it, the slot loses all."""
         with self._lock:
             has_room = self._stored_bytes + len(chunk) <= self.memory_bytes
@@ -148,14 +149,14 @@ class CompressedRamTier:
                 errno=errno.ENOSPC,
             )
 
-    def _drop(self, slot: tiered.Slot) -> None:
+    def _drop(self, slot: Slot) -> None:
         packed = packed_of(slot)
         with self._lock:
             self._stored_bytes -= sum(map(len, packed.chunks))
             packed.chunks = []
 
 
-def packed_of(slot: tiered.Slot) -> Packed:
+def packed_of(slot: Slot) -> Packed:
     """Return the contents of a slot of this tier."""
     assert isinstance(slot.resource, Packed), slot
     return slot.resource

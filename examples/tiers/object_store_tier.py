@@ -23,6 +23,7 @@ import fsspec
 import torch
 
 import tiered
+from tiered.ext import Ledger, Link, Slot, ThreadedLink, Tier, TierUsage
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class ObjectStoreTier:
     ) -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
-        self._ledger = tiered.Ledger(name, capacity_bytes)
+        self._ledger = Ledger(name, capacity_bytes)
         self._files, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
         self._root = f"{root.rstrip('/')}/tiered-{uuid.uuid4().hex}"
         self._part_bytes = part_bytes
@@ -73,13 +74,13 @@ class ObjectStoreTier:
     def slot_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.Slot | None:
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         assert home, f"tier '{self.name}' holds homes only, not a copy of '{name}'"
         if not self._ledger.take(nbytes):
             return None
-        return tiered.Slot(self.name, nbytes, nbytes, Objects(name, f"{self._root}/{name}"))
+        return Slot(self.name, nbytes, nbytes, Objects(name, f"{self._root}/{name}"))
 
-    def free(self, slot: tiered.Slot) -> None:
+    def free(self, slot: Slot) -> None:
         """Delete the objects of a slot. Raises ``TransferError``: they are there still, and stay on the ledger."""
         objects = objects_of(slot)
         try:
@@ -92,7 +93,7 @@ class ObjectStoreTier:
         slot.resource = None
         self._ledger.give(slot.slot_bytes)
 
-    def tensor(self, slot: tiered.Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise tiered.TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
 
     def reserve(self, nbytes: int) -> None:
@@ -101,7 +102,7 @@ class ObjectStoreTier:
     def sync(self) -> None:
         """Do nothing: an object that was put is kept."""
 
-    def usage(self) -> tiered.TierUsage:
+    def usage(self) -> TierUsage:
         return self._ledger.usage()
 
     def close(self) -> None:
@@ -113,21 +114,21 @@ class ObjectStoreTier:
 
     # -- what only some have -----------------------------------------------------------------------------------
 
-    def links_with(self, neighbour: tiered.Tier) -> list[tiered.Link] | None:
+    def links_with(self, neighbour: Tier) -> list[Link] | None:
         """Return the links to a tier in host memory, and none to others."""
         if neighbour.device is None or neighbour.device.type != "cpu":
             return None
 
-        def put(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+        def put(source: Slot, target: Slot, nbytes: int) -> None:
             self._put(neighbour.tensor(source, (nbytes,), torch.uint8), target)
 
-        def get(source: tiered.Slot, target: tiered.Slot, nbytes: int) -> None:
+        def get(source: Slot, target: Slot, nbytes: int) -> None:
             self._get(source, neighbour.tensor(target, (nbytes,), torch.uint8))
 
         way, num = self._protocol(), self._num_connections
         return [
-            tiered.ThreadedLink(neighbour.name, self.name, put, path=way, num_threads=num),
-            tiered.ThreadedLink(self.name, neighbour.name, get, path=way, num_threads=num),
+            ThreadedLink(neighbour.name, self.name, put, path=way, num_threads=num),
+            ThreadedLink(self.name, neighbour.name, get, path=way, num_threads=num),
         ]
 
     def _protocol(self) -> str:
@@ -136,13 +137,13 @@ class ObjectStoreTier:
 
     # -- the bytes ---------------------------------------------------------------------------------------------
 
-    def _parts(self, slot: tiered.Slot) -> Iterator[tuple[str, slice]]:
+    def _parts(self, slot: Slot) -> Iterator[tuple[str, slice]]:
         """Yield the path of each object, and which bytes of the block it holds."""
         for number, start in enumerate(range(0, slot.nbytes, self._part_bytes)):
             stop = min(start + self._part_bytes, slot.nbytes)
             yield f"{objects_of(slot).folder}/{number:06d}", slice(start, stop)
 
-    def _put(self, contents: torch.Tensor, slot: tiered.Slot) -> None:
+    def _put(self, contents: torch.Tensor, slot: Slot) -> None:
         objects_of(slot).was_put = self._has_objects = True
         if self._protocol() == "file":  # buckets have no folders
             self._files.makedirs(objects_of(slot).folder, exist_ok=True)
@@ -153,7 +154,7 @@ class ObjectStoreTier:
             checksums.append(zlib.crc32(data))
         objects_of(slot).checksums = checksums
 
-    def _get(self, slot: tiered.Slot, contents: torch.Tensor) -> None:
+    def _get(self, slot: Slot, contents: torch.Tensor) -> None:
         objects = objects_of(slot)
         for (path, part), expected in zip(self._parts(slot), objects.checksums, strict=True):
             data = bytearray(self._files.cat_file(path))
@@ -164,7 +165,7 @@ class ObjectStoreTier:
             contents[part].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
-def objects_of(slot: tiered.Slot) -> Objects:
+def objects_of(slot: Slot) -> Objects:
     """Return the objects of a slot of this tier."""
     assert isinstance(slot.resource, Objects), slot
     return slot.resource

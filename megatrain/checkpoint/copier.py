@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
-from tiered.durable.manifest import newest_first
-from tiered.durable.reader import GenerationReader
-from tiered.durable.whole_copies import CopyFigures, WholeCopies
+from tiered import CopyFigures, GenerationReader, WholeCopies, newest_first
 from tiered.errors import TieredError
 from tiered.units import format_size
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, bytes_on_drives
-from tiered.durable.ownership import read_owner, snapshot_folders
+from tiered.ext import read_owner, snapshot_folders
 from tiered.units import format_size
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.precision import decode
-from tiered.durable.manifest import list_generations
-from tiered.durable.reader import GenerationReader
+from tiered import GenerationReader, list_generations
 from tiered.errors import TieredError
-from tiered.tiers.layout import dtype_from_name
+from tiered.ext import dtype_from_name
 
 if TYPE_CHECKING:
     from torch import Tensor

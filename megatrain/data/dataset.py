@@ -21,7 +21,7 @@ from megatrain.data.encoding import Encoder, EncodingOptions, Overlong, TokenWri
 from megatrain.data.formats import Row
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.sources import rows_of_files, source_files
-from tiered.checksums import checksum
+from tiered import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 
 from megatrain.plan.machine import FileSystem, available_ram_bytes, file_system_of
-from tiered.store import TieredStore
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import HostSlab, RamTier
-from tiered.transfer import Transfer
+from tiered import NvmeTier, RamTier, TieredStore, Transfer
+from tiered.ext import HostSlab
 from tiered.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 SCRATCH_PREFIX = ".megatrain-tier-doctor-"

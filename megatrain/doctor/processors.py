@@ -18,7 +18,7 @@ from megatrain.optim.base import Segment, Update
 from megatrain.optim.elementwise import AdamW, AdamWConfig
 from megatrain.optim.threads import KernelThreads, cut
 from megatrain.plan.machine import available_ram_bytes
-from tiered.tiers.ram import HostSlab
+from tiered.ext import HostSlab
 from tiered.units import MiB
 
 #: Bytes of RAM that an update of a parameter touches: master, m and v read and written, the gradient read.

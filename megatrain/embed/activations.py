@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.embed.stores import ledger_of
+from tiered import TieredStore, Transfer
 from tiered.errors import CapacityError
-from tiered.store import TieredStore
-from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, GiB, MiB, format_size, round_up
 
 if TYPE_CHECKING:
-    from tiered.records import Lease
-    from tiered.schedule import Mode
+    from tiered import Lease, Mode
 
 __all__ = [
     "ActivationBlock",

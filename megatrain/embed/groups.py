@@ -23,7 +23,7 @@ from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind,
 from megatrain.optim.clip import squared_norm, squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.threads import elements_per_call, share_out
-from tiered.tiers.ram import HostSlab
+from tiered.ext import HostSlab
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from megatrain.embed.weights import WeightBlock
     from megatrain.models.layout import TensorEntry
     from megatrain.optim.threads import KernelThreads
-    from tiered.schedule import Mode
-    from tiered.store import TieredStore
+    from tiered import Mode, TieredStore
 
 __all__ = [
     "DeviceCopies",

@@ -40,13 +40,12 @@ from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import clip_coefficient, global_norm
 from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import KernelThreads
-from tiered.durable.manifest import read_manifest
-from tiered.durable.reader import GenerationReader
+from tiered import GenerationReader, read_manifest
 from tiered.errors import CapacityError, GenerationError, TieredError
 
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer, StateKind
-    from tiered.store import TieredStore
+    from tiered import TieredStore
 
 __all__ = [
     "BYTES_AT_ONCE",

@@ -20,7 +20,7 @@ from megatrain.models.skeleton import build_skeleton, resolve_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tiered.store import TieredStore
+    from tiered import TieredStore
 
 __all__ = ["load_pretrained"]
 

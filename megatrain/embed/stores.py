@@ -15,15 +15,12 @@ import torch
 
 from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.plan.machine import available_ram_bytes, total_ram_bytes
+from tiered import GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import CapacityError
-from tiered.store import TieredStore
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
 from tiered.units import MiB, format_size, parse_size
 
 if TYPE_CHECKING:
-    from tiered.tiers.base import Tier
+    from tiered import Tier
 
 __all__ = [
     "Ledger",

@@ -36,7 +36,7 @@ from megatrain.engine.program import gradient_key, weight_key
 from tiered.errors import CapacityError
 
 if TYPE_CHECKING:
-    from tiered.store import TieredStore
+    from tiered import TieredStore
 
 __all__ = [
     "Call",

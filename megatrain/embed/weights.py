@@ -17,13 +17,12 @@ from torch.autograd.graph import get_gradient_edge
 from megatrain.embed.stores import compute_device, compute_tier, ledger_of
 from megatrain.models.layout import views
 from megatrain.optim.clip import squared_norm
-from tiered.checksums import checksum
+from tiered import checksum
 
 if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry, UnitLayout
     from megatrain.optim.threads import KernelThreads
-    from tiered.records import Lease
-    from tiered.store import TieredStore
+    from tiered import Lease, TieredStore
 
 __all__ = [
     "AbsentWeightError",

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.engine.head import labelled_rows
-from tiered.tiers.ram import HostSlab
+from tiered.ext import HostSlab
 from tiered.units import MiB, round_up
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tiered.schedule import Access, Mode, Schedule
+from tiered import Access, Mode, Schedule
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Phase, Stays, StepProgram
-    from tiered.schedule import Mode
-    from tiered.store import TieredStore
+    from tiered import Mode, TieredStore
 
 
 class Release(enum.Enum):

@@ -10,8 +10,8 @@ from statistics import median_low
 
 from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
 from megatrain.engine.tape import Access, Tape, compile_step, follow
-from tiered.movement import route
-from tiered.schedule import Mode
+from tiered import Mode
+from tiered.ext import route
 from tiered.units import format_size
 
 

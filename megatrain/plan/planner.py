@@ -41,7 +41,7 @@ from megatrain.plan.placement import (
 )
 from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.simulate import measured_rates, simulate_step
-from tiered.tiers.stripe import check_rates, plan_chunks
+from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:

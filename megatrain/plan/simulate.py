@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Kept, Op, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token
-from tiered.policies import Belady
-from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
-from tiered.store import TieredStore
+from tiered import Belady, TieredStore
+from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
-    from tiered.events import StoreStats
+    from tiered import StoreStats
 
 _NUM_WARM_STEPS = 2  # the first lacks the update, the second may still find an empty drive queue
 _NUM_STEPS = 2

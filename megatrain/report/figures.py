@@ -14,7 +14,7 @@ from megatrain.config.resolved import resolved_values
 from megatrain.config.schema import RunConfig
 from megatrain.report.history import RunHistory
 from tiered.errors import TieredError
-from tiered.tiers.health import WearCounter
+from tiered.ext import WearCounter
 
 #: Steps left out of means: the first ones create files and touch pages for the first time.
 NUM_WARM_STEPS = 2

@@ -15,8 +15,7 @@ from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
-from tiered.checksums import checksum
-from tiered.durable.manifest import read_manifest
+from tiered import checksum, read_manifest
 
 if TYPE_CHECKING:
     from megatrain.config.schema import OptimizerConfig

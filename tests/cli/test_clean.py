@@ -160,14 +160,14 @@ def test_a_run_that_starts_after_the_listing_is_not_touched(
     make_store(tmp_path / "a").close()
     import tiered.tiers.cleanup as leftovers
 
-    real, stores = leftovers.measure, []
+    real, stores = leftovers.measure_leftovers, []
 
     def measure_and_start(path: Path) -> leftovers.Leftovers:
         found = real(path)
         stores.append(make_store(path))
         return found
 
-    monkeypatch.setattr(leftovers, "measure", measure_and_start)
+    monkeypatch.setattr(leftovers, "measure_leftovers", measure_and_start)
     result = run(tmp_path, "--yes")
     assert result.exit_code == 1 and f"in use by process {os.getpid()}" in result.stderr
     with stores[0].acquire("layer.0/m", "ram") as lease:

@@ -138,7 +138,7 @@ def test_the_suites_need_no_pytest() -> None:
 class Miser(tiered.RamTier):
     """Never gives its last page, and counts it as free all the same."""
 
-    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.Slot | None:
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> tiered.ext.Slot | None:
         is_last = self.usage().free_bytes <= self.slot_bytes(nbytes)
         return None if is_last else super().allocate(nbytes, name=name, home=home)
 

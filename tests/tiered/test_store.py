@@ -21,7 +21,6 @@ from tiered import (
     CapacityError,
     CopyState,
     Event,
-    EvictionPolicy,
     KiB,
     LeaseError,
     MiB,
@@ -33,6 +32,7 @@ from tiered import (
     TransferError,
     UninitializedBlockError,
 )
+from tiered.ext import EvictionPolicy
 from tiered.schedule import Mode
 from tiered.tiers import health
 

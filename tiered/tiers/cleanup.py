@@ -51,7 +51,7 @@ def _is_ours(folder: Path) -> bool:
     return own is not None and "page_bytes" in own  # which only the document of a whole directory has
 
 
-def measure(path: Path) -> Leftovers:
+def measure_leftovers(path: Path) -> Leftovers:
     """Return what could be removed from a directory of a file tier. Changes nothing."""
     return replace(_measure(path), owner=living_owner(path))
 
@@ -68,7 +68,7 @@ def _measure(path: Path) -> Leftovers:
     return Leftovers(path, num_files, nbytes, num_foreign)
 
 
-def remove(path: Path) -> Leftovers:
+def remove_leftovers(path: Path) -> Leftovers:
     """Remove the scratch of a directory and return what went; holds the directory's lock meanwhile.
 
     Raises:

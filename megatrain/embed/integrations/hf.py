@@ -24,7 +24,7 @@ from megatrain.embed.tier import TieredModule, tiered_module
 if TYPE_CHECKING:
     from torch import nn
 
-    from tiered.store import TieredStore
+    from tiered import TieredStore
 
 __all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "tiered"]
 

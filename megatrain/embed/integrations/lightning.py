@@ -36,7 +36,7 @@ from megatrain.embed.weights import block_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from tiered.store import TieredStore
+    from tiered import TieredStore
 
 
 __all__ = ["TierStrategy"]

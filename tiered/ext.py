@@ -1,0 +1,160 @@
+"""What authors of tiers, links and policies import, and of tools that look after a tier's directories.
+
+The contracts are in docs/extending.md, their suites in ``tiered.testing``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder
+    from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
+    from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
+    from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
+    from tiered.links.route import default_links
+    from tiered.movement import route
+    from tiered.policies import Candidate, EvictionPolicy
+    from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
+    from tiered.tiers.base import (
+        DescribingTier,
+        Ledger,
+        PausingTier,
+        Slot,
+        StreamTier,
+        Tier,
+        TierUsage,
+        WriteCountingTier,
+    )
+    from tiered.tiers.cleanup import (
+        Leftovers,
+        Orphan,
+        find_directories,
+        find_orphans,
+        measure_leftovers,
+        remove_leftovers,
+        remove_orphan,
+    )
+    from tiered.tiers.directory import check_ours, files_below, lock_directory, reusable_bytes, unlock_directory
+    from tiered.tiers.health import WearCounter
+    from tiered.tiers.layout import dtype_from_name
+    from tiered.tiers.ram import HostSlab, view_as
+    from tiered.tiers.snapshots import DurableTier, Snapshots
+    from tiered.tiers.stripe import check_rates, plan_chunks
+    from tiered.transfer import Transfer
+
+__all__ = [
+    "SNAPSHOT_FOLDER",
+    "generation_folder",
+    "read_owner",
+    "read_store_id",
+    "snapshot_folders",
+    "Link",
+    "LinkedTier",
+    "LinkUsage",
+    "Meter",
+    "ThreadedLink",
+    "Workers",
+    "KvikioProbe",
+    "may_open_driver",
+    "probe_kvikio",
+    "default_links",
+    "route",
+    "Candidate",
+    "EvictionPolicy",
+    "SimulatedChannel",
+    "SimulatedClock",
+    "SimulatedLink",
+    "SimulatedTier",
+    "DescribingTier",
+    "Ledger",
+    "PausingTier",
+    "Slot",
+    "StreamTier",
+    "Tier",
+    "TierUsage",
+    "WriteCountingTier",
+    "Leftovers",
+    "Orphan",
+    "find_directories",
+    "find_orphans",
+    "measure_leftovers",
+    "remove_leftovers",
+    "remove_orphan",
+    "check_ours",
+    "files_below",
+    "lock_directory",
+    "reusable_bytes",
+    "unlock_directory",
+    "WearCounter",
+    "dtype_from_name",
+    "HostSlab",
+    "view_as",
+    "DurableTier",
+    "Snapshots",
+    "check_rates",
+    "plan_chunks",
+    "Transfer",
+]
+
+#: Imported when they are first asked for: most need torch, which takes seconds.
+_HOMES = {
+    "Candidate": "policies",
+    "DescribingTier": "tiers.base",
+    "DurableTier": "tiers.snapshots",
+    "EvictionPolicy": "policies",
+    "HostSlab": "tiers.ram",
+    "KvikioProbe": "links.probe",
+    "Ledger": "tiers.base",
+    "Leftovers": "tiers.cleanup",
+    "Link": "links.base",
+    "LinkUsage": "links.base",
+    "LinkedTier": "links.base",
+    "Meter": "links.base",
+    "Orphan": "tiers.cleanup",
+    "PausingTier": "tiers.base",
+    "SNAPSHOT_FOLDER": "durable.manifest",
+    "SimulatedChannel": "simulation",
+    "SimulatedClock": "simulation",
+    "SimulatedLink": "simulation",
+    "SimulatedTier": "simulation",
+    "Slot": "tiers.base",
+    "Snapshots": "tiers.snapshots",
+    "StreamTier": "tiers.base",
+    "ThreadedLink": "links.base",
+    "Tier": "tiers.base",
+    "TierUsage": "tiers.base",
+    "Transfer": "transfer",
+    "WearCounter": "tiers.health",
+    "Workers": "links.base",
+    "WriteCountingTier": "tiers.base",
+    "check_ours": "tiers.directory",
+    "check_rates": "tiers.stripe",
+    "default_links": "links.route",
+    "dtype_from_name": "tiers.layout",
+    "files_below": "tiers.directory",
+    "find_directories": "tiers.cleanup",
+    "find_orphans": "tiers.cleanup",
+    "generation_folder": "durable.manifest",
+    "lock_directory": "tiers.directory",
+    "may_open_driver": "links.probe",
+    "measure_leftovers": "tiers.cleanup",
+    "plan_chunks": "tiers.stripe",
+    "probe_kvikio": "links.probe",
+    "read_owner": "durable.ownership",
+    "read_store_id": "durable.ownership",
+    "remove_leftovers": "tiers.cleanup",
+    "remove_orphan": "tiers.cleanup",
+    "reusable_bytes": "tiers.directory",
+    "route": "movement",
+    "snapshot_folders": "durable.ownership",
+    "unlock_directory": "tiers.directory",
+    "view_as": "tiers.ram",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"tiered.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'tiered.ext' has no attribute '{name}'")
