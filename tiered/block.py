@@ -18,8 +18,8 @@ class BlockSpec:
 
     Attributes:
         key: name, path-like: segments of letters, digits, ``_ . -`` joined by ``/``.
-        shape: what a lease's tensor looks like.
-        dtype: what a lease's tensor looks like.
+        shape: of a lease's tensor.
+        dtype: of a lease's tensor.
         home: name of the tier that owns the block's slot for life.
         durable: part of a commit. Scratch blocks (gradients, activations) are not.
     """

@@ -114,8 +114,8 @@ class CorruptBlockError(TieredError):
 
     Attributes:
         key: the block.
-        expected: the two checksums.
-        found: the two checksums.
+        expected: the checksum of what was written.
+        found: the checksum of what was read.
         place: files and offset ranges.
         generation: of which it is a part, or None for contents of a running process.
     """
@@ -139,7 +139,7 @@ class NewerFormatError(GenerationError):
 
 
 class UnusableDirectoryError(TieredError):
-    """A tier was given a directory that cannot be made, or that holds files of somebody else. Nothing was written."""
+    """A tier was given a directory that cannot be made, or that holds foreign files. Nothing was written."""
 
 
 class LockedError(TieredError):

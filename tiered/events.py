@@ -1,4 +1,4 @@
-"""What the store tells about itself: events as they happen, counters as frozen statistics."""
+"""Events of a store as they happen, and its counters as frozen statistics."""
 
 from __future__ import annotations
 

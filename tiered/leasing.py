@@ -1,4 +1,4 @@
-"""Leases: who may read or write a copy, who waits, and what may be evicted or pinned meanwhile."""
+"""Leases: reading and writing copies, waiting for them, and what may be evicted or pinned meanwhile."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Leasing:
         return None
 
     def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
-        """Wait once. Returns False, at once, where the room that was refused is there: ask again, nobody would wake us.
+        """Wait once. Returns False, at once, where the room that was refused is there by now: nothing would wake us.
 
         Raises:
             TieredError: the caller asks again already. Other errors: those of what it waits for, or a time-out.
@@ -134,7 +134,7 @@ class Leasing:
                 raise TieredError(
                     f"tier '{waiting.tier}' says that {free_bytes} bytes are free, and gives no slot of "
                     f"{waiting.need_bytes}: its usage() and allocate() contradict each other. "
-                    "tiered.testing.TierSuite tells what a tier must do"
+                    "tiered.testing.TierSuite tests what a tier must do"
                 )
             if free_bytes >= waiting.need_bytes:
                 return False
@@ -143,7 +143,7 @@ class Leasing:
         if left_s is not None and left_s <= 0:
             raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
         num_failures = len(self.movement.failed_write_backs)
-        if waiting.transfer is None or waiting.transfer.error is None:  # else it failed before anybody could wait
+        if waiting.transfer is None or waiting.transfer.error is None:  # else it failed before the wait began
             self.movement.changed.wait(left_s)
         end_s = self.movement.time_s()
         self.check_open()
@@ -246,7 +246,7 @@ class Leasing:
     # -- refusing ----------------------------------------------------------------------------------------------
 
     def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
-        """Refuse at once what waiting can never give: room that does not exist, or the caller's own lease."""
+        """Refuse at once what no wait can bring: room that does not exist, or the caller's own lease."""
         if waiting.cause == "lease":
             mine = threads_of_caller()
             for block, _, mode in targets:
@@ -263,7 +263,7 @@ class Leasing:
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
     def _room_ever(self, tier: str, besides: Sequence[Copy] = ()) -> int:
-        """Return the bytes of ``tier`` that could be free once everybody else lets go of what they hold."""
+        """Return the bytes of ``tier`` that could be free once all other callers release what they hold."""
         usage = self.movement.tiers[tier].usage()
         threads = threads_of_caller()
         mine = {lease._copy for lease in self.leases if lease.thread_id in threads}
@@ -429,10 +429,10 @@ _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
 def threads_of_caller() -> Sequence[int]:
-    """Return the ids of the calling thread, first, and, in a backward, of those that called one and wait for its end.
+    """Return thread ids whose leases would deadlock the caller: its own first, in a backward those of its callers.
 
     On a CPU a backward runs in the thread that calls it, on a device in one of autograd's own: that one must not wait
-    for leases of a caller that waits for it. (With Python 3.11 it does: who waits cannot be told there.) If two threads
+    for leases of a caller that waits for it. (With Python 3.11 it does: callers cannot be found there.) If two threads
     are in backwards, each counts for the other: for one device autograd has a single thread, so they do wait for each
     other.
     """

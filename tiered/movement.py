@@ -33,10 +33,10 @@ class Movement:
         time_s: the clock that stalls are measured with.
         now: the trainer's tick.
         schedule: the known future, or None.
-        home_bytes: by tier, what is not open to copies.
-        reserved_bytes: by tier, what is not open to copies.
-        pinned_bytes: what pins take, now or to come.
-        failed_write_backs: errors of write-backs; whoever waits for room while one is added gets it raised.
+        home_bytes: by tier, of home slots.
+        reserved_bytes: by tier, of reservations.
+        pinned_bytes: by tier, what pinned copies take once they are there.
+        failed_write_backs: errors of write-backs; raised to callers that wait for room while one is added.
         unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
     """
 
@@ -83,7 +83,7 @@ class Movement:
         self.schedule, self.lookahead_bytes, self._travels = schedule, lookahead_bytes, Travels(schedule)
 
     def add(self, block: Block) -> None:
-        """Take a registered block."""
+        """Add a registered block."""
         self.blocks[block.spec.key] = block
         self._travels.know(block)
 
@@ -212,7 +212,7 @@ class Movement:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)
                 self.unsaved.pop(block, None)
-            else:  # the copy keeps the only valid bytes; whoever waits for room or for the home is told
+            else:  # the copy keeps the only valid bytes; callers that wait for room or for the home get the error
                 self.failed_write_backs.append(transfer.error)
                 self.unsaved[block] = transfer.error
                 copy.move(CopyState.DIRTY)
@@ -246,7 +246,7 @@ class Movement:
             tier.give_up_waiting()
 
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
-        """Let go of the copy that a write-back went through; one that was made for it goes with it."""
+        """Release the copy that a write-back went through; one that was made for it is evicted."""
         self._relayed_bytes[middle.tier] -= middle.slot_bytes
         middle.readers -= 1
         if middle.state is CopyState.FILLING and transfer.error is not None:

@@ -56,8 +56,8 @@ def next_fetches(
         now: the trainer's tick; its own accesses are served on demand.
         lookahead_bytes: most bytes of distinct future copies to look ahead; None = no limit but the room.
         room_bytes: bytes of each tier that are open to copies (capacity less homes and reserved bytes).
-        inspect: tells for an access whether its copy is there or on its way, and its size (0: needs no slot).
-        passing: tells for an access which room it needs in tiers between its own and the block's home; None: there are
+        inspect: returns for an access whether its copy is there or on its way, and its size (0: needs no slot).
+        passing: returns for an access the room it needs in tiers between its tier and the block's home; None: there are
             none.
     """
     if lookahead_bytes == 0:

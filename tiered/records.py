@@ -72,7 +72,7 @@ class Copy:
 
 
 class Block:
-    """A registered block: its spec, its copies by tier, and who may touch them."""
+    """A registered block: its spec, its copies by tier, its writer. All fields are guarded by the store's lock."""
 
     __slots__ = ("copies", "num_transfers", "spec", "version", "writer")
 
@@ -110,7 +110,7 @@ class Block:
         return None
 
 
-#: ``thread_id`` of a lease that no caller holds but a commit under way: it ends without anybody's doing.
+#: ``thread_id`` of a lease held by a commit under way, which ends by itself.
 NO_THREAD = -1
 
 
@@ -121,16 +121,16 @@ class _Returner(Protocol):
 class Lease:
     """One copy of one block, held still. Use it as a context manager, or call ``release`` once.
 
-    The copy is neither evicted nor changed by anybody else while the lease lives. A ``w`` or ``rw`` lease is
+    The copy is neither evicted nor changed by others while the lease lives. A ``w`` or ``rw`` lease is
     exclusive over all copies of the block. Leaving the ``with`` block of a ``w`` lease by an exception abandons it.
 
     Attributes:
         tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device. Not
             usable after release: the slot may then hold another block.
-        key: what was asked for.
-        tier: what was asked for.
-        mode: what was asked for.
-        version: released writes the block had seen when the lease was given.
+        key: of the block.
+        tier: that holds the copy.
+        mode: ``r``, ``w`` or ``rw``.
+        version: number of writes released before this lease was granted.
     """
 
     __slots__ = ("_block", "_copy", "_leasing", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
@@ -194,7 +194,7 @@ class Lease:
 
 
 class LeaseGroup(Sequence[Lease]):
-    """Leases that were given together; released together. Index by position, or by key with ``group.of(key)``."""
+    """Leases granted together and released together. Index by position, or by key with ``group.of(key)``."""
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self._leases = tuple(leases)

@@ -19,8 +19,8 @@ class Access:
 
     Attributes:
         tick: when, in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
-        key: which copy.
-        tier: which copy.
+        key: of the block.
+        tier: that has the copy.
         mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """
 

@@ -47,7 +47,7 @@ class SimulatedClock(threading.Condition):
         self.now_s = end_s
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Run the next event; there must be one, else everybody would wait for ever."""
+        """Run the next event; there must be one, else the wait would never end."""
         assert self._events, "the store waits, and nothing is under way"
         self._run_next()
         return True

@@ -1,4 +1,4 @@
-"""TieredStore: keeps the promises about blocks, and copies no byte itself."""
+"""TieredStore: the contract of a store of blocks. How it is kept: ``leasing``, ``movement``, ``durable``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TieredStore:
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: how many of the last generations a commit leaves.
         on_full: when the drive of ``path`` is full, where no tier owns it: ``pause`` until there is room, or ``error``.
-        on_notice: called with a sentence that a person should read, from any thread; default: logged as a warning.
+        on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
         clock: virtual time, for stores of simulated tiers and links.
@@ -115,7 +115,7 @@ class TieredStore:
         return self._generations.num_kept
 
     def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
-        """Let commits leave the generations that ``named()`` returns, too: somebody else's checkpoints refer to them.
+        """Let commits leave the generations that ``named()`` returns, too: other checkpoints refer to them.
 
         Called at every commit, from its thread. What they hold comes on top of the capacity of a tier of files.
         """
@@ -258,7 +258,7 @@ class TieredStore:
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Tell the future, and how many bytes of it the prefetcher may hold ahead (None: as much as fits; 0: none)."""
+        """Set the access schedule and the look-ahead budget of the prefetcher (None: as much as fits; 0: none)."""
         with self._changed:
             self._movement.follow(schedule, lookahead_bytes)
             self._movement.pump()
@@ -401,7 +401,7 @@ class TieredStore:
     def close(self) -> None:
         """Finish what is under way, a commit too, and free everything. Uncommitted contents are gone. Idempotent.
 
-        Warns (``RuntimeWarning``) of a commit that failed and that nobody waited for.
+        Warns (``RuntimeWarning``) of a commit that failed without a ``wait`` for it.
         """
         self._generations.join()
         with self._changed:
@@ -431,5 +431,5 @@ class TieredStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.give_up_waiting()  # for a full drive: nobody needs the bytes any more
+            self.give_up_waiting()  # for a full drive: the bytes are not needed any more
         self.close()

@@ -17,8 +17,8 @@ class Transfer:
     they are ordered before ``wait_stream``'s stream (the host need not have waited for the device).
 
     Attributes:
-        src: names of the tiers.
-        dst: names of the tiers.
+        src: name of the tier that is read.
+        dst: name of the tier that is written.
         nbytes: bytes moved.
         path: which way they went, e.g. ``posix-direct``.
         skipped: a prefetch that had no room, or nothing to do; it is done and moved nothing.
@@ -120,8 +120,8 @@ class Waiting:
     Attributes:
         cause: one of ``STALL_CAUSES``.
         transfer: the movement whose failure concerns the waiter.
-        tier: for ``space``: where how much room is missing.
-        need_bytes: for ``space``: where how much room is missing.
+        tier: for ``space``: where room is missing.
+        need_bytes: for ``space``: how much of it.
     """
 
     cause: str

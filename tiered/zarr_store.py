@@ -61,7 +61,7 @@ class ZarrStore(Store):
     through ``tier``, where the copy stays until room is needed, as the store's policy decides. ``store.commit()``
     makes all values a generation that survives a crash; a ZarrStore over ``TieredStore.open(...)`` has them again.
 
-    Slots are multiples of 4096 bytes, and each value on a drive has files of its own: choose chunks of megabytes.
+    Slots are multiples of 4096 bytes, and each value on a drive has its files: choose chunks of megabytes.
     ``set`` replaces a value of the same size in place, and one of another size by a second block, for which there must
     be room beside the first: a value that does not fit raises ``CapacityError`` and leaves the one before as it was.
     Readers, and commits, get the old value or the new one, never a mixture.
@@ -190,7 +190,7 @@ class ZarrStore(Store):
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Hold off whoever would replace this value."""
+        """Hold off writers that would replace this value."""
         lock = self._shared.lock(self.block_keys(key)[0])
         if not lock.acquire(timeout=self._timeout_s):
             raise TimeoutError(f"'{key}' was in use for {self._timeout_s:g} s")

@@ -58,7 +58,7 @@ class Generations:
         path: directory of the generations; None: the first path of a file tier, or nothing to commit to.
         keep: how many of the last generations a commit leaves, at least 1.
         full: waits for room on the drive of ``path`` where no tier owns it.
-        notice: tells a person.
+        notice: reports what the user should read.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Generations:
             self._remove(store, generation)
 
     def join(self) -> None:
-        """Wait for the commit under way; warns of a failure that nobody was told."""
+        """Wait for the commit under way; warns of a failure that was not raised."""
         with self._committing:
             if self._last is not None:
                 self._last.join()
@@ -175,7 +175,7 @@ class Generations:
     # -- the directory -----------------------------------------------------------------------------------------
 
     def _own_directory(self) -> StoreIdentity:
-        """Return who this store is; where no file tier owns its directory, lock it for this store."""
+        """Return the identity of this store; where no file tier owns its directory, lock it for this store."""
         if self._identity is not None:
             return self._identity
         if self.path is None:
@@ -184,7 +184,7 @@ class Generations:
         if self._directory is None and not any(str(path) in tier.paths for tier in self._file_tiers):
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
-                pass  # files that a file tier once kept for reuse: nobody takes them now
+                pass  # files that a file tier once kept for reuse: no tier is here to take them
         self._identity = StoreIdentity.of(path, store_id_in_manifests(path) if read_store_id(path) is None else None)
         for _, folder in self._snapshot_folders(self._identity):
             owner = read_owner(folder)
@@ -193,7 +193,7 @@ class Generations:
         return self._identity
 
     def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
-        """Return who this store is, and what waits for room on the drive of its generations; halves are removed."""
+        """Return the identity of this store, and what waits for room on its drive; unfinished generations are removed."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
         full = self.full if owner is None else owner.full

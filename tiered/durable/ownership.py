@@ -1,7 +1,7 @@
-"""Whose a snapshot is: a store's identity, and the note of it in every folder that it makes on a shared path.
+"""Ownership of snapshots: a store's identity, and the note of it in every folder that it makes on a shared path.
 
 Several stores may use one path of a file tier, one after the other. ``STORE.json`` in its directory of generations
-names a store; ``OWNER.json`` in ``snap/<generation>/`` says whose that is. A store removes only what is its own.
+names a store; ``OWNER.json`` in ``snap/<generation>/`` names its owner. A store removes only what it owns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a folder is: the store's id, and where its generations were when the folder was made ("": unreadable)."""
+    """The owner of a folder: the store's id, and where its generations were when it was made ("": unreadable)."""
 
     id: str
     path: str
@@ -37,7 +37,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Who a store is: 32 hexadecimal digits, and the directory of its generations, absolute."""
+    """A store's id (32 hexadecimal digits), and the directory of its generations, absolute."""
 
     id: str
     path: Path
@@ -56,7 +56,7 @@ class StoreIdentity:
         return cls(found, path)
 
     def mark(self, folder: Path) -> None:
-        """Say that a folder is this store's, making the folder; not flushed."""
+        """Make a folder with a note that this store owns it; not flushed."""
         folder.mkdir(parents=True, exist_ok=True)
         path = str(self.path)
         write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _seal(self.id, path)})
@@ -64,8 +64,8 @@ class StoreIdentity:
     def owns(self, folder: Path) -> bool:
         """Return whether a folder ``<path>/snap/<generation>`` is this store's.
 
-        One in the store's own directory is, unless it says that it is another store's. One elsewhere is if it says
-        so, or says so of a directory that was moved here since; not if this directory is a copy of that one.
+        In the store's own directory it is, unless its note names another store. Elsewhere it is if its note says so,
+        also of a directory that was moved here since; not if this directory is a copy of that one.
         """
         owner = read_owner(folder)
         is_here = _is_same(folder.parent.parent, self.path)
@@ -83,7 +83,7 @@ def read_store_id(directory: Path) -> str | None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Return whose a folder says it is, None if it says nothing; a damaged note makes it nobody's."""
+    """Return the owner noted in a folder, None without a note; a damaged note is an owner without id."""
     if not (folder / OWNER_NAME).exists():
         return None
     found = _read(folder / OWNER_NAME) or {}
@@ -92,7 +92,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
-    """Yield (generation, folder) of everything under ``snap/`` of these paths, whosesoever it is."""
+    """Yield (generation, folder) of everything under ``snap/`` of these paths, of any store."""
     for path in paths:
         snap = Path(path, SNAPSHOT_FOLDER)
         for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
@@ -101,7 +101,7 @@ def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[
 
 
 def remove_snapshot_folder(folder: Path) -> None:
-    """Delete a folder of ``snap/``, the note whose it is last, so that a crash half-way leaves no nameless rest."""
+    """Delete a folder of ``snap/``, its ownership note last, so that a crash leaves no folder without owner."""
     with contextlib.suppress(FileNotFoundError):
         for entry in list(folder.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
@@ -113,7 +113,7 @@ def remove_snapshot_folder(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Delete a folder of ``snap/`` that a crash left before it said, or after it had said, whose it was."""
+    """Delete a folder of ``snap/`` that a crash left without a note of ownership, if nothing else is in it."""
     if {entry.name for entry in folder.iterdir()} <= {_UNFINISHED_NOTE}:
         (folder / _UNFINISHED_NOTE).unlink(missing_ok=True)
         folder.rmdir()

@@ -1,7 +1,7 @@
 """Whole copies of committed generations: all their bytes in one directory, whichever drives they lay on.
 
 The directory is one of generations itself, so that ``GenerationReader`` reads, checks and removes what lies there. A
-copy counts once the directory names it as current: cut off at any instant before, it is a rest that the next removes.
+copy counts once the directory names it as current: cut off at any instant before, it is removed by the next.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WholeCopies:
 
     Raises:
         LockedError: another process uses it.
-        TieredError: it holds somebody else's files.
+        TieredError: it holds foreign files.
         OSError: the drive refused.
     """
 
@@ -98,7 +98,7 @@ class WholeCopies:
         """Copy a generation and make the copy the current one; return once it survives a power cut.
 
         Every byte is compared with its checksum when it is read, and again on the drive when it was written. The
-        caller sees to it that nobody removes the generation meanwhile. After an error nothing of the copy is left.
+        caller keeps the generation from being removed meanwhile. After an error nothing of the copy is left.
 
         Args:
             source: a reader of the generation.
@@ -187,7 +187,7 @@ class WholeCopies:
     def _remove_unfinished(self) -> None:
         known = set(newest_first(self.path))
         for number, folder in list(snapshot_folders([self.path])):
-            owner = read_owner(folder)  # damaged where the power went before it was flushed: nobody else is here
+            owner = read_owner(folder)  # damaged where the power went before it was flushed
             if number not in known and (owner is None or owner.id in (self._identity.id, "")):
                 self._remove(number)
         for _, folder in snapshot_folders([self.path]):

@@ -188,8 +188,8 @@ class ThreadedLink:
     Whatever ``move`` raises ends the transfer: a ``TieredError`` as it is, anything else as a ``TransferError``.
 
     Args:
-        src: names of the tiers.
-        dst: names of the tiers.
+        src: name of the tier that it reads.
+        dst: name of the tier that it writes.
         path: what to call the way, in statistics.
         move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``; several at once, for different
             slots.

@@ -1,4 +1,4 @@
-"""CudaLink: device memory <-> page-locked host memory, on copy streams of its own per direction."""
+"""CudaLink: device memory <-> pinned host memory, with its own copy streams per direction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CudaLink:
     layer's weights, whose slot is free, would come behind it. Copies of one lane keep the order of submission, which is
     that of need. Copies out all wait for the kernel that made the bytes; these end in order, so one lane serves them.
 
-    One thread enqueues (a copy from memory that is not page-locked blocks it), one per lane waits for the device.
+    One thread enqueues (a copy from memory that is not pinned blocks it), one per lane waits for the device.
     """
 
     def __init__(self, src_tier: GpuTier | RamTier, dst_tier: GpuTier | RamTier) -> None:
@@ -66,7 +66,7 @@ class CudaLink:
 
     @property
     def path(self) -> str:
-        """Return ``cuda``, or ``cuda-pageable`` where host memory is not page-locked: the driver stages copies then."""
+        """Return ``cuda``, or ``cuda-pageable`` where host memory is not pinned: the driver stages copies then."""
         is_staged = isinstance(self._host_tier, RamTier) and self._host_tier.num_unpinned_slabs > 0
         return "cuda-pageable" if is_staged else "cuda"
 

@@ -189,7 +189,7 @@ class FileEngine:
         for part, piece in tasks:
             self._workers.submit(
                 lambda part=part, piece=piece: self._run(job, part, piece, is_write),  # type: ignore[misc]
-                urgent=not is_write,  # somebody waits for a read; writes have time
+                urgent=not is_write,  # callers wait for reads; writes have time
             )
 
     def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[Part]:
@@ -270,7 +270,7 @@ class FileEngine:
     def _compare(self, job: _Job, completed: list[tuple[int, int]]) -> None:
         """Check the pieces that are whole now against the checksums of what was written."""
         if job.home.checksums is None:
-            return  # nothing was written since the tier was told to check
+            return  # nothing was written since the tier began to check
         for start, stop in completed:
             expected, found = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
             if found != expected:

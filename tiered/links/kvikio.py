@@ -42,7 +42,7 @@ class _Handle:
 
 
 class KvikioMover:
-    """``PartMover`` with kvikio. Thread-safe; of no use after a fork, where kvikio would wait for ever.
+    """``PartMover`` with kvikio. Thread-safe; of no use after a fork, where kvikio would hang.
 
     Files stay open between parts, known by their inode: what a snapshot has taken the name of is never mistaken for
     the file that has the name now. At most 128 stay open, and none that was deleted for long.
@@ -51,7 +51,7 @@ class KvikioMover:
     cache) are a third of the speed.
 
     Args:
-        tier: whose files.
+        tier: that has the files.
         has_gds: a probe has shown that GPUDirect Storage carries bytes here. Otherwise kvikio is kept from opening
             libcufile's driver, which may never return.
 

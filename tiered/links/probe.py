@@ -1,4 +1,4 @@
-"""What kvikio can do on this machine, found out in a process of its own: its driver may spin for ever.
+"""What kvikio can do on this machine, probed in a subprocess: cuFile can hang.
 
 Run as a script, this file is that process; it imports nothing of this package, so that it starts quickly.
 """
@@ -229,7 +229,7 @@ def _probe(file: str, findings: _Findings) -> None:
 
 
 if __name__ == "__main__":
-    # Should nobody be left to kill this process: the default action of SIGALRM ends it, in the middle of a C loop too.
+    # Also without a parent to kill this process: the default action of SIGALRM ends it, in the middle of a C loop too.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]) + 1.0)
     _probe(sys.argv[1], _Findings())

@@ -21,7 +21,7 @@ from tiered.units import PAGE_BYTES
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
     """Return both directions between each two neighbours of ``tiers`` (fast to slow), then those past others.
 
-    Links past others are made between an ``NvmeTier`` that is told so (``past_ram``) and each ``GpuTier``.
+    Links past others are made between an ``NvmeTier`` with ``past_ram`` and each ``GpuTier``.
 
     A tier with a method ``links_with`` is asked first, the slower of two before the faster.
 

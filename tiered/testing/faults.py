@@ -1,4 +1,4 @@
-"""Drives that misbehave: a ``PartMover`` around a real one that fails, lies or dawdles when told to."""
+"""Fault injection for drives: a ``PartMover`` around a real one that fails, corrupts or delays on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store's surroundings without hardware or time: memory tiers, and links that move bytes only when told."""
+"""A store's surroundings without hardware or time: memory tiers, and links that move bytes on demand."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class PolicySuite(ABC):
             self.make_policy().rank(tuple(candidates), now)  # a sequence, not always a list
 
     def test_the_same_question_has_the_same_answer(self) -> None:
-        """Else what is moved would depend on how often somebody waited."""
+        """Else what is moved would depend on how often callers waited."""
         policy, cases = self.make_policy(), _cases()
         first = [list(policy.rank(candidates, now)) for candidates, now in cases]
         for (candidates, now), answer in zip(cases, first, strict=True):

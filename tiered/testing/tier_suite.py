@@ -24,7 +24,7 @@ class TierSuite(TierSubject):
             def make_tier(self, capacity_bytes: int) -> Tier:
                 return MyTier(capacity_bytes)
 
-    Every test makes a tier of its own and closes it.
+    Every test makes a tier and closes it.
     """
 
     def _tier(self) -> contextlib.closing[Tier]:
@@ -215,7 +215,7 @@ class TierSuite(TierSubject):
         tier.close()
 
     def test_threads_share_it(self) -> None:
-        """Never above the capacity, nobody gets another's bytes, and nothing is left on the ledger."""
+        """Never above the capacity, no slot gets another's bytes, and nothing is left on the ledger."""
         problems: list[str] = []
         with self._tier() as tier:
             threads = [

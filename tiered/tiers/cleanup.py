@@ -24,8 +24,8 @@ class Leftovers:
 
     Attributes:
         path: the directory.
-        num_files: chunk files that can go, and the space that frees.
-        nbytes: chunk files that can go, and the space that frees.
+        num_files: chunk files that can go.
+        nbytes: space on the drive that this frees.
         num_foreign: files in their folders that no tier made, and that stay.
         owner: the living process that uses the directory, or None; then nothing can go.
     """

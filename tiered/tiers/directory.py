@@ -21,7 +21,7 @@ from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, o
 from tiered.units import PAGE_BYTES, format_size
 
 LOCK_NAME = "LOCK"
-#: In a directory of generations: whose they are (``ownership.py``).
+#: In a directory of generations: the id of their store (``durable/ownership.py``).
 STORE_NAME = "STORE.json"
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
 
@@ -58,7 +58,7 @@ class TierDirectory:
 
     Raises:
         LockedError: another tier, here or in another process, uses it.
-        TieredError: it holds somebody else's files, or ours in a newer format; or its count of bytes is unreadable.
+        TieredError: it holds foreign files, or ours in a newer format; or its count of bytes is unreadable.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_written_bytes: int | None = None) -> None:
@@ -82,7 +82,7 @@ class TierDirectory:
             unlock_directory(self._lock_fd)
             raise
         try:
-            check_ours(self.path)  # again, now that nobody else can be making it
+            check_ours(self.path)  # again, under the lock: no other process can be making it now
             self._write_own_document()
             self._recover_pool()
             self._recycle_live()
@@ -93,7 +93,7 @@ class TierDirectory:
     # -- ownership ---------------------------------------------------------------------------------------------
 
     def _write_own_document(self) -> None:
-        """Say whose the directory is. It is never lost: a directory without it would be somebody else's."""
+        """Write the document that makes the directory ours. Durable: without it the directory would count as foreign."""
         document = group_document({"page_bytes": PAGE_BYTES})
         if read_document(self.path) != document:
             write_document(self.path, document, replace=True, durable=True)
@@ -247,7 +247,7 @@ def lock_directory(path: Path) -> tuple[int, str | None]:
 
 
 def unlock_directory(fd: int) -> None:
-    """Give up a lock; its owner's name goes, so that the next one can tell an end from a death."""
+    """Give up a lock; its owner's name goes, so that the next one can distinguish an end from a death."""
     with contextlib.suppress(OSError):  # a drive that died, or became read-only
         os.ftruncate(fd, 0)
     os.close(fd)

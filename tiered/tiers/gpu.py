@@ -27,10 +27,9 @@ class DeviceBuffer:
 
     Attributes:
         tensor: all bytes, 1-D uint8 on the device.
-        pending_events: stream -> the last event recorded there, after work that still uses the bytes: what a stream did
-            before is done by then, so that nothing grows where nobody waits; whoever copies into the buffer, or hands
-            it out, waits for them first (on the device, not on the host). Guarded by ``lock``: links, the trainer and
-            whoever prefetches come to it from threads of their own.
+        pending_events: stream -> the last event recorded there, after work that still uses the bytes. One per stream is
+            enough: what a stream did before is done by then. The next user of the buffer waits for them first, on the
+            device, not on the host. Guarded by ``lock``: links, trainer and prefetcher have different threads.
     """
 
     tensor: torch.Tensor
@@ -130,7 +129,7 @@ class GpuTier:
             start = -whole.data_ptr() % self.alignment_bytes
             return DeviceBuffer(whole[start : start + nbytes])
         # torch hands out memory in the order of the stream it was freed on. On the tier's own stream nothing runs, and
-        # _drop frees only what nobody uses any more: whoever gets the buffer need not wait for anything.
+        # _drop frees only what is idle: the next user of the buffer need not wait for anything.
         with torch.cuda.stream(self._allocating_stream()):
             return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 

@@ -31,7 +31,7 @@ class FullDrives:
 
     Args:
         on_full: ``pause`` until there is room, or ``error``.
-        notice: tells a person.
+        notice: reports what the user should read.
     """
 
     def __init__(self, on_full: OnFull, notice: Callable[[str], None]) -> None:
@@ -43,14 +43,14 @@ class FullDrives:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether somebody waits for room now."""
+        """Whether a write waits for room now."""
         return bool(self._full_paths)
 
     def wait(self, path: str, need_bytes: int, cause: OSError) -> None:
         """Wait a moment after a write failed, so that it can be tried again; the first time say so.
 
         Raises:
-            OSError: ``cause``, if it is something else than missing room, or nobody wants to wait.
+            OSError: ``cause``, if it is something else than missing room, or there is no waiting.
         """
         if cause.errno not in _NO_SPACE or self._on_full != "pause":
             raise cause
@@ -72,7 +72,7 @@ class FullDrives:
             act: leaves nothing behind where it fails.
 
         Raises:
-            OSError: it failed for another reason, or nobody wants to wait (any more).
+            OSError: it failed for another reason, or there is no waiting (any more).
         """
         while True:
             try:
@@ -94,13 +94,13 @@ class FullDrives:
             self._notice(f"there is room again on the drive of '{path}': the run goes on")
 
     def give_up(self) -> None:
-        """Let everybody who waits fail, now and from now on."""
+        """Let writes that wait fail, now and from now on."""
         self._is_giving_up.set()
 
 
 #: Bytes after which the rate of a path is looked at: 32 parts of a large transfer.
 WINDOW_BYTES = 512 * MiB
-#: Windows that must be known before one can be called slow, and slow ones in a row before somebody is told.
+#: Windows that must be known before one can be called slow, and slow ones in a row before it is reported.
 _NUM_USUAL, _NUM_SLOW = 4, 2
 _SLOW_SHARE = 1 / 3
 _NUM_REMEMBERED = 64
@@ -111,12 +111,10 @@ class PathRates:
     """What a path did so far. Rates are bytes per second over the time that a part was under way; 0.0: not known.
 
     Attributes:
-        read_bytes_per_s: over the whole time, each direction for itself.
-        write_bytes_per_s: over the whole time, each direction for itself.
-        recent_bytes_per_s: both directions together, in the last window of ``WINDOW_BYTES``; the median of the windows
-            before that were not slow.
-        usual_bytes_per_s: both directions together, in the last window of ``WINDOW_BYTES``; the median of the windows
-            before that were not slow.
+        read_bytes_per_s: of reads, over the whole time.
+        write_bytes_per_s: of writes, over the whole time.
+        recent_bytes_per_s: of both together, in the last window of ``WINDOW_BYTES``.
+        usual_bytes_per_s: of both together, the median of the windows before that were not slow.
     """
 
     read_bytes_per_s: float
@@ -158,7 +156,7 @@ class PathMeter:
     """Measures one path. Thread-safe.
 
     Not the time of single parts: that depends on how many are under way at once. Reads and writes share a drive, so
-    only both together tell whether it has slowed down.
+    only both together show whether it has slowed down.
 
     Args:
         window_bytes: bytes between two looks.

@@ -240,7 +240,7 @@ def place_of(files: Sequence[ChunkFile], start: int, stop: int) -> str:
 
 
 def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
-    """Return what to tell when the files of a new block cannot be made. ``path``: if ``error`` names none."""
+    """Return the error for a new block whose files cannot be made. ``path``: if ``error`` names none."""
     return TransferError(
         f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
         f"or give tier '{tier}' fewer bytes",

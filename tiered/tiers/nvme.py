@@ -23,7 +23,7 @@ from tiered.units import PAGE_BYTES
 
 #: When contents are compared with their checksums; ``off``: they have none.
 Verify = Literal["off", "resume", "always"]
-#: Who moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
+#: What moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
 Engine = Literal["posix", "auto", "kvikio"]
 
 
@@ -34,8 +34,8 @@ class NvmeTier:
     paths are reached from there by symbolic links. Contents survive the process only in a snapshot: what an ended
     process left under ``live/`` is recycled by the next. Files of freed slots are kept for reuse and count as
     free; they are deleted when their room is needed, so that slots, reservations and kept files never exceed the
-    capacity. Bytes that only snapshots hold (``snapshots.nbytes``) are real too: whoever takes snapshots
-    reserves that much, else they come on top.
+    capacity. Bytes that only snapshots hold (``snapshots.nbytes``) are real too: reserve
+    that much for snapshots, else they come on top.
 
     A file that a snapshot links is never written: the first write after a snapshot goes to another file that
     takes its name.
@@ -46,7 +46,7 @@ class NvmeTier:
         name: what the store calls it.
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
-        engine: who moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
+        engine: what moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
         past_ram: blocks go straight between the files and a GpuTier that is no neighbour. On a CUDA device kvikio moves
             all bytes then, and GPUDirect Storage must work; in place of one the engine does as ever. Device memory gets
             no checksums: blocks written from there get theirs at a commit, by reading back.
@@ -54,7 +54,7 @@ class NvmeTier:
         verify: ``resume``: checksums are taken of what is written, and compared when a generation is opened;
             ``always``: also compared on every read; ``off``: taken by reading back at a commit.
         on_full: when a drive is full in the middle of the work: ``pause`` until there is room, or ``error``.
-        on_notice: called with a sentence that a person should read, from any thread; default: logged as a warning.
+        on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
         max_written_bytes: per path, most bytes that may be written to it in the whole life of the directory, or None.
 
     Raises:
@@ -123,7 +123,7 @@ class NvmeTier:
         return "posix-direct" if self._is_direct else "posix-buffered"
 
     def notice(self, text: str, *, once: str | None = None) -> None:
-        """Tell a person something; with ``once``, a second time only with another ``once``. Thread-safe."""
+        """Report a sentence to the user; one with the same ``once`` only the first time. Thread-safe."""
         with self._noticing:
             if once is not None and once in self._noticed:
                 return

@@ -126,7 +126,7 @@ def huge_pages_allowed() -> bool:
 
 
 def cuda_is_available() -> bool:
-    """Return whether the machine has a CUDA device, for which memory is worth page-locking."""
+    """Return whether the machine has a CUDA device, for which memory is worth pinning."""
     return torch.cuda.is_available()
 
 
@@ -150,14 +150,14 @@ class HostSlab:
 
     Args:
         nbytes: size; rounded up to 4096. 0 is allowed and maps nothing.
-        pin: page-lock it for CUDA. Initialises CUDA. A failure leaves ordinary memory (``is_pinned`` False).
+        pin: pin it for CUDA. Initialises CUDA. A failure leaves ordinary memory (``is_pinned`` False).
 
     Attributes:
         nbytes: the rounded size.
-        is_pinned: page-locked.
+        is_pinned: pinned for CUDA.
         has_huge_pages: huge pages were asked for and are allowed.
-        populate_s: seconds that it took to make the bytes resident, and to page-lock them.
-        pin_s: seconds that it took to make the bytes resident, and to page-lock them.
+        populate_s: seconds that it took to make the bytes resident.
+        pin_s: seconds that it took to pin them.
 
     Raises:
         OSError: the machine has no such memory (ENOMEM).
@@ -177,7 +177,7 @@ class HostSlab:
                 self.is_pinned = _register(self.address, self.nbytes)
                 self.pin_s = time.perf_counter() - start_s
             if self.is_pinned:
-                # Also when nobody calls close: CUDA must never keep a registration of unmapped memory.
+                # Also without close: CUDA must never keep a registration of unmapped memory.
                 self._unpin = weakref.finalize(self, _unregister, self.address)
                 self._unpin.atexit = False  # CUDA may be gone by then, and the process gives all back anyway
         self._tensor: torch.Tensor | None = torch.from_numpy(self._array)
@@ -232,7 +232,7 @@ class HostSlab:
             try:
                 mapping.close()
             except BufferError:
-                return  # somebody's tensor holds it: dropping our reference leaves the unmapping to the last holder
+                return  # a tensor holds it: without our reference the last holder unmaps it
 
 
 def _cudart() -> Any:
@@ -242,14 +242,14 @@ def _cudart() -> Any:
 def _register(address: int, nbytes: int) -> bool:
     if not torch.cuda.is_available():
         return False
-    portable = 1  # page-locked for every CUDA context, not only the current one
+    portable = 1  # pinned for every CUDA context, not only the current one
     return _succeeded(_cudart().cudaHostRegister(address, nbytes, portable))
 
 
 def _unregister(address: int) -> None:
     # Not raised: after an error of the device every call fails, and that error is the one to hear of.
     if not _succeeded(result := _cudart().cudaHostUnregister(address)):
-        logging.getLogger(__name__).info("CUDA error %d where page-locked memory was to be unlocked", int(result))
+        logging.getLogger(__name__).info("CUDA error %d where pinned memory was to be unpinned", int(result))
 
 
 def _succeeded(result: Any) -> bool:
@@ -268,19 +268,16 @@ class RamTier:
     Args:
         capacity_bytes: bound on the memory of all slots and reservations together.
         name: what the store calls it.
-        pin_memory: page-lock the slabs for CUDA. None: when the machine has a CUDA device.
+        pin_memory: pin the slabs for CUDA. None: when the machine has a CUDA device.
 
     Attributes:
-        num_unpinned_slabs: slabs that should have been page-locked and could not be; copies to a device from them are
+        num_unpinned_slabs: slabs that should have been pinned and could not be; copies to a device from them are
             slow and block the link's thread.
         huge_page_bytes: bytes of slabs on huge pages.
         num_drops: slabs that were given back, for another size or at the end.
-        made_bytes: bytes of all slabs ever made, and the seconds, over all threads, that it took to make them resident
-            and to page-lock them.
-        populate_s: bytes of all slabs ever made, and the seconds, over all threads, that it took to make them resident
-            and to page-lock them.
-        pin_s: bytes of all slabs ever made, and the seconds, over all threads, that it took to make them resident and
-            to page-lock them.
+        made_bytes: bytes of all slabs ever made.
+        populate_s: seconds, over all threads, that it took to make them resident.
+        pin_s: seconds, over all threads, that it took to pin them.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:

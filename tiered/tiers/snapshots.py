@@ -145,7 +145,7 @@ class Snapshots:
     # -- taking a snapshot -------------------------------------------------------------------------------------
 
     def mark(self, generation: str, owner: StoreIdentity) -> None:
-        """Make the folders of a snapshot on all paths, with a note whose it is. Raises ``OSError``."""
+        """Make the folders of a snapshot on all paths, with a note of its owner. Raises ``OSError``."""
         for directory in self._directories:
             owner.mark(directory.snap / generation)
 

@@ -70,8 +70,8 @@ def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | No
 def deal(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
     """Return the path of each chunk such that every prefix is within one chunk of proportional, for every path.
 
-    This is Tijdeman's rule for the chairman assignment problem: of the paths that would otherwise run ahead of
-    nobody, the one that would first fall a whole chunk behind gets the next.
+    This is Tijdeman's rule for the chairman assignment problem: of the paths that are
+    behind their share, the one that would first fall a whole chunk behind gets the next.
     """
     if len(rates) == 1:
         return (0,) * num_chunks
