@@ -193,7 +193,7 @@ class Generations:
         return self._identity
 
     def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
-        """Return the identity of this store, and what waits for room on its drive; unfinished generations are removed."""
+        """Return this store's identity, and what waits for room on its drive; unfinished generations are removed."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
         full = self.full if owner is None else owner.full

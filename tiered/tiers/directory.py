@@ -93,7 +93,7 @@ class TierDirectory:
     # -- ownership ---------------------------------------------------------------------------------------------
 
     def _write_own_document(self) -> None:
-        """Write the document that makes the directory ours. Durable: without it the directory would count as foreign."""
+        """Write the document that makes the directory ours. Durable: without it the directory is foreign."""
         document = group_document({"page_bytes": PAGE_BYTES})
         if read_document(self.path) != document:
             write_document(self.path, document, replace=True, durable=True)
