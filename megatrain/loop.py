@@ -27,13 +27,13 @@ from megatrain.run.folder import FINAL_NAME
 from megatrain.run.metrics import EvaluationMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.run.signals import RunSignals
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
-from tiered.checksums import checksum
+from tiered import checksum
 
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.plan.plan import Plan
     from megatrain.session import Session
-    from tiered.events import StoreStats
+    from tiered import StoreStats
 
 #: Steps that the mean time of a step is taken over: the newest, as the first ones compile and fill caches.
 _MEAN_OF_STEPS = 20

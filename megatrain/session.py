@@ -34,23 +34,16 @@ from megatrain.plan.plan import Plan
 from megatrain.precision import decode, encode, high_half
 from megatrain.run.activity import Activity
 from megatrain.run.timeline import Timeline
-from tiered.durable.reader import GenerationReader
+from tiered import LRU, Belady, GenerationReader, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import CorruptBlockError, GenerationError
-from tiered.policies import LRU, Belady
-from tiered.store import TieredStore
-from tiered.tiers.directory import files_below
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.tiers.stripe import plan_chunks
+from tiered.ext import files_below, plan_chunks
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from megatrain.config.schema import RunConfig
-    from tiered.schedule import Schedule
-    from tiered.tiers.base import Tier
+    from tiered import Schedule, Tier
 
 
 class Session:

@@ -14,17 +14,17 @@ from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, in_o
 from megatrain.config.resolved import FILE_NAME
 from megatrain.models.kept import KEPT_COUNT
 from megatrain.run.folder import living_owner
-from tiered.durable.generations import remove_generation
-from tiered.durable.manifest import (
-    SNAPSHOT_FOLDER,
+from tiered import (
     BlockRecord,
+    GenerationReader,
     Manifest,
     list_generations,
     newest_first,
     read_manifest,
+    remove_generation,
 )
-from tiered.durable.reader import GenerationReader
 from tiered.errors import GenerationError, TieredError
+from tiered.ext import SNAPSHOT_FOLDER
 from tiered.units import format_size
 
 __all__ = [

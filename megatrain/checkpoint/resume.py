@@ -21,7 +21,7 @@ from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from megatrain.run.folder import FINAL_NAME
 from megatrain.run.metrics import RunSummary
-from tiered.durable.manifest import newest_first, read_manifest
+from tiered import newest_first, read_manifest
 from tiered.errors import GenerationError, NewerFormatError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.run.metrics import CheckpointMetrics, RunObserver
-from tiered.durable.manifest import generation_folder, newest_first
-from tiered.tiers.directory import files_below
+from tiered import newest_first
+from tiered.ext import files_below, generation_folder
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from megatrain.checkpoint.copier import CheckpointCopier
     from megatrain.config.schema import RunConfig
-    from tiered.durable.commit import Commit
-    from tiered.store import TieredStore
+    from tiered import Commit, TieredStore
 
 #: Seconds between checks of a drive with too little free space.
 RETRY_S = 1.0

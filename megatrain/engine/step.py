@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.run.timeline import Timeline
-    from tiered.schedule import Mode
-    from tiered.store import TieredStore
+    from tiered import Mode, TieredStore
 
 
 class GradientAccumulator:

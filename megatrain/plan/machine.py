@@ -28,9 +28,16 @@ from megatrain.config.starter import Drive, MachineFacts, ModelFacts
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.graph import ModelGraph
 from megatrain.models.load import WeightLoader
-from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
-from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
-from tiered.tiers.directory import files_below, reusable_bytes
+from tiered.ext import (
+    KvikioProbe,
+    files_below,
+    may_open_driver,
+    probe_kvikio,
+    read_owner,
+    read_store_id,
+    reusable_bytes,
+    snapshot_folders,
+)
 from tiered.units import GiB, format_size
 
 #: Older figures are still used, and said to be old.

@@ -25,10 +25,8 @@ from megatrain.plan.machine import available_ram_bytes
 from megatrain.plan.plan import MeasuredTicks
 from megatrain.plan.planner import gradient_staging_bytes, workspace_bytes
 from megatrain.run.timeline import Timeline
-from tiered.policies import Belady
-from tiered.store import TieredStore
-from tiered.tiers.base import Slot, TierUsage
-from tiered.tiers.ram import HostSlab, view_as
+from tiered import Belady, TieredStore
+from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
 
 if TYPE_CHECKING:

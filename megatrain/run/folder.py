@@ -103,7 +103,7 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from tiered.tiers.directory import unlock_directory
+        from tiered.ext import unlock_directory
 
         self._remove_if_unused()
         fd, self._lock_fd = self._lock_fd, -1
@@ -122,7 +122,7 @@ class RunFolder:
 
 def _lock(path: Path) -> tuple[int, str | None]:
     from tiered.errors import LockedError
-    from tiered.tiers.directory import lock_directory
+    from tiered.ext import lock_directory
 
     for _ in range(_LOCK_ATTEMPTS - 1):
         with contextlib.suppress(LockedError):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatrain.engine.tape import Op
-    from tiered.events import Event
+    from tiered import Event
 
 FILE_NAME = "trace.json"
 #: The first rows; links follow as they appear.
