@@ -22,6 +22,7 @@ from bench import gpu, gpu_profile
 from bench.gpu_sides.cases import PARTS, VARIANTS, part_named, write_shape
 from bench.gpu_sides.job import Job
 from megatrain.config.keys import KEYS
+from processes import warm
 from tiered.events import STALL_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +67,7 @@ def run(name: str, *words: str) -> list[dict[str, Any]]:
 def run_in(name: str, scratch: Path, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(BENCH / f"{name}.py"), "--json", "--scratch", str(scratch), *ARGUMENTS[name], *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=280)
+    done = warm.run(command, env=environment, cwd=scratch, timeout=280)
     assert done.returncode == 0, done.stderr + done.stdout
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -151,7 +152,7 @@ def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
 
 def test_comparison_without_deepspeed_says_so() -> None:
     command = [sys.executable, str(BENCH / "compare" / "deepspeed.py"), "--json", "--python", "/nowhere/python"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = warm.run(command, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["name"] for row in rows] == ["deepspeed.skipped"]
@@ -177,7 +178,7 @@ def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     out = folder / "made" / "rows.jsonl"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
-    done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=500)
+    done = warm.run([*command, *words], cwd=folder, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
     return {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
 
@@ -203,7 +204,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
     out, trace = tmp_path / "rows.jsonl", tmp_path / "made" / "step.json.gz"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu_profile.py"), "--quick", "--top", "5"]
     command += ["--part", "7b_4k+bf16_gradients", "--out", str(out), "--trace", str(trace)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = warm.run(command, cwd=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = {row["name"]: row["value"] for row in map(json.loads, out.read_text().splitlines())}
     assert rows["part"] == "7b_4k+bf16_gradients"
@@ -344,7 +345,7 @@ def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Pa
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCH / "gpu.py"), "--quick", "--device", "cpu", "--parts", "14b,long_32k"]
     command += ["--steps", "2000", "--scratch", str(tmp_path), "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
         deadline_s = time.monotonic() + 150
         try:
             while not any("total_s" in path.read_text() for path in tmp_path.glob("*/14b/ours/result.json")):
@@ -384,7 +385,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
     code = "from bench.gpu_sides import worker; worker.main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", code, job.to_json()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = warm.run(command, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
     seen = json.loads(result.read_text())
     assert seen["is_complete"] and seen["num_steps_missing"] == 1001 - len(seen["steps"]) > 0
@@ -408,7 +409,7 @@ def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeyp
 def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:
     def gpu(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(BENCH / "gpu.py"), "--json", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        return warm.run(command, cwd=tmp_path, timeout=200)
 
     refused = gpu("--device", "cpu", "--parts", "14b")
     assert refused.returncode == 2 and "--device cpu needs --quick" in refused.stderr
@@ -453,7 +454,7 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
     trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
     command = [sys.executable, str(BENCH / "timeline.py"), "--json", *ARGUMENTS["timeline"]]
     command += ["--trace", str(trace), "--picture", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = warm.run(command, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row["value"] for row in map(json.loads, done.stdout.splitlines())}
     assert rows["ticks.missing"] == 0 < rows["busy.layers"] < rows["step"]
@@ -464,7 +465,7 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
     assert len(bars) > 40
     again = tmp_path / "again.svg"
     command = [sys.executable, str(BENCH / "timeline.py"), "--draw", str(trace), "--picture", str(again)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=200).returncode == 0
+    assert warm.run(command, timeout=200).returncode == 0
     assert again.read_text().count("<rect") == picture.read_text().count("<rect")
 
 

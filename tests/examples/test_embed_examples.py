@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from processes import warm
 from reference import embed_examples
 from reference.tiny_model import QUICKSTART
 
@@ -50,7 +50,7 @@ def runs_of(name: str) -> Runs:
 def start(name: str, folder: str, *runs: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests/reference/embed_examples.py"), name, folder, *runs]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = warm.run(command, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "dead run" not in done.stderr, "a store was not closed"
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -18,6 +18,7 @@ from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
+from processes import warm
 from reference.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
 from reference.tiered_run import make_loader
 from reference.virtual_cuda import VirtualCuda
@@ -137,6 +138,6 @@ def test_compute_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
 
 
 def run_script(command: list[Any]) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    result = warm.run(command, cwd=ROOT, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     return result

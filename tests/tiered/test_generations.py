@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 import zarr
 
 import tiered
+from processes import warm
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
 from tiered.durable.ownership import StoreIdentity
@@ -230,7 +230,7 @@ store.commit({"value": 2}).wait()
 
 
 def test_a_killed_commit_leaves_the_one_before(tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120, check=False)
+    process = warm.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120)
     assert process.returncode == -9
     assert (tmp_path / "snap/00000002").is_dir() and current_generation(tmp_path) == 1
     with TieredStore.open(str(tmp_path), [ram(), NvmeTier([tmp_path], MiB)]) as store:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import megatrain
 from megatrain.embed.stores import ledger_of
+from processes import warm
 from reference.embedded import assert_same_weights, pair_of, run_backward, small_store
 from tiered.errors import GenerationError
 from tiered.store import TieredStore
@@ -305,7 +306,7 @@ with small_store(folder / "store") as store:
 def test_killed_between_or_in_the_middle_of_commits(tmp_path: Path) -> None:
     """The newest files that are complete name generations that load, and training goes on from there."""
     code = _CHILD.format(tests=str(Path(__file__).parent), root=str(ROOT / "tests"), folder=str(tmp_path))
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = warm.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
         if int(line) == 4:
