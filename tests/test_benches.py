@@ -67,7 +67,7 @@ def run(name: str, *words: str) -> list[dict[str, Any]]:
 def run_in(name: str, scratch: Path, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(BENCH / f"{name}.py"), "--json", "--scratch", str(scratch), *ARGUMENTS[name], *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = warm.run(command, env=environment, cwd=scratch, timeout=280)
+    done = warm.run(command, env=environment, cwd=scratch, timeout=280, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -178,7 +178,7 @@ def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     out = folder / "made" / "rows.jsonl"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
-    done = warm.run([*command, *words], cwd=folder, timeout=500)
+    done = warm.run([*command, *words], cwd=folder, timeout=500, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
 
@@ -204,7 +204,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
     out, trace = tmp_path / "rows.jsonl", tmp_path / "made" / "step.json.gz"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu_profile.py"), "--quick", "--top", "5"]
     command += ["--part", "7b_4k+bf16_gradients", "--out", str(out), "--trace", str(trace)]
-    done = warm.run(command, cwd=tmp_path, timeout=280)
+    done = warm.run(command, cwd=tmp_path, timeout=280, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = {row["name"]: row["value"] for row in map(json.loads, out.read_text().splitlines())}
     assert rows["part"] == "7b_4k+bf16_gradients"
@@ -345,7 +345,7 @@ def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Pa
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCH / "gpu.py"), "--quick", "--device", "cpu", "--parts", "14b,long_32k"]
     command += ["--steps", "2000", "--scratch", str(tmp_path), "--out", str(out)]
-    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, with_children=True) as bench:
         deadline_s = time.monotonic() + 150
         try:
             while not any("total_s" in path.read_text() for path in tmp_path.glob("*/14b/ours/result.json")):

@@ -43,7 +43,7 @@ def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
     return run_config(text.replace("[data]", f"{keys}\n[data]", 1), folder, num_steps=NUM_STEPS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_one_graph_for_all_layers_and_the_same_bits_at_every_placement(
     dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -18,13 +18,12 @@ import inspect
 import json
 import os
 import runpy
+import secrets
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import warnings
@@ -49,12 +48,10 @@ PRELOADED = (
     "megatrain_tier_cli.run",
 )
 _PR_SET_CHILD_SUBREAPER = 36
-_SOCKET = "WARM_PYTHON_SOCKET"
-"""Variable that tells a program started here where the server is: its own children start warm as well."""
 _WITHOUT_VALUE = ("-P", "-u", "-B")
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-_server: subprocess.Popen[bytes] | None = None
-_pid = os.getpid()
+_address = ""
+"""Where the server of this process listens; "" where it has none yet. Abstract: no file is left."""
 
 
 class Popen(subprocess.Popen[Any]):
@@ -63,12 +60,19 @@ class Popen(subprocess.Popen[Any]):
     Args:
         is_terminal: its stdin is the controlling terminal of its session.
         ignored: signals that it starts with ignored, as ``nohup`` does.
+        with_children: the Python programs that it starts itself start warm as well.
     """
 
     def __init__(
-        self, command: Any, *arguments: Any, is_terminal: bool = False, ignored: Sequence[int] = (), **options: Any
+        self,
+        command: Any,
+        *arguments: Any,
+        is_terminal: bool = False,
+        ignored: Sequence[int] = (),
+        with_children: bool = False,
+        **options: Any,
     ) -> None:
-        self._extras = {"is_terminal": is_terminal, "ignored": list(ignored)}
+        self._extras = {"is_terminal": is_terminal, "ignored": list(ignored), "with_children": with_children}
         super().__init__(command, *arguments, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
@@ -92,6 +96,11 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+class _WithChildren(Popen):
+    def __init__(self, command: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(command, *arguments, with_children=True, **options)
+
+
 def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end and return what it printed; it is killed after ``timeout`` seconds."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -106,11 +115,13 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 
 def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     """Let the server start a process, and adopt it: return the pid of a child of this process."""
+    if not _address:
+        _start_server()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(_address())
+        connection.connect(_address)
         payload = json.dumps(request).encode()
-        # The new process goes to the nearest subreaper when the process between it and the server ends, which is
-        # before the server answers. Not for longer: orphans of programs under test belong to init.
+        # The new process goes to the nearest subreaper above the server when the process between the two ends, which
+        # is before the server answers. Not for longer: orphans of programs under test belong to init.
         _set_subreaper(True)
         try:
             socket.send_fds(connection, [len(payload).to_bytes(8, "little")], list(streams))
@@ -120,7 +131,9 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
             _set_subreaper(False)
     if len(answer) != 8:
         raise RuntimeError("the server of warm processes is gone")
-    return int.from_bytes(answer, "little")
+    pid = int.from_bytes(answer, "little")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # an error where it is no child
+    return pid
 
 
 def _set_subreaper(is_one: bool) -> None:
@@ -128,51 +141,61 @@ def _set_subreaper(is_one: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _address() -> str:
-    """Return where the server listens; start it where there is none yet."""
-    global _server
-    if _server is None and _SOCKET not in os.environ:
-        path = Path(tempfile.mkdtemp(prefix="warm-"), "socket")
-        # It ends when this process does, which then holds the other end of its stdin no more.
-        _server = subprocess.Popen(
-            [sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-        )
-        assert _server.stdout is not None
-        if _server.stdout.readline() != b"ready\n":
-            raise RuntimeError("the server of warm processes did not start")
-        os.environ[_SOCKET] = str(path)
-        atexit.register(_close)
-    return os.environ[_SOCKET]
+def _start_server() -> None:
+    global _address
+    listener = _listen()
+    # It ends when this process does, which then holds the other end of its stdin no more.
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+        cwd=ROOT,
+    )
+    listener.close()
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise RuntimeError("the server of warm processes did not start")
+    owner = os.getpid()
+    atexit.register(lambda: server.communicate() if os.getpid() == owner else None)
 
 
-def _close() -> None:
-    if _server is not None and _pid == os.getpid():
-        _server.communicate()
+def _listen() -> socket.socket:
+    """Return a socket that this process's requests are to reach."""
+    global _address
+    _address = f"\0warm-{os.getpid()}-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_address)
+    listener.listen()
+    return listener
 
 
-def _serve(path: Path) -> dict[str, Any]:
-    """Fork a process for each request; return in that process, with what it is to do."""
-    del sys.path[0]  # the folder of this file
-    sys.path.insert(0, str(ROOT))
+def _preload() -> None:
+    sys.path[0] = str(ROOT)  # was the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
     del sys.path[0]
     assert threading.active_count() == 1, threading.enumerate()
     gc.freeze()  # a collection in a child would copy every page
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
-        listener.bind(str(path))
-        listener.listen()
+
+
+def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
+    """Fork a process for each request; return in that process, with what it is to do.
+
+    Args:
+        owner: descriptor that is at its end when nobody can ask any more.
+    """
+    with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        selector.register(0, selectors.EVENT_READ)
-        os.write(1, b"ready\n")
+        selector.register(owner, selectors.EVENT_READ)
         while True:
-            if any(key.fd == 0 for key, _ in selector.select()):  # its other end is closed: pytest is gone
-                shutil.rmtree(path.parent, ignore_errors=True)
-                sys.exit()
+            if any(key.fd == owner for key, _ in selector.select()):
+                os._exit(0)
             connection, _ = listener.accept()
             with connection:
                 request = _fork(connection)
             if request is not None:
+                os.close(owner)
                 return request
 
 
@@ -199,8 +222,19 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
     return None
 
 
-def _become(request: dict[str, Any]) -> None:
-    """Take streams, folder, environment and session as a new interpreter would have them."""
+def _become(request: dict[str, Any]) -> list[str]:
+    """Take streams, folder, environment and session as a new interpreter would have them; return what it runs."""
+    if request["with_children"]:
+        listener, (reader, writer) = _listen(), os.pipe()
+        if os.fork() == 0:  # the server of its children, as it is: nothing has happened yet
+            os.close(writer)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for fd in (*request["streams"], 0, 1, 2):
+                os.dup2(nothing, fd)  # whoever reads what the program prints is to see its end
+            return _become(_serve(listener, reader))
+        listener.close()
+        os.close(reader)
+        subprocess.Popen = _WithChildren  # type: ignore[misc]
     for number, fd in enumerate(request["streams"]):
         os.dup2(fd, number)
         os.close(fd)
@@ -219,7 +253,8 @@ def _become(request: dict[str, Any]) -> None:
     sys.stdout.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    subprocess.Popen = Popen  # type: ignore[misc]
+    words: list[str] = request["words"]
+    return words
 
 
 def _start(words: Sequence[str]) -> None:
@@ -273,6 +308,7 @@ def _finish(words: Sequence[str]) -> NoReturn:
 if __name__ == "__main__":
     import torch
 
-    _request = _serve(Path(sys.argv[1]))
-    _become(_request)
-    _finish(_request["words"])
+    _preload()
+    _listener = socket.socket(fileno=int(sys.argv[1]))
+    os.write(1, b"ready\n")
+    _finish(_become(_serve(_listener, os.dup(0))))
