@@ -27,7 +27,7 @@ from tiered.events import STALL_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-LAUNCHER = ROOT / "tests" / "reference" / "on_virtual_gpu.py"
+LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
 #: Command line of every bench at its smallest.
@@ -48,7 +48,7 @@ ARGUMENTS = {
     "plan_accuracy": ["--quick", "--only", "small_on_nvme", "--steps", "3"],
     "gpu": [
         *["--quick", "--device", "cpu", "--steps", "1", "--parts", "rates,7b_4k"],
-        *["--megatrain", str(ROOT / "tests" / "reference" / "stand_in_megatrain")],
+        *["--megatrain", str(ROOT / "tests" / "fakes" / "stand_in_megatrain")],
     ],
     "gpu_profile": ["--quick", "--device", "cpu", "--top", "5"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
@@ -266,7 +266,7 @@ def first_hour(folder: Path, *words: str, **variables: str) -> tuple[int, str, P
 
 @pytest.mark.timeout(560)
 def test_the_first_call_of_a_first_session(tmp_path: Path) -> None:
-    stand_in = ROOT / "tests" / "reference" / "stand_in_megatrain"
+    stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
     status, log, out = first_hour(tmp_path, "1", str(stand_in))
     assert status == 0 and log.endswith("0 runs failed\n"), log
     rows = {row["name"]: row["value"] for row in map(json.loads, (out / "gpu.jsonl").read_text().splitlines())}
@@ -363,7 +363,7 @@ def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Pa
 
 @pytest.mark.slow
 def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
-    stand_in = ROOT / "tests" / "reference" / "stand_in_megatrain"
+    stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
     rows = on_virtual_gpu(tmp_path, "--megatrain", str(stand_in), "--cache", str(tmp_path / "rates"))
     for part in PARTS:
         assert rows[f"{part}.ours.rate"]["value"] > 0 and rows[f"{part}.ours.ram->gpu.moved"]["ok"], part

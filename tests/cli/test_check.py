@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
-from reference.saved_run import SavedRun, make_run
+from processes.saved_run import SavedRun, make_run
 from tiered.units import MiB
 
 

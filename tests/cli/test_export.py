@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import warm
-from reference.saved_run import ROOT, SavedRun, command_words, make_run
+from processes.saved_run import ROOT, SavedRun, command_words, make_run
 
 
 @pytest.fixture(scope="module")

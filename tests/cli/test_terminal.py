@@ -23,7 +23,7 @@ import pytest
 from megatrain.run.folder import committed_step, living_owner
 from megatrain.run.status import read_status
 from processes import warm
-from reference.saved_run import ROOT, SavedRun, command_words, end, make_run
+from processes.saved_run import ROOT, SavedRun, command_words, end, make_run
 
 DEADLINE_S = 240.0
 MANY = 100_000

@@ -8,8 +8,8 @@ import os
 import sys
 import tokenize
 
+from oracles.example_files import EXAMPLES
 from processes import warm
-from reference.example_files import EXAMPLES
 
 FILE = EXAMPLES / "kv_cache.py"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

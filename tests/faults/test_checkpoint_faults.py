@@ -21,7 +21,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from megatrain.run.folder import RunFolder
-from reference.kill_checks import problems_of
+from processes.kill_checks import problems_of
 from tiered.checksums import checksum
 from tiered.durable.manifest import generation_folder, list_generations, read_manifest
 from tiered.units import MiB

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference.power_cut_runs import Contents, contents_of, same
-from reference.recorded_disk import Disk, scan
+from fakes.recorded_disk import Disk, scan
+from oracles.power_cut_runs import Contents, contents_of, same
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.reader import GenerationReader
 from tiered.errors import TieredError

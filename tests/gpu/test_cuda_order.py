@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fakes.gpu_run import no_waits_allowed
 from megatrain.engine.host_io import Staging, read_numbers
-from reference.gpu_run import no_waits_allowed
 from tiered.links.cuda import CudaLink
 from tiered.store import TieredStore
 from tiered.tiers.base import Slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference.virtual_cuda import VirtualCuda
+from fakes.virtual_cuda import VirtualCuda
 from tiered.tiers import ram as slab_module
 from tiered.tiers.ram import HostSlab
 from tiered.units import MiB

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from reference.tiered_run import TieredRun, config_text, run_config
-from reference.tiny_model import write_tiny_model
-from reference.virtual_cuda import VirtualCuda
+from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered.units import parse_size
 
 NUM_STEPS = 4

@@ -14,14 +14,14 @@ import psutil
 import pytest
 import torch
 
+from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
+from oracles.tiered_run import make_loader
 from processes import warm
-from reference.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
-from reference.tiered_run import make_loader
-from reference.virtual_cuda import VirtualCuda
 from tiered.tiers.gpu import GpuTier
 from tiered.units import MiB
 

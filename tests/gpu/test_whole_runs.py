@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from processes import warm
-from reference.saved_run import NVME, ROOT, SavedRun, end, make_run
+from processes.saved_run import NVME, ROOT, SavedRun, end, make_run
 
-LAUNCHER = ROOT / "tests" / "reference" / "on_virtual_gpu.py"
+LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 STEPS = 6
 EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
 ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))

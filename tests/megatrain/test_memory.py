@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from reference.tiered_run import EXAMPLES
+from oracles.tiered_run import EXAMPLES
 from tiered.units import MiB
 
 #: What the allocator of the C library keeps beyond the bytes asked for, and threads' stacks. The interpreter and

@@ -16,8 +16,8 @@ from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.visit import LayerCompiler
 from megatrain.models.graph import UnsupportedModelError, build_graph
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import TieredRun, config_text, run_config
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3
 ALL_NVME = {"placement": "\n".join(f'{kind} = ["nvme"]' for kind in ("weights", "gradients", "optimizer"))}

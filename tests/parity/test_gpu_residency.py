@@ -15,8 +15,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from reference.tiered_run import TieredRun, config_text, run_config
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered.units import MiB
 
 NUM_STEPS = 4

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fakes.lazy_device import LazyDevice
 from megatrain import session
 from megatrain.plan import machine
-from reference.lazy_device import LazyDevice
-from reference.tiered_run import config_text, run_config
+from oracles.tiered_run import config_text, run_config
 from tiered.links import route
 from tiered.links.cuda import CudaLink
 from tiered.links.files import PosixMover

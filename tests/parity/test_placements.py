@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference.tiered_run import TieredRun, config_text, run_config
+from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 10
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from reference.lazy_device import LazyDevice
+from fakes.lazy_device import LazyDevice
 from tiered.block import CopyState
 from tiered.errors import TransferError
 from tiered.links.cuda import CudaLink

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from reference.lazy_device import LazyDevice
+from fakes.lazy_device import LazyDevice
 from tiered.errors import TieredError, TransferError
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.probe import probe_kvikio

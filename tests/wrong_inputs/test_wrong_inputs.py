@@ -13,7 +13,7 @@ from wrong_inputs.workplace import Spoil, Workplace, WrongInput, make_base_model
 
 from megatrain.config.keys import KEYS
 from processes import warm
-from reference.saved_run import ROOT, command_words
+from processes.saved_run import ROOT, command_words
 
 CASES = {f"{case.kind} / {case.name}": case for case in all_cases()}
 #: One of the commands that must refuse each; they take turns. All of them: `-m slow`.

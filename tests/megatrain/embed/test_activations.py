@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from megatrain.embed.activations import WeakStorage, offload_activations
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import write_tiny_model
 from tiered import CapacityError, GpuTier, NvmeTier, RamTier, TieredError, TieredStore
 from tiered.units import KiB, MiB
 

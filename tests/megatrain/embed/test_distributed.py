@@ -13,8 +13,7 @@ import torch
 
 import megatrain
 from megatrain.plan.machine import total_ram_bytes
-from processes import warm
-from reference import two_ranks
+from processes import two_ranks, warm
 
 ROOT = Path(__file__).resolve().parents[3]
 

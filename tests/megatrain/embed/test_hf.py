@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatrain as mt
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import write_tiny_model
 from tiered.durable.reader import GenerationReader
 from tiered.store import TieredStore
 

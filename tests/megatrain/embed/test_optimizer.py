@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import megatrain
-from reference.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
+from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered.store import TieredStore
 
 KINDS = {

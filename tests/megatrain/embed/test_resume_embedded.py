@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import megatrain
 from megatrain.embed.stores import ledger_of
+from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
 from processes import warm
-from reference.embedded import assert_same_weights, pair_of, run_backward, small_store
 from tiered.errors import GenerationError
 from tiered.store import TieredStore
 
@@ -288,7 +288,7 @@ from pathlib import Path
 import torch
 from megatrain.embed import stores
 from test_resume_embedded import build, steps
-from reference.embedded import small_store
+from oracles.embedded import small_store
 
 folder = Path({folder!r})
 with small_store(folder / "store") as store:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megatrain
 from megatrain.embed.weights import block_of
-from reference.embedded import (
+from oracles.embedded import (
     HOMES,
     ZOO,
     Checkpointed,

@@ -13,7 +13,7 @@ from megatrain.plan.machine import own_drive_bytes
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
 from tiered.store import TieredStore
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier

@@ -33,7 +33,7 @@ from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.timed import PlanTimer
 from megatrain.plan.what_if import plan_alternative
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
 from tiered.units import MiB
 
 MODEL = EXAMPLES / "quickstart" / "model"

@@ -19,7 +19,7 @@ import torch
 import zarr
 
 import tiered.links.kvikio as engine_module
-from reference.tiered_run import EXAMPLES, TieredRun, config_text, run_config
+from oracles.tiered_run import EXAMPLES, TieredRun, config_text, run_config
 from tiered.errors import TransferError
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover, PosixMover
 from tiered.links.kvikio import KvikioMover

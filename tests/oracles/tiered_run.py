@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
@@ -155,3 +157,17 @@ def make_loader(config: Any, plan: Plan) -> BatchLoader:
         data_seed=config.data_seed,
         pad_token_id=pad_token_id(tokenizer),
     )
+
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+
+
+def write_tiny_model(folder: Path, **changes: Any) -> Path:
+    """Write weights, config and tokenizer into a folder and return it; ``changes`` are other values of the config."""
+    torch.manual_seed(7)
+    config = AutoConfig.from_pretrained(QUICKSTART, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, folder / name)
+    return folder
