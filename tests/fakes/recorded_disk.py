@@ -1,4 +1,4 @@
-"""What was done to the files below a folder: names, contents, flushes, in their order, and how to play it back."""
+"""A disk in software: names, contents and flushes in order, played back whole or as a power cut may leave them."""
 
 from __future__ import annotations
 

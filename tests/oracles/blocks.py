@@ -1,4 +1,4 @@
-"""Random and awkward numbers in the blocks that an optimizer updates, and how to compare what comes out."""
+"""Random and awkward numbers in the blocks that an optimizer updates; a device's updates beside the host kernel's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a file of examples/ as a module: it is in no package."""
+"""Files of examples/ as modules, since they are in no package; what the suites need to know of its object tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny configurations of many decoder families, and batches that show what goes wrong."""
+"""Tiny models of every family of transformers, decoders and image-text; batches that show what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle: the whole model in memory, plain `loss.backward()`, nothing of ours."""
+"""The oracle: the whole model in memory, plain `loss.backward()`, torch's AdamW or another; nothing of ours."""
 
 from __future__ import annotations
 
