@@ -30,18 +30,20 @@ BENCH = ROOT / "bench"
 LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
+#: Benches that measure resident memory: a new interpreter has none of others.
+COLD = ("activations",)
 #: Command line of every bench at its smallest.
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
     "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
-    "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
+    "nvme_step": ["--quick", "--tokens", "1x1x32", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
-    "recompute": ["--quick", "--tokens", "2x1x64", "--rounds", "2"],
+    "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],
     "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
-    "checkpoint": ["--quick", "--sizes", "0.002,0.008", "--blocks", "5", "--rounds", "1", "--saves", "1"],
+    "checkpoint": ["--quick", "--sizes", "0.002", "--blocks", "5", "--rounds", "1", "--saves", "1"],
     "export": ["--quick"],
     "activations": ["--quick", "--steps", "1", "--tokens", "1x1x256"],
     "gsm8k": ["--quick", "--steps", "3", "--eval-samples", "5"],
@@ -67,7 +69,10 @@ def run(name: str, *words: str) -> list[dict[str, Any]]:
 def run_in(name: str, scratch: Path, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(BENCH / f"{name}.py"), "--json", "--scratch", str(scratch), *ARGUMENTS[name], *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = warm.run(command, env=environment, cwd=scratch, timeout=280, with_children=True)
+    if name in COLD:
+        done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=280)
+    else:
+        done = warm.run(command, env=environment, cwd=scratch, timeout=280, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -118,10 +123,9 @@ def test_kept_graphs_are_compared_with_a_recompute() -> None:
 
 def test_nvme_steps_are_compared_with_both_bounds() -> None:
     rows = {(row["name"], row["T"]): row["value"] for row in run("nvme_step")}
-    for tokens in (32, 64):
-        for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
-            assert rows[name, tokens] > 0, name
-        assert rows["loss.turns_that_differ_by_placement", tokens] == 0
+    for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
+        assert rows[name, 32] > 0, name
+    assert rows["loss.turns_that_differ_by_placement", 32] == 0
     assert ("crossing.measured", None) in rows and ("crossing.formula", None) in rows
 
 
@@ -264,6 +268,7 @@ def first_hour(folder: Path, *words: str, **variables: str) -> tuple[int, str, P
     return done.returncode, (out / "log.txt").read_text(), out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(560)
 def test_the_first_call_of_a_first_session(tmp_path: Path) -> None:
     stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
@@ -471,7 +476,7 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
 
 def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
     rows = {row["name"]: row["value"] for row in run("checkpoint")}
-    for size in ("0.002GB", "0.008GB"):
+    for size in ("0.002GB",):
         assert rows[f"{size}.ram0.written"] == rows[f"{size}.changed10.written"] == rows[f"{size}.ram100.linked"] == 0
         assert rows[f"{size}.ram100.written"] == rows[f"{size}.ram0.linked"]
         assert rows[f"{size}.ram0.as_it_stands.seconds"] > rows[f"{size}.ram0.as_it_stands.held"] > 0

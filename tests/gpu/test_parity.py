@@ -19,7 +19,7 @@ from oracles.tiered_run import TieredRun, config_text, run_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic.*")
 
-SEED, NUM_STEPS = 11, 5
+SEED, NUM_STEPS = 11, 3
 BATCHES = {"padded": padded_batches, "packed": packed_batches}
 
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'

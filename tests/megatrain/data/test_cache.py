@@ -223,7 +223,7 @@ print(test_cache.load(config, messages).fingerprint(), messages, flush=True)
 
 
 def start_child(data: Path, folder: Path, seconds: float) -> subprocess.Popen[str]:
-    paths = [str(Path(__file__).parents[number]) for number in (3, 1, 0)]
+    paths = [str(Path(__file__).parents[number]) for number in (3, 2, 0)]
     code = CHILD.format(paths=paths, data=str(data), folder=str(folder), seconds=seconds)
     return warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
