@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
-from megatrain.config import load_config, problems
 from fakes.liger_packages import stand_in_liger
+from megatrain.config import load_config, problems
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.config import problems
 from fakes.liger_packages import complete_interpreter
+from megatrain.config import problems
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.models.liger import _PLAIN, LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
