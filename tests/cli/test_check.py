@@ -14,7 +14,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from processes.saved_run import SavedRun, make_run
-from tiered.units import MiB
+from tiered import MiB
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_to
 from megatrain.plan import machine
 from megatrain.plan.machine import FileSystem
 from processes.saved_run import QUICKSTART, command_group, make_run
-from tiered.units import GiB
+from tiered import GiB
 
 
 def call(*words: object) -> Result:

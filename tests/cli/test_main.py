@@ -21,8 +21,6 @@ from megatrain.data.rows_report import DataError
 from megatrain.plan.limits import Objection
 from megatrain.run.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from tiered.durable.manifest import Manifest, write_manifest
-from tiered.errors import CapacityError
-from tiered.units import GiB, MiB
 
 CliModule = Callable[[str], ModuleType]
 CONFIG = """task = "sft"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import warm
-from tiered.units import MiB
+from tiered import MiB
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "embed"
 MARK = "# megatrain"

@@ -24,7 +24,7 @@ from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.on_device import DeviceKernelError
 from megatrain.plan import planner
 from oracles.tiered_run import config_text
-from tiered.units import MiB
+from tiered import MiB
 
 GPU_TIER_BYTES = 64 * MiB
 

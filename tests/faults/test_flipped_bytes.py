@@ -15,9 +15,7 @@ import torch
 
 from fakes.recorded_disk import Disk, scan
 from oracles.power_cut_runs import Contents, contents_of, same
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
-from tiered.durable.reader import GenerationReader
-from tiered.errors import TieredError
+from tiered import GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredError, TieredStore
 
 pytestmark = pytest.mark.fault
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from processes import warm
-from tiered import GiB, KiB, MiB, NvmeTier, RamTier, TieredStore
-from tiered.errors import TieredError
+from tiered import GiB, KiB, MiB, NvmeTier, RamTier, TieredError, TieredStore
 from tiered.tiers.health import WEAR_NAME, WearCounter, WearLimitError
 
 NUM_BYTES = 256 * KiB

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from fakes.virtual_cuda import VirtualCuda
+from tiered import GpuTier, Tier
 from tiered.testing import LinkSuite, StoreSuite, TierSuite
-from tiered.tiers.base import Tier
-from tiered.tiers.gpu import GpuTier
 
 
 @pytest.fixture(autouse=True)

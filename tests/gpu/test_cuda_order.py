@@ -9,12 +9,9 @@ import torch
 
 from fakes.gpu_run import no_waits_allowed
 from megatrain.engine.host_io import Staging, read_numbers
+from tiered import GpuTier, MiB, RamTier, Slot, TieredStore
 from tiered.links.cuda import CudaLink
-from tiered.store import TieredStore
-from tiered.tiers.base import Slot
-from tiered.tiers.gpu import GpuTier, buffer_of
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
+from tiered.tiers.gpu import buffer_of
 
 pytestmark = [
     pytest.mark.gpu,

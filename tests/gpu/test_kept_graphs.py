@@ -16,7 +16,7 @@ from megatrain.plan.planner import workspace_bytes
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
-from tiered.units import MiB
+from tiered import MiB
 
 ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
 

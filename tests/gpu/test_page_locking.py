@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fakes.virtual_cuda import VirtualCuda
+from tiered import MiB
 from tiered.tiers import ram as slab_module
 from tiered.tiers.ram import HostSlab
-from tiered.units import MiB
 
 
 def test_a_refusal_is_not_left_for_the_next_kernel_to_report(virtual: VirtualCuda | None) -> None:

@@ -11,7 +11,7 @@ from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
-from tiered.units import parse_size
+from tiered import parse_size
 
 NUM_STEPS = 3
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'

@@ -22,8 +22,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.session import Session
 from oracles.tiered_run import make_loader
 from processes import warm
-from tiered.tiers.gpu import GpuTier
-from tiered.units import MiB
+from tiered import GpuTier, MiB
 
 ONE_STEP = Path(__file__).parent / "one_step.py"
 ROOT = Path(__file__).parents[2]

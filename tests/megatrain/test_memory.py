@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from oracles.tiered_run import EXAMPLES
-from tiered.units import MiB
+from tiered import MiB
 
 #: What the allocator of the C library keeps beyond the bytes asked for, and threads' stacks. The interpreter and
 #: the libraries come on top; they are measured here, by a process that plans the same run and does not train.

@@ -23,7 +23,7 @@ from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.session import Session
-from tiered.events import StoreStats
+from tiered import StoreStats
 
 _TRACES: dict[str, VisitTrace] = {}
 EXAMPLES = Path(__file__).parents[2] / "examples"

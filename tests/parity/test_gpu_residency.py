@@ -16,7 +16,7 @@ from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
-from tiered.units import MiB
+from tiered import MiB
 
 NUM_STEPS = 3
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'

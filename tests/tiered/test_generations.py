@@ -16,12 +16,22 @@ import zarr
 
 import tiered
 from processes import warm
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import (
+    CorruptBlockError,
+    GenerationError,
+    GenerationReader,
+    KiB,
+    LeaseError,
+    LockedError,
+    MiB,
+    NvmeTier,
+    RamTier,
+    Tier,
+    TieredStore,
+    TransferError,
+)
 from tiered.durable.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
 from tiered.durable.ownership import StoreIdentity
-from tiered.durable.reader import GenerationReader
-from tiered.errors import CorruptBlockError, GenerationError, LeaseError, LockedError, TransferError
-from tiered.tiers.base import Tier
 from tiered.tiers.nvme import Verify
 
 KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered import GenerationError
 from tiered.checksums import checksum
 from tiered.durable.manifest import (
     MANIFEST_NAME,
@@ -23,7 +24,6 @@ from tiered.durable.manifest import (
     unfinished_generations,
     write_manifest,
 )
-from tiered.errors import GenerationError
 
 
 def sample(generation: int) -> Manifest:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiered import MiB
 from tiered.tiers import ram as slab_module
 from tiered.tiers.ram import HostSlab, SlabPool, huge_pages_allowed
-from tiered.units import MiB
 
 
 def resident_bytes() -> int:

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from processes import warm
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import list_generations, newest_first
 from tiered.durable.ownership import StoreIdentity, read_owner, read_store_id
-from tiered.durable.reader import GenerationReader, remove_generation_everywhere
-from tiered.errors import GenerationError
+from tiered.durable.reader import remove_generation_everywhere
 
 KEYS = ["a/weight", "b"]
 

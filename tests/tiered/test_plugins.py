@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import tiered
-from tiered.errors import TieredError
-from tiered.links.base import HostLink, Link
+from tiered import Link, Tier, TieredError
+from tiered.links.base import HostLink
 from tiered.links.route import default_links
 from tiered.testing.manual import MemoryTier
-from tiered.tiers.base import Tier
 
 ROOT = Path(__file__).parents[2]
 MODULE = """

@@ -13,8 +13,7 @@ import torch
 
 import megatrain as mt
 from oracles.tiered_run import write_tiny_model
-from tiered.durable.reader import GenerationReader
-from tiered.store import TieredStore
+from tiered import GenerationReader, TieredStore
 
 pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

@@ -18,7 +18,7 @@ import megatrain
 from megatrain.embed.partition import TieringError
 from megatrain.embed.weights import AbsentWeightError, StoredParameter, WeightInUseError, block_of
 from oracles.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
-from tiered.store import TieredStore
+from tiered import TieredStore
 
 TWO = 2
 

@@ -14,7 +14,7 @@ from megatrain.embed.weights import block_of
 from megatrain.models.folder import ModelFolderError
 from oracles.embedded import assert_same_gradients, assert_same_weights, small_store
 from oracles.families import VOCAB, tiny_config
-from tiered.errors import CapacityError
+from tiered import CapacityError
 
 
 @pytest.fixture(scope="module")

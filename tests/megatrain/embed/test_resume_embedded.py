@@ -18,8 +18,7 @@ import megatrain
 from megatrain.embed.stores import ledger_of
 from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
 from processes import warm
-from tiered.errors import GenerationError
-from tiered.store import TieredStore
+from tiered import GenerationError, TieredStore
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -25,7 +25,7 @@ from oracles.embedded import (
     small_store,
     stored_gradient,
 )
-from tiered.errors import CapacityError
+from tiered import CapacityError
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -22,7 +22,7 @@ from megatrain.models.graph import build_graph
 from megatrain_tier_cli.main import command_group
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
-from tiered.units import GB, GiB, MiB
+from tiered import GB, GiB, MiB
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)

@@ -14,10 +14,7 @@ from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from oracles.tiered_run import EXAMPLES, config_text
-from tiered.store import TieredStore
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
+from tiered import MiB, NvmeTier, RamTier, TieredStore
 
 ON_DRIVE = 'weights = "nvme"\noptimizer = "nvme"'
 OFF = ("save_strategy=no", "save_on_signal=false")

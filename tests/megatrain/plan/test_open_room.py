@@ -15,7 +15,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, with_open_room
 from megatrain.plan.simulate import measured_rates, simulate_step
 from oracles.tiered_run import EXAMPLES, config_text
-from tiered.units import MiB
+from tiered import MiB
 
 
 def make_plan(folder: Path, ram: str) -> Plan:

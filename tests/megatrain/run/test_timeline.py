@@ -11,7 +11,7 @@ from megatrain.run.metrics import Observers
 from megatrain.run.timeline import COMPUTE, Timeline
 from megatrain.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text
-from tiered.events import Event
+from tiered import Event
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
