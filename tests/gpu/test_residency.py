@@ -13,7 +13,7 @@ from megatrain.plan.planner import plan_run
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered import parse_size
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
 
