@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from megatrain.data.rows_report import DataError
 from megatrain.plan.limits import Objection
 from megatrain.run.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
+from tiered import CapacityError, GiB, MiB
 from tiered.durable.manifest import Manifest, write_manifest
 
 CliModule = Callable[[str], ModuleType]

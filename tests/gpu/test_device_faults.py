@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.run.status import StatusWriter
 from fakes.gpu_run import virtual_gpu
 from fakes.virtual_cuda import VirtualCuda
+from megatrain.run.status import StatusWriter
 from processes.saved_run import NVME, SavedRun, make_run
 
 STEPS, AT = 6, 3

@@ -28,6 +28,7 @@ from megatrain.run.folder import (
 )
 from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
+from tiered import LockedError
 from tiered.durable.manifest import Manifest, write_manifest
 from tiered.tiers import directory
 
