@@ -62,7 +62,7 @@ pytest=(env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$py" -m pytest -o addopts=--import
 patience=1 # limits of runs are so many times as long
 one_step=(compute-sanitizer --tool memcheck --error-exitcode 9 "$py" tests/gpu/one_step.py)
 if [[ $is_quick ]]; then
-  python=("$py" tests/reference/on_virtual_gpu.py)
+  python=("$py" tests/fakes/on_virtual_gpu.py)
   bench+=(--quick)
   patience=5 # on a processor that has other things to do
   tests=(tests/gpu/test_page_locking.py)
@@ -152,8 +152,8 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [".", "tests"]
-from reference.gpu_run import gpu_config_text
-from reference.tiny_model import write_tiny_model
+from fakes.gpu_run import gpu_config_text
+from oracles.tiered_run import write_tiny_model
 
 folder = Path(sys.argv[1])
 (folder / "run.toml").write_text(gpu_config_text(folder, write_tiny_model(folder / "model"), nvme=0))

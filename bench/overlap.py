@@ -60,7 +60,7 @@ def main() -> int:
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
     report = Report("overlap", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
-    hidden, layers, vocabulary = (256, 4, 1024) if arguments.quick else (768, 12, 8192)
+    hidden, layers, vocabulary = (128, 4, 1024) if arguments.quick else (768, 12, 8192)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
         report.row("model", f"llama {hidden}x{layers}, vocabulary {vocabulary}", "")
@@ -72,7 +72,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
-    parser.add_argument("--quick", action="store_true", help="a model of 3.7 M parameters")
+    parser.add_argument("--quick", action="store_true", help="a model of 1 M parameters")
     parser.add_argument(
         "--tokens", type=step_shape, default=(1, 1, 256), help="micro-batches x rows x tokens of a step"
     )

@@ -37,8 +37,14 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 #: Folders whose matrices take minutes, and how many cases of one test run without `-m slow`: evenly spread.
-LONG_MATRICES = ("tests/parity/", "tests/gpu/", "tests/megatrain/engine/", "tests/megatrain/embed/")
-SHARE, FEWEST = 6, 6
+LONG_MATRICES = (
+    "tests/parity/",
+    "tests/gpu/",
+    "tests/megatrain/engine/",
+    "tests/megatrain/embed/",
+    "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted",
+)
+SHARE, FEWEST = 7, 6  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one.
 SHORT = ("tests/megatrain/engine/test_mirror.py",)
 #: Benches that other tests of test_benches.py run as well, or whose parts do.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -252,21 +253,30 @@ def test_inside_the_command_imports_are_relative() -> None:
     assert not absolute, absolute
 
 
+@functools.cache
+def names_used() -> list[tuple[str, int, str]]:
+    """Return file, line and dotted name of every import that runs, and of every attribute."""
+    found = []
+    for source in SOURCES:
+        skipped = typing_only(source.tree)
+        found += [(source.name, line, name) for line, name in imports(source, with_typing=False)]
+        found += [
+            (source.name, node.lineno, f"={ast.unparse(node)}")
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute) and node not in skipped
+        ]
+    return found
+
+
 @pytest.mark.parametrize("library", sorted(RESTRICTED))
 def test_a_heavy_library_is_used_only_in_the_files_that_own_it(library: str) -> None:
     owners = RESTRICTED[library]
-    strangers = []
-    for source in SOURCES:
-        if any(source.name == owner or (owner.endswith("/") and source.name.startswith(owner)) for owner in owners):
-            continue
-        skipped = typing_only(source.tree)
-        lines = [line for line, name in imports(source, with_typing=False) if f"{name}.".startswith(f"{library}.")]
-        lines += [
-            node.lineno
-            for node in ast.walk(source.tree)
-            if node not in skipped and isinstance(node, ast.Attribute) and ast.unparse(node) == library
-        ]
-        strangers += [f"{source.name}:{line}" for line in lines]
+    strangers = [
+        f"{file}:{line}"
+        for file, line, name in names_used()
+        if (f"{name}.".startswith(f"{library}.") or name == f"={library}")
+        and not any(file == owner or (owner.endswith("/") and file.startswith(owner)) for owner in owners)
+    ]
     assert not strangers, strangers
 
 

@@ -22,32 +22,35 @@ from bench import gpu, gpu_profile
 from bench.gpu_sides.cases import PARTS, VARIANTS, part_named, write_shape
 from bench.gpu_sides.job import Job
 from megatrain.config.keys import KEYS
+from processes import warm
 from tiered.events import STALL_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-LAUNCHER = ROOT / "tests" / "reference" / "on_virtual_gpu.py"
+LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
+#: Benches that measure resident memory: a new interpreter has none of others.
+COLD = ("activations",)
 #: Command line of every bench at its smallest.
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
     "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
-    "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
+    "nvme_step": ["--quick", "--tokens", "1x1x32", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
-    "recompute": ["--quick", "--tokens", "2x1x64", "--rounds", "2"],
+    "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],
     "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
-    "checkpoint": ["--quick", "--sizes", "0.002,0.008", "--blocks", "5", "--rounds", "1", "--saves", "1"],
+    "checkpoint": ["--quick", "--sizes", "0.002", "--blocks", "5", "--rounds", "1", "--saves", "1"],
     "export": ["--quick"],
     "activations": ["--quick", "--steps", "1", "--tokens", "1x1x256"],
     "gsm8k": ["--quick", "--steps", "3", "--eval-samples", "5"],
     "plan_accuracy": ["--quick", "--only", "small_on_nvme", "--steps", "3"],
     "gpu": [
         *["--quick", "--device", "cpu", "--steps", "1", "--parts", "rates,7b_4k"],
-        *["--megatrain", str(ROOT / "tests" / "reference" / "stand_in_megatrain")],
+        *["--megatrain", str(ROOT / "tests" / "fakes" / "stand_in_megatrain")],
     ],
     "gpu_profile": ["--quick", "--device", "cpu", "--top", "5"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
@@ -66,7 +69,10 @@ def run(name: str, *words: str) -> list[dict[str, Any]]:
 def run_in(name: str, scratch: Path, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(BENCH / f"{name}.py"), "--json", "--scratch", str(scratch), *ARGUMENTS[name], *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=280)
+    if name in COLD:
+        done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=280)
+    else:
+        done = warm.run(command, env=environment, cwd=scratch, timeout=280, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -117,10 +123,9 @@ def test_kept_graphs_are_compared_with_a_recompute() -> None:
 
 def test_nvme_steps_are_compared_with_both_bounds() -> None:
     rows = {(row["name"], row["T"]): row["value"] for row in run("nvme_step")}
-    for tokens in (32, 64):
-        for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
-            assert rows[name, tokens] > 0, name
-        assert rows["loss.turns_that_differ_by_placement", tokens] == 0
+    for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
+        assert rows[name, 32] > 0, name
+    assert rows["loss.turns_that_differ_by_placement", 32] == 0
     assert ("crossing.measured", None) in rows and ("crossing.formula", None) in rows
 
 
@@ -151,7 +156,7 @@ def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
 
 def test_comparison_without_deepspeed_says_so() -> None:
     command = [sys.executable, str(BENCH / "compare" / "deepspeed.py"), "--json", "--python", "/nowhere/python"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = warm.run(command, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["name"] for row in rows] == ["deepspeed.skipped"]
@@ -177,7 +182,7 @@ def on_virtual_gpu(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     out = folder / "made" / "rows.jsonl"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu.py"), "--quick", "--device", "cuda", "--steps", "1"]
     command += ["--tables", '{"tiers": {"gpu": {"size": "2600KiB"}}}', "--scratch", str(folder), "--out", str(out)]
-    done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=500)
+    done = warm.run([*command, *words], cwd=folder, timeout=500, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return {row["name"]: row for row in map(json.loads, out.read_text().splitlines())}
 
@@ -203,7 +208,7 @@ def test_a_step_is_profiled_on_a_gpu_in_software(tmp_path: Path) -> None:
     out, trace = tmp_path / "rows.jsonl", tmp_path / "made" / "step.json.gz"
     command = [sys.executable, str(LAUNCHER), str(BENCH / "gpu_profile.py"), "--quick", "--top", "5"]
     command += ["--part", "7b_4k+bf16_gradients", "--out", str(out), "--trace", str(trace)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = warm.run(command, cwd=tmp_path, timeout=280, with_children=True)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = {row["name"]: row["value"] for row in map(json.loads, out.read_text().splitlines())}
     assert rows["part"] == "7b_4k+bf16_gradients"
@@ -263,9 +268,10 @@ def first_hour(folder: Path, *words: str, **variables: str) -> tuple[int, str, P
     return done.returncode, (out / "log.txt").read_text(), out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(560)
 def test_the_first_call_of_a_first_session(tmp_path: Path) -> None:
-    stand_in = ROOT / "tests" / "reference" / "stand_in_megatrain"
+    stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
     status, log, out = first_hour(tmp_path, "1", str(stand_in))
     assert status == 0 and log.endswith("0 runs failed\n"), log
     rows = {row["name"]: row["value"] for row in map(json.loads, (out / "gpu.jsonl").read_text().splitlines())}
@@ -344,7 +350,7 @@ def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Pa
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCH / "gpu.py"), "--quick", "--device", "cpu", "--parts", "14b,long_32k"]
     command += ["--steps", "2000", "--scratch", str(tmp_path), "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, with_children=True) as bench:
         deadline_s = time.monotonic() + 150
         try:
             while not any("total_s" in path.read_text() for path in tmp_path.glob("*/14b/ours/result.json")):
@@ -362,7 +368,7 @@ def test_a_bench_that_is_told_to_end_keeps_the_steps_that_were_made(tmp_path: Pa
 
 @pytest.mark.slow
 def test_every_part_runs_on_a_gpu_in_software(tmp_path: Path) -> None:
-    stand_in = ROOT / "tests" / "reference" / "stand_in_megatrain"
+    stand_in = ROOT / "tests" / "fakes" / "stand_in_megatrain"
     rows = on_virtual_gpu(tmp_path, "--megatrain", str(stand_in), "--cache", str(tmp_path / "rates"))
     for part in PARTS:
         assert rows[f"{part}.ours.rate"]["value"] > 0 and rows[f"{part}.ours.ram->gpu.moved"]["ok"], part
@@ -384,7 +390,7 @@ def test_a_side_ends_in_its_time_with_all_of_its_rows(tmp_path: Path) -> None:
     code = "from bench.gpu_sides import worker; worker.main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", code, job.to_json()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = warm.run(command, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
     seen = json.loads(result.read_text())
     assert seen["is_complete"] and seen["num_steps_missing"] == 1001 - len(seen["steps"]) > 0
@@ -408,7 +414,7 @@ def test_sides_of_the_gpu_bench_begin_with_cublas_set_up(tmp_path: Path, monkeyp
 def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) -> None:
     def gpu(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(BENCH / "gpu.py"), "--json", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        return warm.run(command, cwd=tmp_path, timeout=200)
 
     refused = gpu("--device", "cpu", "--parts", "14b")
     assert refused.returncode == 2 and "--device cpu needs --quick" in refused.stderr
@@ -453,7 +459,7 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
     trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
     command = [sys.executable, str(BENCH / "timeline.py"), "--json", *ARGUMENTS["timeline"]]
     command += ["--trace", str(trace), "--picture", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = warm.run(command, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row["value"] for row in map(json.loads, done.stdout.splitlines())}
     assert rows["ticks.missing"] == 0 < rows["busy.layers"] < rows["step"]
@@ -464,13 +470,13 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
     assert len(bars) > 40
     again = tmp_path / "again.svg"
     command = [sys.executable, str(BENCH / "timeline.py"), "--draw", str(trace), "--picture", str(again)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=200).returncode == 0
+    assert warm.run(command, timeout=200).returncode == 0
     assert again.read_text().count("<rect") == picture.read_text().count("<rect")
 
 
 def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
     rows = {row["name"]: row["value"] for row in run("checkpoint")}
-    for size in ("0.002GB", "0.008GB"):
+    for size in ("0.002GB",):
         assert rows[f"{size}.ram0.written"] == rows[f"{size}.changed10.written"] == rows[f"{size}.ram100.linked"] == 0
         assert rows[f"{size}.ram100.written"] == rows[f"{size}.ram0.linked"]
         assert rows[f"{size}.ram0.as_it_stands.seconds"] > rows[f"{size}.ram0.as_it_stands.held"] > 0

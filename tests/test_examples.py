@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from processes import warm
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = "import sys; from {package}.main import main; main()"
 
@@ -28,7 +30,7 @@ def run_example(name: str, folder: Path, *options: str, command: str = "run") ->
     except ImportError:  # not installed: the command's own folder
         package = "cli"
     words = [sys.executable, "-c", PROGRAM.format(package=package), command, str(config), *options]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return warm.run(words, cwd=ROOT, timeout=280)
 
 
 def check_folder(final: Path) -> None:

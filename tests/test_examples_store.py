@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from processes import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_embedding_example_runs() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
+    result = warm.run(
         [sys.executable, "-W", "error::RuntimeWarning", "examples/embed_store.py"],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -20,6 +20,8 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
+from processes import warm
+
 CliModule = Callable[[str], ModuleType]
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SMALLER = {
@@ -227,7 +229,7 @@ def locked(folder: Path) -> Iterator[int]:
         "import sys, tiered.tiers.directory as d; t = d.TierDirectory(sys.argv[1]); print('locked', flush=True);"
         "sys.stdin.read()"
     )
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", script, str(folder)],
         cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip

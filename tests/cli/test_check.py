@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
-from reference.saved_run import SavedRun, make_run
-from tiered.units import MiB
+from processes.saved_run import SavedRun, make_run
+from tiered import MiB
 
 
 @pytest.fixture(scope="module")

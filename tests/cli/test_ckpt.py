@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.run.folder import RunFolder
-from reference.saved_run import SavedRun, command_group, make_run
+from processes.saved_run import SavedRun, command_group, make_run
 from tiered.durable.manifest import list_generations
 
 CliModule = Callable[[str], ModuleType]

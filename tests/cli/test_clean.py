@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from processes import warm
 from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import forget_generation
 
@@ -215,14 +216,14 @@ def test_a_drive_that_refuses(tmp_path: Path, run: Run, monkeypatch: pytest.Monk
 def test_a_killed_run_is_told_to_the_next_and_cleaned(tmp_path: Path, run: Run) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from test_clean import *
 store = make_store(Path({str(tmp_path / "a")!r}))
 print("started", flush=True)
 sys.stdin.read()
 """
     root = Path(__file__).parents[2]
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
     ) as process:
         assert process.stdout is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from reference.saved_run import ROOT, command_group, command_words
+from processes.saved_run import ROOT, command_group, command_words
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

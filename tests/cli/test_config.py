@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from reference.saved_run import command_group
+from processes.saved_run import command_group
 
 TEXT = """task = "sft"
 output_dir = "out"

@@ -14,7 +14,7 @@ import pytest
 
 from megatrain.run.folder import RunFolder, committed_step, living_owner
 from megatrain.run.status import RunStatus, read_status, write_status
-from reference.saved_run import SavedRun, end, make_run
+from processes.saved_run import SavedRun, end, make_run
 
 MANY = 100_000
 NO_STRATEGY = 'save_strategy = "no"'

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner, Result
 
-from reference.saved_run import QUICKSTART, command_group
+from processes.saved_run import QUICKSTART, command_group
 
 CONFIG = """task = "sft"
 output_dir = "out"

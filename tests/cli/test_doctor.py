@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from megatrain.doctor import examine, processors
 from megatrain.doctor.drives import DriveEffort, TierProbe
 from megatrain.plan.machine import load_profile, profile_path
-from tiered.units import MiB
+from tiered import MiB
 
 Call = Callable[..., Result]
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reference.saved_run import ROOT, SavedRun, command_words, make_run
+from processes import warm
+from processes.saved_run import ROOT, SavedRun, command_words, make_run
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_the_model_is_elsewhere_now(run: SavedRun, tmp_path: Path) -> None:
 def test_progress_on_a_terminal_only(run: SavedRun, tmp_path: Path) -> None:
     main, end = pty.openpty()
     words = [*command_words(), "export", str(run.out), str(tmp_path / "out")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, text=True, cwd=ROOT) as process:
+    with warm.Popen(words, stdout=subprocess.PIPE, stderr=end, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         os.close(end)
         shown = os.read(main, 1 << 16).decode()

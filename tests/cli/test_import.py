@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.config import load_config
-from reference.saved_run import command_group
+from processes.saved_run import command_group
 
 TEXT = "base_model: org/model\ndatasets: [{path: d.jsonl, type: alpaca}]\nlearning_rate: 1e-4\nrope_theta: 5\n"
 

@@ -13,8 +13,8 @@ from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
 from megatrain.plan import machine
 from megatrain.plan.machine import FileSystem
-from reference.saved_run import QUICKSTART, command_group, make_run
-from tiered.units import GiB
+from processes.saved_run import QUICKSTART, command_group, make_run
+from tiered import GiB
 
 
 def call(*words: object) -> Result:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
 
-from reference.image_text import tiny_image_text_config
-from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
+from oracles.families import tiny_image_text_config
+from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 
 APART = ("--set", "data.packing=false")
 MTP = "mtp.layers.0.self_attn.q_proj.weight"  # transformers has no place for it and leaves it out without a word

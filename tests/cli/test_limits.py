@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.plan.machine import file_system_of
-from reference.saved_run import NVME, SavedRun, make_run
+from processes.saved_run import NVME, SavedRun, make_run
 
 SHM = Path("/dev/shm")
 BEYOND = ("--set", "tiers.ram.size=9000TiB")

@@ -20,9 +20,8 @@ from click.testing import CliRunner, Result
 from megatrain.data.rows_report import DataError
 from megatrain.plan.limits import Objection
 from megatrain.run.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
+from tiered import CapacityError, GiB, MiB
 from tiered.durable.manifest import Manifest, write_manifest
-from tiered.errors import CapacityError
-from tiered.units import GiB, MiB
 
 CliModule = Callable[[str], ModuleType]
 CONFIG = """task = "sft"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from reference.saved_run import SavedRun, make_run
+from processes.saved_run import SavedRun, make_run
 
 OFF = "data.packing is off"
 SCAN: dict[str, Any] = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatrain.run.activity import Activity, Moment
 from megatrain.run.metrics import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from tiered.units import GiB
+from tiered import GiB
 
 CliModule = Callable[[str], ModuleType]
 

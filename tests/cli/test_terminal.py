@@ -16,12 +16,14 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain.run.folder import committed_step, living_owner
 from megatrain.run.status import read_status
-from reference.saved_run import ROOT, SavedRun, command_words, end, make_run
+from processes import warm
+from processes.saved_run import ROOT, SavedRun, command_words, end, make_run
 
 DEADLINE_S = 240.0
 MANY = 100_000
@@ -33,21 +35,22 @@ class Terminal:
 
     Args:
         ignored: signals that it starts with ignored, as ``nohup`` does.
+        is_cold: it is a new interpreter, and has to import all that it needs.
     """
 
-    def __init__(self, words: list[str], *, ignored: tuple[signal.Signals, ...] = ()) -> None:
+    def __init__(self, words: list[str], *, ignored: tuple[signal.Signals, ...] = (), is_cold: bool = False) -> None:
         self.text = ""
         self._master, slave = pty.openpty()
 
         def prepare() -> None:
-            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
 
-        self.process = subprocess.Popen(
-            words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=prepare, cwd=ROOT,
-            env=ENVIRONMENT,
-        )  # fmt: skip
+        options: Any = {"preexec_fn": prepare} if is_cold else {"is_terminal": True, "ignored": ignored}
+        self.process = (subprocess if is_cold else warm).Popen(
+            words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, cwd=ROOT, env=ENVIRONMENT, **options
+        )
         os.close(slave)
 
     def wait_for(self, pattern: str) -> None:
@@ -134,7 +137,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize("command", ["run", "plan", "check"])
 def test_a_line_is_there_before_anything_heavy_is_imported(command: str, cli_package: str) -> None:
     words = python_words(cli_package, [command, "examples/tiny.toml"], AT_TORCH.replace("DO", "import os; os._exit(7)"))
-    with Terminal(words) as terminal:
+    with Terminal(words, is_cold=True) as terminal:
         assert terminal.wait() == 7
     before = terminal.text.partition("[HEAVY]")[0]
     assert "importing torch" in before and re.search("[\u2800-\u28ff] ", before), terminal.text
@@ -143,7 +146,7 @@ def test_a_line_is_there_before_anything_heavy_is_imported(command: str, cli_pac
 def test_a_wrong_config_is_answered_without_torch(cli_package: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('task = "sft"\nlearning_rte = 1\n')
     words = python_words(cli_package, ["run", str(tmp_path / "run.toml")], AT_TORCH.replace("DO", "pass"))
-    with Terminal(words) as terminal:
+    with Terminal(words, is_cold=True) as terminal:
         assert terminal.wait() == 2
     assert "learning_rte" in terminal.text and "[HEAVY]" not in terminal.text
     assert screen(terminal.text)[0].startswith("error:"), "the spinner is gone"
@@ -151,7 +154,7 @@ def test_a_wrong_config_is_answered_without_torch(cli_package: str, tmp_path: Pa
 
 def test_ctrl_c_while_it_starts_leaves_nothing(cli_package: str) -> None:
     code = AT_TORCH.replace("DO", "import time; time.sleep(60)")
-    with Terminal(python_words(cli_package, ["plan", "examples/tiny.toml"], code)) as terminal:
+    with Terminal(python_words(cli_package, ["plan", "examples/tiny.toml"], code), is_cold=True) as terminal:
         terminal.wait_for(r"\[HEAVY\]")
         terminal.wait_for("importing torch  2 s")  # the line moves by itself
         terminal.type("\x03")
@@ -188,7 +191,7 @@ def test_output_goes_on_in_the_log(kind: str, cli_package: str, tmp_path: Path) 
     code = OUTPUT.format(package=cli_package, log=str(log))
     words = [sys.executable, "-c", code]
     if kind == "terminal":
-        with Terminal(words, ignored=(signal.SIGHUP,)) as terminal:
+        with Terminal(words, ignored=(signal.SIGHUP,), is_cold=True) as terminal:
             terminal.wait_for("before")
             terminal.close()
             assert terminal.process.wait(DEADLINE_S) == 75
@@ -276,9 +279,7 @@ def stopped_at_the_end(run: SavedRun) -> Iterator[None]:
 def test_detach_and_follow(run: SavedRun) -> None:
     config = run.write_config(steps=MANY, checkpoint='save_strategy = "no"')
     words = [*command_words(), "run", str(config), "--detach"]
-    result = subprocess.run(
-        words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    result = warm.run(words, cwd=ROOT, env=ENVIRONMENT, timeout=DEADLINE_S)
     owner = living_owner(run.out)
     assert result.returncode == 0 and owner is not None, result
     assert owner.pid is not None and os.getsid(owner.pid) == owner.pid != os.getsid(0), "a session of its own"
@@ -315,9 +316,7 @@ def test_detach_and_follow(run: SavedRun) -> None:
 )
 def test_a_detached_start_that_fails_gives_its_code(run: SavedRun, change: str, code: int, message: str) -> None:
     words = [*command_words(), "run", str(run.write_config()), "--detach", "--set", change]
-    result = subprocess.run(
-        words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    result = warm.run(words, cwd=ROOT, env=ENVIRONMENT, timeout=DEADLINE_S)
     assert (result.returncode, result.stdout) == (code, "")
     assert message in result.stderr and not run.out.exists()
 
@@ -328,7 +327,7 @@ def test_following_a_run_that_dies(run: SavedRun) -> None:
         while (status := read_status(run.out)) is None or not status.step:
             assert process.poll() is None
             time.sleep(0.05)
-        follow = subprocess.Popen(
+        follow = warm.Popen(
             [*command_words(), "status", "--follow", "--json", str(run.out)], cwd=ROOT, env=ENVIRONMENT,
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip

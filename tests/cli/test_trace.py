@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from reference.saved_run import command_group, make_run
+from processes.saved_run import command_group, make_run
 
 
 def call(*words: object) -> Result:

@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from reference.code_blocks import LANGUAGES, NAMES, ROOT, SHELLS, Block, Command, blocks_of, commands_of
-from reference.saved_run import SavedRun, command_group, make_run
+from oracles.code_blocks import LANGUAGES, NAMES, ROOT, SHELLS, Block, Command, blocks_of, commands_of
+from processes.saved_run import SavedRun, command_group, make_run
 
 #: Blocks that say, in a comment before them, that they are not executed: how many each page has.
 NOT_EXECUTED = {"bench/README.md": 6, "docs/gpu.md": 3, "docs/quickstart.md": 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reference.code_blocks import blocks_of
+from oracles.code_blocks import blocks_of
 
 
 @pytest.fixture

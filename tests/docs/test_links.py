@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reference.code_blocks import NAMES, ROOT
+from oracles.code_blocks import NAMES, ROOT
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")

@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from megatrain.plan import machine
-from reference.code_blocks import Block, blocks_of, commands_of
-from reference.saved_run import command_group
+from oracles.code_blocks import Block, blocks_of, commands_of
+from processes.saved_run import command_group
 
 PAGE = "docs/sizing.md"
 BLOCKS = blocks_of(PAGE)

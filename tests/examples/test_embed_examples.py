@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from reference import embed_examples
-from reference.tiny_model import QUICKSTART
+from oracles.tiered_run import QUICKSTART
+from processes import embed_examples, warm
 
 ROOT = Path(__file__).parents[2]
 #: Kernels of torch and ours round differently in fp32; so much of a loss it was after 8 updates.
@@ -49,8 +48,8 @@ def runs_of(name: str) -> Runs:
 
 def start(name: str, folder: str, *runs: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/reference/embed_examples.py"), name, folder, *runs]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, str(ROOT / "tests/processes/embed_examples.py"), name, folder, *runs]
+    done = warm.run(command, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "dead run" not in done.stderr, "a store was not closed"
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import tiered
-from reference.example_files import load_example
-from reference.object_tier import Objects, module
+from oracles.example_files import Objects, load_example, module
 from tiered.testing import LinkSuite, StoreSuite, TierSuite
 
 compressed = load_example("tiers/compressed_ram_tier.py")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import io
 import os
-import subprocess
 import sys
 import tokenize
 
-from reference.example_files import EXAMPLES
+from oracles.example_files import EXAMPLES
+from processes import warm
 
 FILE = EXAMPLES / "kv_cache.py"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -18,7 +18,7 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 def test_it_runs_in_its_budget_with_the_same_bits() -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(FILE)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = warm.run(command, env=environment, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "cache: 524288 bytes; RAM: at most 131072 of 131072",

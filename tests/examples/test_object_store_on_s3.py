@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from reference.object_tier import Objects
+from oracles.example_files import Objects
 from tiered.testing import LinkSuite, StoreSuite, TierSuite
 
 s3fs = pytest.importorskip("s3fs", reason="pip install s3fs moto flask flask-cors py-partiql-parser, 140 MB")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tiered.units import MiB
+from processes import warm
+from tiered import MiB
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "embed"
 MARK = "# megatrain"
@@ -80,9 +80,7 @@ def source(name: str) -> str:
 
 def run(program: Path, folder: Path, *more: str) -> Path:
     """Run an example in a process of its own; return its folder."""
-    done = subprocess.run(
-        [sys.executable, program, "--output", folder, *more], capture_output=True, text=True, timeout=280, check=False
-    )
+    done = warm.run([sys.executable, program, "--output", folder, *more], timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

@@ -16,11 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tiered import KiB, MiB, NvmeTier, RamTier
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.testing.faults import Fault, FaultyMover
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import KiB, MiB
 
 EXT4_IOC_SHUTDOWN = 0x8004587D
 

@@ -21,10 +21,10 @@ import torch
 from click.testing import CliRunner, Result
 
 from megatrain.run.folder import RunFolder
-from reference.kill_checks import problems_of
+from processes.kill_checks import problems_of
+from tiered import MiB
 from tiered.checksums import checksum
 from tiered.durable.manifest import generation_folder, list_generations, read_manifest
-from tiered.units import MiB
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
@@ -136,7 +136,7 @@ def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def arrange(step: int, then: Callable[[], object], *, room_was_found: bool = False) -> None:
         from megatrain.checkpoint.saver import Saver
-        from tiered.store import TieredStore
+        from tiered import TieredStore
 
         saving: list[int] = []
         save, commit = Saver.save, TieredStore.commit

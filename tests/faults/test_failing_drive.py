@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import MiB, NvmeTier, RamTier, TieredStore
-from tiered.errors import CorruptBlockError, TransferError
+from tiered import CorruptBlockError, MiB, NvmeTier, RamTier, TieredStore, TransferError
 from tiered.testing.faults import Fault, FaultyMover, flip_bit, make_faulty
 from tiered.tiers.layout import files_of
 from tiered.tiers.nvme import Verify

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference.power_cut_runs import Contents, contents_of, same
-from reference.recorded_disk import Disk, scan
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
-from tiered.durable.reader import GenerationReader
-from tiered.errors import TieredError
+from fakes.recorded_disk import Disk, scan
+from oracles.power_cut_runs import Contents, contents_of, same
+from tiered import GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredError, TieredStore
 
 pytestmark = pytest.mark.fault
 

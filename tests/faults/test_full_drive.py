@@ -12,10 +12,8 @@ from typing import Literal
 import pytest
 import torch
 
-from tiered import MiB, NvmeTier, RamTier, TieredStore
+from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, TransferError
 from tiered.durable.manifest import current_generation
-from tiered.durable.reader import GenerationReader
-from tiered.errors import TransferError
 from tiered.testing.faults import Fault
 
 NUM_BLOCKS, NUM_ELEMENTS = 6, MiB // 2 + 1000  # 2 MiB and a bit each, in three files

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference.kills import AIMS
+from processes.kills import AIMS
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(),
@@ -40,13 +40,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disturb(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per_run: int = 12) -> dict[str, Any]:
-    """Run ``reference.kills`` in a process of its own, which has one thread and may fork; return its figures."""
+    """Run ``processes.kills`` in a process of its own, which has one thread and may fork; return its figures."""
     result = folder / "result.json"
     numbers = ["--kills", str(kills), "--stops", str(stops), "--seed", str(seed), "--per-run", str(per_run)]
     paths = ["--model", str(model), "--scratch", str(folder), "--result", str(result)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(
-        [sys.executable, "-m", "reference.kills", *numbers, *paths],
+        [sys.executable, "-m", "processes.kills", *numbers, *paths],
         env=environment,
         cwd=folder,
         capture_output=True,

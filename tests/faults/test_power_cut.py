@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from reference.power_cut import SURVIVALS, Survival, cut_power
-from reference.power_cut_runs import LAYOUTS, Contents, History, Layout, Trainer, check_newest, check_older
-from reference.record_files import record
-from reference.recorded_disk import Disk, Mark, Names, Recording, Sync, scan
+from fakes.record_files import record
+from fakes.recorded_disk import SURVIVALS, Disk, Mark, Names, Recording, Survival, Sync, cut_power, scan
+from oracles.power_cut_runs import LAYOUTS, Contents, History, Layout, Trainer, check_newest, check_older
+from tiered import MiB, TieredError
 from tiered.durable.manifest import list_generations
-from tiered.errors import TieredError
-from tiered.units import MiB
 
 pytestmark = pytest.mark.fault
 

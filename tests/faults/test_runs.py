@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from processes import warm
 from tiered import MiB, NvmeTier
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
@@ -246,7 +246,7 @@ def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
     """SIGKILL in the middle of the third step; the next run says what it took over, and is not disturbed."""
     script = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from test_runs import *
 from megatrain.loop import Loop
 real = Loop._run_step
@@ -257,7 +257,7 @@ def run_step(self, engine, number):
 Loop._run_step = run_step
 Work(Path({str(work.folder)!r}), command_group()).run()
 """
-    process = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=False)
+    process = warm.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], timeout=200)
     assert process.returncode == -9
     result = work.run()
     assert result.exit_code == 0, result.output

@@ -10,9 +10,9 @@ import pytest
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once: cuBLAS then adds in the same order each time
 
-from reference.gpu_run import virtual_gpu
-from reference.tiny_model import write_tiny_model
-from reference.virtual_cuda import VirtualCuda
+from fakes.gpu_run import virtual_gpu
+from fakes.virtual_cuda import VirtualCuda
+from oracles.tiered_run import write_tiny_model
 
 
 @pytest.fixture(scope="session")

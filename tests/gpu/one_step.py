@@ -19,9 +19,8 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from reference.gpu_run import gpu_config_text, virtual_gpu  # noqa: E402
-from reference.tiered_run import run_config  # noqa: E402
-from reference.tiny_model import write_tiny_model  # noqa: E402
+from fakes.gpu_run import gpu_config_text, virtual_gpu  # noqa: E402
+from oracles.tiered_run import run_config, write_tiny_model  # noqa: E402
 
 STATE_ON_NVME = 'optimizer = ["nvme"]'
 

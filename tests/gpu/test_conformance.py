@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from reference.virtual_cuda import VirtualCuda
+from fakes.virtual_cuda import VirtualCuda
+from tiered import GpuTier, Tier
 from tiered.testing import LinkSuite, StoreSuite, TierSuite
-from tiered.tiers.base import Tier
-from tiered.tiers.gpu import GpuTier
 
 
 @pytest.fixture(autouse=True)

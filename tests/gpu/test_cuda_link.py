@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiered.errors import TransferError
+from tiered import GpuTier, MiB, RamTier, TransferError
+from tiered.ext import Slot
 from tiered.links.cuda import CudaLink
-from tiered.tiers.base import Slot
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.ram import HostSlab, RamTier
-from tiered.units import MiB
+from tiered.tiers.ram import HostSlab
 
 pytestmark = [
     pytest.mark.gpu,

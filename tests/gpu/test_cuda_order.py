@@ -7,14 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fakes.gpu_run import no_waits_allowed
 from megatrain.engine.host_io import Staging, read_numbers
-from reference.gpu_run import no_waits_allowed
+from tiered import GpuTier, MiB, RamTier, TieredStore
+from tiered.ext import Slot
 from tiered.links.cuda import CudaLink
-from tiered.store import TieredStore
-from tiered.tiers.base import Slot
-from tiered.tiers.gpu import GpuTier, buffer_of
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
+from tiered.tiers.gpu import buffer_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from fakes.gpu_run import virtual_gpu
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.run.status import StatusWriter
-from reference.gpu_run import virtual_gpu
-from reference.saved_run import NVME, SavedRun, make_run
-from reference.virtual_cuda import VirtualCuda
+from processes.saved_run import NVME, SavedRun, make_run
 
 STEPS, AT = 6, 3
 TABLES: dict[str, Any] = {

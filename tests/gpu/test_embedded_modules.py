@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import megatrain
+from fakes.virtual_cuda import VirtualCuda
+from fakes.virtual_embed import embedded
 from megatrain.engine.environment import deterministic_kernels
-from reference.virtual_cuda import VirtualCuda
-from reference.virtual_embed import embedded
-from tiered.units import KiB, MiB
+from tiered import KiB, MiB
 
 STEPS, ACCUMULATED = 3, 2
 IDS = torch.randint(0, 128, (STEPS * ACCUMULATED, 2, 24), generator=torch.Generator().manual_seed(1))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
+from fakes.virtual_cuda import VirtualCuda
+from fakes.virtual_embed import embedded
 from megatrain.embed.groups import DeviceCopies
 from megatrain.engine.environment import deterministic_kernels
-from reference.virtual_cuda import VirtualCuda
-from reference.virtual_embed import embedded
 
 STEPS = 4
 KERNELS = {"lr": 1e-2, "weight_decay": 0.1}

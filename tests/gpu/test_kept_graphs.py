@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import workspace_bytes
-from reference.families import VOCAB, tiny_config
-from reference.huggingface import build_model
-from reference.memory_access import MemoryAccess
-from reference.virtual_cuda import VirtualCuda
-from tiered.units import MiB
+from oracles.families import VOCAB, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+from tiered import MiB
 
 ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
 

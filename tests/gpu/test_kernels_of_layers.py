@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from reference.tiered_run import TieredRun, config_text, run_config
-from reference.virtual_cuda import VirtualCuda
+from fakes.virtual_cuda import VirtualCuda
+from oracles.tiered_run import TieredRun, config_text, run_config
 
 KEYS = {"compile": "compile = true", "pieces": "mlp_rows = 48", "liger": "use_liger_kernel = true"}
 WARNS = pytest.mark.filterwarnings("ignore")  # torch itself, when inductor first makes kernels

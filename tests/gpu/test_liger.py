@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.gpu_run import gpu_config_text, no_waits_allowed
+from fakes.liger_packages import stand_in_liger
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.gpu_run import gpu_config_text, no_waits_allowed
-from reference.liger_packages import stand_in_liger
-from reference.tiered_run import TieredRun, make_loader, run_config
-from reference.virtual_cuda import VirtualCuda
+from oracles.tiered_run import TieredRun, make_loader, run_config
 
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
 ALL_NVME = ALL_RAM.replace("ram", "nvme")

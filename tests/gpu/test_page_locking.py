@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference.virtual_cuda import VirtualCuda
+from fakes.virtual_cuda import VirtualCuda
+from tiered import MiB
 from tiered.tiers import ram as slab_module
 from tiered.tiers.ram import HostSlab
-from tiered.units import MiB
 
 
 def test_a_refusal_is_not_left_for_the_next_kernel_to_report(virtual: VirtualCuda | None) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.gpu_run import deterministic, gpu_config_text
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
-from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
-from reference.gpu_run import deterministic, gpu_config_text
-from reference.huggingface import build_model, train_step
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import TieredRun, config_text, run_config
-from reference.virtual_cuda import VirtualCuda
+from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
+from oracles.huggingface import build_model, train_step
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import TieredRun, config_text, run_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic.*")
 
-SEED, NUM_STEPS = 11, 5
+SEED, NUM_STEPS = 11, 3
 BATCHES = {"padded": padded_batches, "packed": packed_batches}
 
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'

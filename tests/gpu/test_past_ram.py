@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiered import GpuTier, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.links.probe import probe_kvikio
-from tiered.store import TieredStore
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import KiB, MiB
 
 pytestmark = [
     pytest.mark.gpu,

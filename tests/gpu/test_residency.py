@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from reference.tiered_run import TieredRun, config_text, run_config
-from reference.tiny_model import write_tiny_model
-from reference.virtual_cuda import VirtualCuda
-from tiered.units import parse_size
+from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
+from tiered import parse_size
 
-NUM_STEPS = 4
+NUM_STEPS = 2
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
 

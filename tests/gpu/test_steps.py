@@ -14,15 +14,15 @@ import psutil
 import pytest
 import torch
 
+from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
-from reference.tiered_run import make_loader
-from reference.virtual_cuda import VirtualCuda
-from tiered.tiers.gpu import GpuTier
-from tiered.units import MiB
+from oracles.tiered_run import make_loader
+from processes import warm
+from tiered import GpuTier, MiB
 
 ONE_STEP = Path(__file__).parent / "one_step.py"
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,6 @@ def test_compute_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
 
 
 def run_script(command: list[Any]) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    result = warm.run(command, cwd=ROOT, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     return result

@@ -7,8 +7,7 @@ import torch
 
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.on_device import TritonOptimizer
-from reference.blocks import PALETTES
-from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
+from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, differing_blocks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from reference.saved_run import NVME, ROOT, SavedRun, end, make_run
+from processes import warm
+from processes.saved_run import NVME, ROOT, SavedRun, end, make_run
 
-LAUNCHER = ROOT / "tests" / "reference" / "on_virtual_gpu.py"
+LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 STEPS = 6
 EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
 ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
@@ -111,7 +112,7 @@ def test_a_killed_process_goes_on_where_it_was(
     command = [sys.executable, *launcher, "-m", "cli", "run", str(config)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment)
+    process = warm.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment)
     try:
         assert process.stdout is not None
         seen = []
@@ -122,7 +123,7 @@ def test_a_killed_process_goes_on_where_it_was(
         assert process.wait() == -signal.SIGKILL, "".join(seen)
     finally:
         end(process)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
+    done = warm.run(command, cwd=ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continu" in done.stdout + done.stderr
     assert result(run)[2] == results[size][2]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.advice import model_warnings, schedule_warnings
-from megatrain.config import load_config
-from megatrain.config.schema import RunConfig
+from megatrain.config import RunConfig, load_config
 from megatrain.models.graph import ModelGraph, build_graph
 
 MODEL = Path(__file__).parents[2] / "examples/quickstart/model"

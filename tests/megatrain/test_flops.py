@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import StepFlops, count_flops, step_flops, trace_visits
 from megatrain.models.graph import build_graph
-from reference.families import FAMILIES, VOCAB, tiny_config
-from reference.huggingface import build_model
+from oracles.families import FAMILIES, VOCAB, tiny_config
+from oracles.huggingface import build_model
 
 ROWS, LENGTH = 2, 16
 TOKENS = ROWS * LENGTH

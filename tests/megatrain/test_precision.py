@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.precision import decode, encode, high_half
-from reference.adamw import join, split
+from oracles.adamw import join, split
 
 NUM_PATTERNS = 1 << 32
 MAX_FINITE_BITS = 0x7F7FFFFF

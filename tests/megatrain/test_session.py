@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from reference.tiered_run import EXAMPLES, config_text, run_config
+from oracles.tiered_run import EXAMPLES, config_text, run_config
 
 
 def test_frozen_bfloat16_weights_stay_as_they_were(tmp_path: Path) -> None:

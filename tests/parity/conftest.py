@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import write_tiny_model
 
 
 @pytest.fixture(scope="session")

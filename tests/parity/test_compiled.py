@@ -16,8 +16,8 @@ from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.visit import LayerCompiler
 from megatrain.models.graph import UnsupportedModelError, build_graph
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import TieredRun, config_text, run_config
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3
 ALL_NVME = {"placement": "\n".join(f'{kind} = ["nvme"]' for kind in ("weights", "gradients", "optimizer"))}
@@ -43,7 +43,7 @@ def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
     return run_config(text.replace("[data]", f"{keys}\n[data]", 1), folder, num_steps=NUM_STEPS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_one_graph_for_all_layers_and_the_same_bits_at_every_placement(
     dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:

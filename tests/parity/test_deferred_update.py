@@ -15,7 +15,7 @@ from megatrain.config import load_config
 from megatrain.engine.step import GradientAccumulator, NonFiniteGradientError, StepEngine, StepResult
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.tiered_run import config_text, make_loader, run_config
+from oracles.tiered_run import config_text, make_loader, run_config
 
 LR = 1e-3
 

@@ -25,10 +25,10 @@ from megatrain.models.graph import build_graph
 from megatrain.plan.plan import Plan
 from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
-from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
-from reference.huggingface import build_model, evaluate
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
+from oracles.huggingface import build_model, evaluate
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import EXAMPLES, config_text
 
 Batches = Sequence[Mapping[str, torch.Tensor]]
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "dropout": 0.2, "attention_dropout": 0.2}

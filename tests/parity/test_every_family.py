@@ -10,10 +10,9 @@ import torch
 
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
-from reference.every_family import MODEL_TYPES, shrunk_config
-from reference.families import padded_batches
-from reference.huggingface import build_model, train_step
-from reference.memory_access import MemoryAccess
+from oracles.families import MODEL_TYPES, padded_batches, shrunk_config
+from oracles.huggingface import build_model, train_step
+from oracles.memory_access import MemoryAccess
 
 SEED = 3
 REFUSED = {"prophetnet": "outside of the weight's own module"}

@@ -10,9 +10,9 @@ import torch
 
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.models.graph import build_graph
-from reference.families import FAMILIES, packed_batches, padded_batches, tiny_config
-from reference.huggingface import Reference, build_model, train_step
-from reference.memory_access import MemoryAccess
+from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
+from oracles.huggingface import Reference, build_model, train_step
+from oracles.memory_access import MemoryAccess
 
 SEED = 11
 TIED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "granite", "cohere2", "smollm3")

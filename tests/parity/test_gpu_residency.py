@@ -15,11 +15,10 @@ import pytest
 from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from reference.tiered_run import TieredRun, config_text, run_config
-from reference.tiny_model import write_tiny_model
-from tiered.units import MiB
+from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
+from tiered import MiB
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 ALL_RAM = ALL_NVME.replace("nvme", "ram")
 #: Nothing needs the norm of all gradients: a group is updated as soon as its gradient is there.
@@ -65,7 +64,9 @@ def baseline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Base
         name = repr((model, freeze, sorted(tables.items())))
         if name not in known:
             folder = tmp_path_factory.mktemp("baseline")
-            known[name] = run_config(given(config_text(folder, model, nvme=0, **tables), freeze), folder, num_steps=4)
+            known[name] = run_config(
+                given(config_text(folder, model, nvme=0, **tables), freeze), folder, num_steps=NUM_STEPS
+            )
         return known[name]
 
     return find

@@ -14,10 +14,9 @@ from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph
 from megatrain.models.kept import kept_modules, reads_more_than_text
-from reference.families import padded_batches
-from reference.huggingface import train_step
-from reference.image_text import IMAGE_TEXT_TYPES, image_text_class, tiny_image_text_config
-from reference.memory_access import MemoryAccess
+from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
+from oracles.huggingface import train_step
+from oracles.memory_access import MemoryAccess
 
 SEED = 3
 #: Those that Hugging Face runs on text alone, and the engine does not.

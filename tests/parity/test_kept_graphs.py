@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reference.tiered_run import TieredRun, config_text, run_config
+from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 4
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

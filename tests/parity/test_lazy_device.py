@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from fakes.lazy_device import LazyDevice
 from megatrain import session
 from megatrain.plan import machine
-from reference.lazy_device import LazyDevice
-from reference.tiered_run import config_text, run_config
+from oracles.tiered_run import config_text, run_config
+from tiered import MiB
 from tiered.links import route
 from tiered.links.cuda import CudaLink
 from tiered.links.files import PosixMover
-from tiered.units import MiB
 
 NUM_STEPS = 3
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'

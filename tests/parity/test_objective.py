@@ -17,10 +17,10 @@ from megatrain.engine.suspend import micro_batch_seed
 from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph
-from reference.families import FAMILIES, padded_batches, tiny_config
-from reference.huggingface import build_model, train_step
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import config_text, run_config
+from oracles.families import FAMILIES, padded_batches, tiny_config
+from oracles.huggingface import build_model, train_step
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import config_text, run_config
 
 SEED = 11
 FACTOR, ALPHA = 0.2, 5.0

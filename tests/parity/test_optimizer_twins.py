@@ -14,9 +14,9 @@ import transformers
 
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from reference.lion import PlainLion
-from reference.plain_loop import train_plainly
-from reference.tiered_run import config_text, make_loader, run_config
+from oracles.huggingface import train_plainly
+from oracles.lion import PlainLion
+from oracles.tiered_run import config_text, make_loader, run_config
 
 Make = Callable[..., Any]
 

@@ -19,10 +19,10 @@ from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from reference.tiered_run import TieredRun, config_text, run_config
+from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered.links.probe import KvikioProbe
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 ON = 'direct = "on"'
 FROZEN = 'freeze = ["model.embed_tokens.*", "model.layers.[123].*"]'

@@ -9,8 +9,8 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from reference.plain_loop import train_plainly
-from reference.tiered_run import config_text, make_loader, run_config
+from oracles.huggingface import train_plainly
+from oracles.tiered_run import config_text, make_loader, run_config
 
 NUM_STEPS = 20
 

@@ -22,10 +22,9 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.run.metrics import CheckpointMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
-from reference.tiered_run import EXAMPLES, config_text, make_loader
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import EXAMPLES, config_text, make_loader, write_tiny_model
+from tiered import LockedError
 from tiered.durable.manifest import current_generation, generation_folder, list_generations, read_manifest
-from tiered.errors import LockedError
 
 NUM_STEPS = 6
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'

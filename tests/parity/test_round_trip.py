@@ -20,8 +20,7 @@ from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import export_model
 from megatrain.models.folder import ModelFolderError, read_config
 from megatrain.models.load import WeightLoader
-from reference.every_family import MODEL_TYPES, shrunk_config
-from reference.image_text import IMAGE_TEXT_TYPES, image_text_class, tiny_image_text_config
+from oracles.families import IMAGE_TEXT_TYPES, MODEL_TYPES, image_text_class, shrunk_config, tiny_image_text_config
 from tests.megatrain.models.tiny import Weights, build_graph
 
 #: Refused by name, with the beginning of the reason.

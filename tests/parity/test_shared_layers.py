@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from reference.families import tiny_config
-from reference.plain_loop import train_plainly
-from reference.tiered_run import config_text, make_loader, run_config
-from reference.tiny_model import QUICKSTART
+from oracles.families import tiny_config
+from oracles.huggingface import train_plainly
+from oracles.tiered_run import QUICKSTART, config_text, make_loader, run_config
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from megatrain.engine.tiled import TiledForward, tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from megatrain.models.position_wise import find_position_wise, is_position_wise
-from reference import memory_of_mlp
-from reference.families import tiny_config
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import TieredRun, config_text, run_config
+from oracles.families import tiny_config
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import TieredRun, config_text, run_config
+from processes import memory_of_mlp
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20

@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch.autograd import graph
 
-from tiered import RamTier, TieredStore, leasing
-from tiered.errors import CapacityError, LeaseError
-from tiered.tiers.nvme import NvmeTier
-from tiered.units import KiB
+from tiered import CapacityError, KiB, LeaseError, NvmeTier, RamTier, TieredStore, leasing
 
 BLOCK = 64 * KiB
 

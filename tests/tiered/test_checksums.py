@@ -5,10 +5,10 @@ import pytest
 import torch
 import xxhash
 
-from tiered.block import BlockSpec
+from tiered import BlockSpec, MiB
 from tiered.checksums import PIECE_BYTES, checksum
 from tiered.durable.arrays import array_bytes
-from tiered.units import PAGE_BYTES, MiB
+from tiered.units import PAGE_BYTES
 
 
 def test_checksum_is_xxh3_of_the_concatenation() -> None:

@@ -12,18 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tiered.links.base import Link
+from tiered import LRU, Belady, GpuTier, KiB, NvmeTier, RamTier, Tier
+from tiered.ext import EvictionPolicy, Link
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.route import direct_links
-from tiered.policies import LRU, Belady, EvictionPolicy
 from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite
 from tiered.testing.manual import MemoryTier
 from tiered.tiers import ram as slab_module
-from tiered.tiers.base import Tier
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import KiB
 
 EIO = OSError(errno.EIO, "Input/output error")
 

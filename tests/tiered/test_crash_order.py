@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable import generations
 from tiered.durable.manifest import Manifest, list_generations, newest_first
-from tiered.durable.reader import GenerationReader
 
 HOMES = {"a/weight": "nvme", "a/m": "ram", "b": "nvme"}
 NUM_ELEMENTS = 10_000

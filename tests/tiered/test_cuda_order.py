@@ -10,16 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from reference.lazy_device import LazyDevice
-from tiered.block import CopyState
-from tiered.errors import TransferError
+from fakes.lazy_device import LazyDevice
+from tiered import Access, CopyState, GpuTier, KiB, RamTier, Schedule, TieredStore, TransferError
+from tiered.ext import Slot
 from tiered.links.cuda import CudaLink
-from tiered.schedule import Access, Schedule
-from tiered.store import TieredStore
-from tiered.tiers.base import Slot
-from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
-from tiered.tiers.ram import RamTier
-from tiered.units import KiB
+from tiered.tiers.gpu import DeviceBuffer, buffer_of
 
 N = 256  # elements of a block
 NBYTES = 4 * N

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,12 +15,23 @@ import torch
 import zarr
 
 import tiered
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from processes import warm
+from tiered import (
+    CorruptBlockError,
+    GenerationError,
+    GenerationReader,
+    KiB,
+    LeaseError,
+    LockedError,
+    MiB,
+    NvmeTier,
+    RamTier,
+    Tier,
+    TieredStore,
+    TransferError,
+)
 from tiered.durable.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
 from tiered.durable.ownership import StoreIdentity
-from tiered.durable.reader import GenerationReader
-from tiered.errors import CorruptBlockError, GenerationError, LeaseError, LockedError, TransferError
-from tiered.tiers.base import Tier
 from tiered.tiers.nvme import Verify
 
 KEYS = ["layer.0/weight", "layer.0/m", "layer.1/weight"]
@@ -229,7 +239,7 @@ store.commit({"value": 2}).wait()
 
 
 def test_a_killed_commit_leaves_the_one_before(tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120, check=False)
+    process = warm.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120)
     assert process.returncode == -9
     assert (tmp_path / "snap/00000002").is_dir() and current_generation(tmp_path) == 1
     with TieredStore.open(str(tmp_path), [ram(), NvmeTier([tmp_path], MiB)]) as store:

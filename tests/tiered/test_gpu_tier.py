@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiered import GpuTier, MiB, NvmeTier, RamTier, Tier
 from tiered.links.base import HostLink
 from tiered.links.cuda import CudaLink
 from tiered.links.files import FileReadLink, FileWriteLink
 from tiered.links.route import default_links
-from tiered.tiers.base import Tier
-from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
+from tiered.tiers.gpu import DeviceBuffer, buffer_of
 
 
 def test_host_memory_has_no_streams() -> None:

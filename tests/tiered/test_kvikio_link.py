@@ -16,16 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered.errors import TieredError
+from tiered import MiB, NvmeTier, RamTier, TieredError
 from tiered.links import probe as probe_module
 from tiered.links import route
 from tiered.links.files import PosixMover
 from tiered.links.probe import KvikioProbe, probe_kvikio
 from tiered.links.route import default_links, make_mover
 from tiered.tiers.layout import files_of
-from tiered.tiers.nvme import Engine, NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
+from tiered.tiers.nvme import Engine
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in"

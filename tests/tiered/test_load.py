@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import CorruptBlockError, GenerationError, KiB, LeaseError, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import current_generation, list_generations, newest_first
-from tiered.errors import CorruptBlockError, GenerationError, LeaseError
 
 NUM_BLOCKS, SHAPE = 8, (60, 1000)  # 240 000 bytes each: not a multiple of 4096
 KEYS = [f"layer.{number}/weight" for number in range(NUM_BLOCKS)]

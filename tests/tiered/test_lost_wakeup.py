@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import MiB, NvmeTier, RamTier, TieredStore
-from tiered.errors import TransferError
+from tiered import MiB, NvmeTier, RamTier, TieredStore, Transfer, TransferError
 from tiered.links.files import FileReadLink, FileWriteLink
-from tiered.transfer import Transfer
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiered import GenerationError
 from tiered.checksums import checksum
 from tiered.durable.manifest import (
     MANIFEST_NAME,
@@ -22,7 +23,6 @@ from tiered.durable.manifest import (
     read_manifest,
     write_manifest,
 )
-from tiered.errors import GenerationError
 
 
 def sample(generation: int) -> Manifest:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiered import MiB
 from tiered.errors import CapacityError
 from tiered.tiers import ram as slab_module
 from tiered.tiers.base import Ledger
 from tiered.tiers.ram import HostSlab, SlabPool, huge_pages_allowed
-from tiered.units import MiB
 
 
 def resident_bytes() -> int:

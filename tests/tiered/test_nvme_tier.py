@@ -12,13 +12,11 @@ import pytest
 import torch
 import zarr
 
-from tiered.errors import CapacityError, LockedError, TieredError, TransferError
-from tiered.tiers.base import Slot
+from tiered import CapacityError, KiB, LockedError, MiB, NvmeTier, TieredError, TransferError
+from tiered.ext import Slot
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import WearLimitError
 from tiered.tiers.layout import files_of, own_attributes
-from tiered.tiers.nvme import NvmeTier
-from tiered.units import KiB, MiB
 
 
 def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:

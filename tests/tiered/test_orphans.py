@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import GenerationReader, KiB, LockedError, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import forget_generation, list_generations
 from tiered.durable.ownership import StoreIdentity
-from tiered.durable.reader import GenerationReader
-from tiered.errors import LockedError
 from tiered.tiers.cleanup import Orphan, find_orphans, remove_orphan
 
 SLOT_BYTES = 48 * KiB

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from processes import warm
+from tiered import GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import list_generations, newest_first
 from tiered.durable.ownership import StoreIdentity, read_owner, read_store_id
-from tiered.durable.reader import GenerationReader
-from tiered.errors import GenerationError
 
 KEYS = ["a/weight", "b"]
 
@@ -63,7 +61,7 @@ def on_drives(root: Path) -> list[int]:
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = sys.argv[3:]
 from test_ownership import commit, make_store
 from tiered.durable import generations
 with make_store(Path(sys.argv[1]), sys.argv[2]) as store:
@@ -74,8 +72,8 @@ with make_store(Path(sys.argv[1]), sys.argv[2]) as store:
 
 
 def killed_commit(root: Path, name: str) -> None:
-    command = [sys.executable, "-c", _KILLED, str(root), name, str(Path(__file__).parent)]
-    assert subprocess.run(command, timeout=120, check=False).returncode == -9
+    command = [sys.executable, "-c", _KILLED, str(root), name, *map(str, Path(__file__).parents[:2])]
+    assert warm.run(command, timeout=120).returncode == -9
 
 
 def test_stores_that_take_turns_lose_nothing_of_each_other(tmp_path: Path) -> None:

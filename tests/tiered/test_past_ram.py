@@ -11,18 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from reference.lazy_device import LazyDevice
-from tiered.errors import TieredError, TransferError
+from fakes.lazy_device import LazyDevice
+from tiered import Access, GpuTier, KiB, MiB, NvmeTier, RamTier, Schedule, TieredError, TieredStore, TransferError
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.probe import probe_kvikio
 from tiered.links.route import default_links, direct_links
 from tiered.movement import route
-from tiered.schedule import Access, Schedule
-from tiered.store import TieredStore
-from tiered.tiers.gpu import GpuTier, buffer_of
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import KiB, MiB
+from tiered.tiers.gpu import buffer_of
 
 N = 5000  # elements of a block: no multiple of 4096 bytes
 EIO = OSError(errno.EIO, "Input/output error")

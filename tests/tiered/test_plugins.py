@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tiered
-from tiered.errors import TieredError
-from tiered.links.base import HostLink, Link
+from tiered import Tier, TieredError
+from tiered.ext import Link
+from tiered.links.base import HostLink
 from tiered.links.route import default_links
 from tiered.testing.manual import MemoryTier
-from tiered.tiers.base import Tier
 
 ROOT = Path(__file__).parents[2]
 MODULE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from tiered.policies import LRU, Belady, Candidate, EvictionPolicy
-from tiered.schedule import NEVER
+from tiered import LRU, NEVER, Belady
+from tiered.ext import Candidate, EvictionPolicy
 
 
 def ranked(policy: EvictionPolicy, *candidates: Candidate) -> list[str]:

@@ -13,14 +13,10 @@ import pytest
 import torch
 import zarr
 
-from tiered.errors import TransferError
-from tiered.links.base import Link
+from tiered import KiB, MiB, NvmeTier, RamTier, TransferError
+from tiered.ext import Link, Slot
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
-from tiered.tiers.base import Slot
 from tiered.tiers.layout import files_of
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import KiB, MiB
 
 
 class Rig:

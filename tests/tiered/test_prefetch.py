@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tiered import Access, GpuTier, RamTier, Schedule, TieredStore
 from tiered.prefetch import next_fetches
-from tiered.schedule import Access, Mode, Schedule
-from tiered.store import TieredStore
-from tiered.tiers.gpu import GpuTier
-from tiered.tiers.ram import RamTier
+from tiered.schedule import Mode
 
 
 def picks(text: str, room: int, lookahead: int | None = None, present: str = "", now: int = 0, size: int = 1) -> str:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import KiB, NvmeTier, RamTier, TieredStore
+from tiered import GenerationReader, KiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import list_generations, newest_first
-from tiered.durable.reader import GenerationReader
 
 KEYS, NUM_ELEMENTS = ["a/weight", "a/m", "b"], 10_000
 SLOT_BYTES = 48 * KiB  # three files of 16 KiB each

@@ -5,11 +5,9 @@ import time
 import pytest
 import torch
 
-from tiered.errors import TransferError
+from tiered import MiB, RamTier, TransferError
+from tiered.ext import Slot
 from tiered.tiers import ram as slab_module
-from tiered.tiers.base import Slot
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
 
 
 def take(tier: RamTier, nbytes: int) -> Slot:

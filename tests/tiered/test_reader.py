@@ -14,11 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import (
+    BlockNotFoundError,
+    CorruptBlockError,
+    GenerationError,
+    GenerationReader,
+    KiB,
+    LockedError,
+    MiB,
+    NvmeTier,
+    RamTier,
+    TieredStore,
+)
 from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import current_generation, list_generations, newest_first, read_manifest, write_manifest
-from tiered.durable.reader import GenerationReader
-from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, LockedError
 
 #: key -> (home, contents); the large ones have several checksums or several files.
 BLOCKS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered.schedule import NEVER, Access, Schedule, Trace
+from tiered import NEVER, Access, Schedule, Trace
 
 
 def accesses(*items: tuple[int, str]) -> list[Access]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tiered.policies import Belady
-from tiered.schedule import Access, Schedule
+from tiered import Access, Belady, MiB, Schedule, TieredStore
 from tiered.simulation import PART_BYTES, SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
-from tiered.store import TieredStore
-from tiered.units import MiB
 
 RATE = 64 * MiB
 

@@ -13,11 +13,9 @@ import pytest
 import torch
 import zarr
 
-from tiered.errors import GenerationError, TransferError
-from tiered.tiers.base import Slot
+from tiered import GenerationError, KiB, MiB, NvmeTier, TransferError
+from tiered.ext import Slot
 from tiered.tiers.layout import files_of
-from tiered.tiers.nvme import NvmeTier
-from tiered.units import KiB, MiB
 
 
 def take(tier: NvmeTier, nbytes: int, key: str = "layer.0/weight") -> Slot:

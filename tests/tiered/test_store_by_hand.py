@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.block import CopyState
-from tiered.errors import TransferError
-from tiered.events import StoreStats
-from tiered.policies import LRU, EvictionPolicy
-from tiered.schedule import Access, Schedule
-from tiered.store import TieredStore
+from tiered import LRU, Access, CopyState, Schedule, StoreStats, TieredStore, TransferError
+from tiered.ext import EvictionPolicy
 from tiered.testing.manual import ManualLink, MemoryTier
 
 TIMEOUT_S = 30

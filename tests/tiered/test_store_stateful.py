@@ -7,12 +7,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered.block import CopyState
-from tiered.errors import CapacityError, LeaseError, TransferError, UninitializedBlockError
-from tiered.policies import LRU, Belady
-from tiered.records import Lease
-from tiered.schedule import Access, Schedule
-from tiered.store import TieredStore
+from tiered import (
+    LRU,
+    Access,
+    Belady,
+    CapacityError,
+    CopyState,
+    Lease,
+    LeaseError,
+    Schedule,
+    TieredStore,
+    TransferError,
+    UninitializedBlockError,
+)
 from tiered.testing.manual import ManualLink, MemoryTier
 
 KEYS = [f"b{i}" for i in range(5)]

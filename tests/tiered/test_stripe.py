@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered import GiB, KiB, MiB
 from tiered.tiers.stripe import check_rates, deal, plan_chunks
-from tiered.units import GiB, KiB, MiB
 
 RATES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6).map(tuple)
 

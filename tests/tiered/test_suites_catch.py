@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.errors import CapacityError
-from tiered.links.base import HostLink, Link
-from tiered.policies import LRU, Candidate, EvictionPolicy
+from tiered import LRU, CapacityError, Tier, Transfer
+from tiered.ext import Candidate, EvictionPolicy, Link, Slot, TierUsage
+from tiered.links.base import HostLink
 from tiered.testing import LinkSuite, PolicySuite, StoreSuite, TierSuite, link_suite
 from tiered.testing.manual import MemoryTier
-from tiered.tiers.base import Slot, Tier, TierUsage
-from tiered.transfer import Transfer
 
 
 def failed_tests(suite: object) -> set[str]:

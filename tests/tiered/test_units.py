@@ -6,19 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered import units
-from tiered.units import (
-    GB,
-    GiB,
-    KiB,
-    MiB,
-    format_duration,
-    format_rate,
-    format_size,
-    parse_duration,
-    parse_size,
-    round_up,
-)
+from tiered import GB, GiB, KiB, MiB, format_size, parse_size, units
+from tiered.units import format_duration, format_rate, parse_duration, round_up
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import MiB, NvmeTier, RamTier, TieredStore
-from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError
+from tiered import BlockNotFoundError, CorruptBlockError, GenerationError, MiB, NvmeTier, RamTier, Tier, TieredStore
 from tiered.testing.faults import flip_bit
-from tiered.tiers.base import Tier
 from tiered.tiers.layout import HomeFiles, files_of
 from tiered.tiers.nvme import Verify
 

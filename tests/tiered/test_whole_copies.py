@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference.power_cut import SURVIVALS, cut_power
-from reference.record_files import record
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from fakes.record_files import record
+from fakes.recorded_disk import SURVIVALS, cut_power
+from tiered import CorruptBlockError, GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, list_generations, newest_first
-from tiered.durable.reader import GenerationReader
 from tiered.durable.whole_copies import WholeCopies
-from tiered.errors import CorruptBlockError, GenerationError
 
 BLOCKS = {
     "embedding": ((12_345,), torch.uint8, "nvme"),

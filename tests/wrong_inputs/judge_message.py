@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from click.testing import CliRunner
 from wrong_inputs.workplace import Workplace, WrongInput
 
-from reference.saved_run import command_group
+from processes.saved_run import command_group
 
 VERBS = (
     "Add", "Ask", "Check", "Choose", "Close", "Convert", "Copy", "De-quantize", "Download", "Fetch", "Fill", "Fix",

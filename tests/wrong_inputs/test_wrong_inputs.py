@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from wrong_inputs.judge_message import ask, command_line, faults, has_remedy, re
 from wrong_inputs.workplace import Spoil, Workplace, WrongInput, make_base_model, make_workplace
 
 from megatrain.config.keys import KEYS
-from reference.saved_run import ROOT, command_words
+from processes import warm
+from processes.saved_run import ROOT, command_words
 
 CASES = {f"{case.kind} / {case.name}": case for case in all_cases()}
 #: One of the commands that must refuse each; they take turns. All of them: `-m slow`.
@@ -73,10 +73,12 @@ def test_a_wrong_input_is_refused_by_every_command(name: str, folder: Path, base
 def test_a_wrong_input_in_a_process_of_its_own(name: str, command: str, folder: Path, base_model: Path) -> None:
     case = CASES[name]
     work, locus = spoiled(case, folder, base_model)
-    result = subprocess.run(
+    result = warm.run(
         [*command_words(), *command_line(command, work)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
     answer = read_answer(command, result.returncode, result.stdout, result.stderr)
     assert faults(case, answer, locus) == []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.keys import ARRAY_TABLES, TABLES
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import write_tiny_model
 
 CONFIG_NAME = "run.toml"
 CHAT_TEMPLATE = (

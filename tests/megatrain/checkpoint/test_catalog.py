@@ -19,7 +19,7 @@ from megatrain.checkpoint.catalog import (
 )
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.run.folder import RunFolder
-from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
+from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, generation_folder, make_current
 

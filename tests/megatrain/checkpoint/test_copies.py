@@ -17,9 +17,9 @@ import pytest
 from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints, usable_checkpoint
-from reference.saved_run import NVME, ON_NVME, SavedRun, make_run
+from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
+from tiered import GenerationReader
 from tiered.durable.manifest import list_generations
-from tiered.durable.reader import GenerationReader
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
 

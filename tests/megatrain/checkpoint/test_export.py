@@ -20,7 +20,7 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.models.export import ExportError
 from megatrain.models.folder import ModelFolderError
 from megatrain.run.folder import RunFolder
-from reference.saved_run import NVME, ON_NVME, QUICKSTART, SavedRun, make_run
+from processes.saved_run import NVME, ON_NVME, QUICKSTART, SavedRun, make_run
 from tests.megatrain.models.tiny import build_model
 from tiered.durable.manifest import generation_folder
 

@@ -14,7 +14,7 @@ from click.testing import Result
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
 from megatrain.config import load_config
-from reference.saved_run import SavedRun, make_run
+from processes.saved_run import SavedRun, make_run
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
-from megatrain.config.resolved import compare, config_from_toml, to_toml
+from megatrain.config import ConfigError, config_from_toml, load_config, to_toml
+from megatrain.config.resolved import compare
 
 HEAD = 'task = "sft"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "model"\n[[data.train]]\npath = "chat.jsonl"\n'
 SETS = '[[data.eval]]\npath = "held_out.jsonl"\nmax_samples = 7\n[[data.eval]]\nname = "book"\npath = "*.txt"\n'

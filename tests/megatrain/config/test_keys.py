@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import ConfigError, load_config, to_toml
+from megatrain.config import ConfigError, RunConfig, load_config, to_toml
 from megatrain.config.keys import KEYS, alters, json_schema, leaf_schema, schema_key
-from megatrain.config.schema import DataConfig, ModelConfig, RunConfig, Table, TrainingConfig
+from megatrain.config.schema import DataConfig, ModelConfig, Table, TrainingConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TYPES: dict[str, tuple[type, ...]] = {
@@ -157,7 +157,7 @@ def test_what_the_loader_takes_the_schema_takes(tmp_path: Path, line: str) -> No
 
 @given(st.from_regex(r"[0-9_]{1,4}(\.[0-9]{1,2})? ?[kMGTi]{0,2}[Bb]?", fullmatch=True))
 def test_sizes_are_taken_by_both_or_by_none(text: str) -> None:
-    from tiered.units import parse_size
+    from tiered import parse_size
 
     schema = leaf_schema("export.max_shard_size")
     try:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatrain.config import LoadedConfig, RunConfig, load_config, to_toml, write_resolved
+from megatrain.config import ConfigError, LoadedConfig, RunConfig, load_config, to_toml, write_resolved
 from megatrain.config.keys import KEYS, TABLES
 from megatrain.config.load import salvage
-from megatrain.config.problems import ConfigError
 
 SMALLEST = """
 task = "sft"

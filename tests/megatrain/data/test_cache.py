@@ -23,6 +23,7 @@ from megatrain.data.dataset import TokenDataset, content_checksum, load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError
+from processes import warm
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"
@@ -204,7 +205,7 @@ def test_a_long_text_in_pieces_is_one_text(tmp_path: Path, monkeypatch: pytest.M
 CHILD = """
 import sys, time
 from pathlib import Path
-sys.path[:0] = [{root!r}, {here!r}]
+sys.path[:0] = {paths!r}
 import test_cache
 from megatrain.data import encoding
 real = encoding._batches
@@ -222,9 +223,9 @@ print(test_cache.load(config, messages).fingerprint(), messages, flush=True)
 
 
 def start_child(data: Path, folder: Path, seconds: float) -> subprocess.Popen[str]:
-    here = Path(__file__).parent
-    code = CHILD.format(root=str(here.parents[2]), here=str(here), data=str(data), folder=str(folder), seconds=seconds)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    paths = [str(Path(__file__).parents[number]) for number in (3, 2, 0)]
+    code = CHILD.format(paths=paths, data=str(data), folder=str(folder), seconds=seconds)
+    return warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
 def test_two_processes_make_one_entry(data: Path, tmp_path: Path) -> None:

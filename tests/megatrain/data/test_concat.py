@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
+from megatrain.config import ConfigError, load_config
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import TokenDataset, encode_rows, load_dataset
 from megatrain.data.formats import Document

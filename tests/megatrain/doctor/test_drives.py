@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.doctor import drives
 from megatrain.doctor.drives import PART_BYTES, BareFile, DriveEffort, TierProbe, is_rotational, measure_drive
-from tiered.units import MiB
+from tiered import MiB
 
 BRIEF = DriveEffort(span_bytes=64 * MiB, turn_s=0.0, mixed_s=0.0)
 

@@ -13,7 +13,7 @@ from megatrain.doctor import drives, examine, processors
 from megatrain.doctor.drives import DriveEffort, UnusablePathError
 from megatrain.doctor.processors import matmul_flops_per_s, measure_gpu, measure_processor
 from megatrain.optim.threads import KernelThreads
-from tiered.units import MiB
+from tiered import MiB
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from megatrain.doctor.findings import (
 )
 from megatrain.doctor.processors import ADAMW_BYTES_PER_PARAM, GdsResult, GpuResult, ProcessorResult, check_gds
 from megatrain.plan.machine import FileSystem
-from tiered.units import GB, GiB, MiB
+from tiered import GB, GiB, MiB
 
 FACTS = SystemFacts(
     host="h", kernel="6", cpu="c", num_cpus=8, num_torch_threads=8, cpu_quota=None, load=0.1, ram_bytes=64 * GiB,

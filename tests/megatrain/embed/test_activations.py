@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from megatrain.embed.activations import WeakStorage, offload_activations
-from reference.tiny_model import write_tiny_model
-from tiered import CapacityError, GpuTier, NvmeTier, RamTier, TieredError, TieredStore
-from tiered.units import KiB, MiB
+from megatrain import offload_activations
+from megatrain.embed.activations import WeakStorage
+from oracles.tiered_run import write_tiny_model
+from tiered import CapacityError, GpuTier, KiB, MiB, NvmeTier, RamTier, TieredError, TieredStore
 
 Step = Callable[[], Tensor]
 

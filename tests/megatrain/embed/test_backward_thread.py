@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from tiered.units import KiB, MiB
+from tiered import KiB, MiB
 
 STEPS, MICRO_BATCHES = 3, 2
 

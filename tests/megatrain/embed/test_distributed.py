@@ -13,7 +13,7 @@ import torch
 
 import megatrain
 from megatrain.plan.machine import total_ram_bytes
-from reference import two_ranks
+from processes import two_ranks, warm
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -24,9 +24,7 @@ def test_two_ranks_and_one(tmp_path: Path) -> None:
     script = Path(two_ranks.__file__)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     children = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE
-        )
+        warm.Popen([sys.executable, str(script), str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE)
         for rank in (0, 1)
     ]
     said = [child.communicate(timeout=120)[1].decode() for child in children]

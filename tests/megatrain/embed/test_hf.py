@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import megatrain as mt
-from reference.tiny_model import write_tiny_model
-from tiered.durable.reader import GenerationReader
-from tiered.store import TieredStore
+from oracles.tiered_run import write_tiny_model
+from tiered import GenerationReader, TieredStore
 
 pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import megatrain
 from megatrain.embed.partition import TieringError
 from megatrain.embed.weights import AbsentWeightError, StoredParameter, WeightInUseError, block_of
-from reference.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
-from tiered.store import TieredStore
+from oracles.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
+from tiered import TieredStore
 
 TWO = 2
 

@@ -12,8 +12,7 @@ import torch
 import megatrain
 from megatrain.embed.stores import home_order, ledger_of
 from megatrain.plan.machine import total_ram_bytes
-from tiered.errors import CapacityError, LockedError
-from tiered.units import MiB
+from tiered import CapacityError, LockedError, MiB
 
 
 def test_sizes(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 import megatrain
-from reference.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
-from tiered.store import TieredStore
+from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
+from tiered import TieredStore
 
 KINDS = {
     "adamw": lambda params, **options: megatrain.TieredAdamW(params, lr=1e-2, weight_decay=0.1, **options),

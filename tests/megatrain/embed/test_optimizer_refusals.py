@@ -13,8 +13,8 @@ from torch import nn
 import megatrain
 from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.step import NonFiniteGradientError
-from reference.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
-from tiered.errors import CapacityError
+from oracles.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
+from tiered import CapacityError
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import megatrain
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import ModelFolderError
-from reference.embedded import assert_same_gradients, assert_same_weights, small_store
-from reference.families import VOCAB, tiny_config
-from tiered.errors import CapacityError
+from oracles.embedded import assert_same_gradients, assert_same_weights, small_store
+from oracles.families import VOCAB, tiny_config
+from tiered import CapacityError
 
 
 @pytest.fixture(scope="module")

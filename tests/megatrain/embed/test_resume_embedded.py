@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import megatrain
 from megatrain.embed.stores import ledger_of
-from reference.embedded import assert_same_weights, pair_of, run_backward, small_store
-from tiered.errors import GenerationError
-from tiered.store import TieredStore
+from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
+from processes import warm
+from tiered import GenerationError, TieredStore
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -287,7 +287,7 @@ from pathlib import Path
 import torch
 from megatrain.embed import stores
 from test_resume_embedded import build, steps
-from reference.embedded import small_store
+from oracles.embedded import small_store
 
 folder = Path({folder!r})
 with small_store(folder / "store") as store:
@@ -305,7 +305,7 @@ with small_store(folder / "store") as store:
 def test_killed_between_or_in_the_middle_of_commits(tmp_path: Path) -> None:
     """The newest files that are complete name generations that load, and training goes on from there."""
     code = _CHILD.format(tests=str(Path(__file__).parent), root=str(ROOT / "tests"), folder=str(tmp_path))
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = warm.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
         if int(line) == 4:

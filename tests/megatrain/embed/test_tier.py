@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megatrain
 from megatrain.embed.weights import block_of
-from reference.embedded import (
+from oracles.embedded import (
     HOMES,
     ZOO,
     Checkpointed,
@@ -25,7 +25,7 @@ from reference.embedded import (
     small_store,
     stored_gradient,
 )
-from tiered.errors import CapacityError
+from tiered import CapacityError
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import megatrain
-from reference.embedded import assert_same_gradients, assert_same_weights, pair_of, small_store
-from reference.families import FAMILIES, VOCAB, tiny_config
+from oracles.embedded import assert_same_gradients, assert_same_weights, pair_of, small_store
+from oracles.families import FAMILIES, VOCAB, tiny_config
 
 
 def make(family: str) -> nn.Module:

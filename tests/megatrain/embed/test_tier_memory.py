@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reference import memory_of_tiering
+from processes import memory_of_tiering
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20

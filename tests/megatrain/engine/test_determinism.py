@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import megatrain
+from fakes.gpu_run import virtual_gpu
 from megatrain.engine.environment import DeterminismError, deterministic_kernels
 from megatrain.models.errors import UnsupportedModelError
-from reference.gpu_run import virtual_gpu
 
 CUDA = torch.device("cuda")  # only its name is looked at
 

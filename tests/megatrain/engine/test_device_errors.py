@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.engine.environment import DeviceError, device_errors_explained
-from tiered.errors import TransferError
+from tiered import TransferError
 
 COPY_FAILED = TransferError("copy of 8 bytes failed", tier="gpu->ram")
 

@@ -11,7 +11,7 @@ from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_pro
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.optim.elementwise import AdamW, AdamWConfig
-from reference.families import tiny_config
+from oracles.families import tiny_config
 
 
 def program_of(order: Any, *, defer_updates: bool = True, family: str = "llama") -> StepProgram:

@@ -19,9 +19,9 @@ from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit, build_graph
 from megatrain.optim.elementwise import AdamW, AdamWConfig
 from megatrain.plan.planner import workspace_bytes
-from reference.families import FAMILIES, padded_batches, tiny_config
-from reference.huggingface import build_model
-from reference.memory_access import MemoryAccess
+from oracles.families import FAMILIES, padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
 
 ALL = range(1000)
 SEED = 11

@@ -11,9 +11,8 @@ from megatrain.config import load_config
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import plan_run
-from reference.families import tiny_config
-from reference.tiered_run import config_text
-from reference.tiny_model import write_tiny_model
+from oracles.families import tiny_config
+from oracles.tiered_run import config_text, write_tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

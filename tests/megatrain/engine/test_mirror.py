@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.waits import counted_waits
 from megatrain.engine.host_io import HostMirror
-from reference.waits import counted_waits
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

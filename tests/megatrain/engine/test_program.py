@@ -11,7 +11,7 @@ from megatrain.engine.program import BlockPlan, StepProgram, Tick
 from megatrain.engine.step import zero_gaps
 from megatrain.engine.tape import Release, compile_step
 from megatrain.models.layout import build_layout, views
-from tiered.schedule import Access
+from tiered import Access
 
 UPDATE, FORWARD, HEAD, BACKWARD = range(4)
 BLOCKS = {

@@ -16,9 +16,9 @@ from megatrain.engine.program import VisitTrace
 from megatrain.engine.suspend import micro_batch_seed
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import ModelGraph, UnsupportedModelError, build_graph
-from reference.families import padded_batches, tiny_config
-from reference.huggingface import build_model
-from reference.memory_access import MemoryAccess
+from oracles.families import padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
 
 
 def make(family: str = "llama", order: Any = "layer", trace: VisitTrace | None = None, **changes: Any) -> Any:

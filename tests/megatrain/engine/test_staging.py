@@ -10,8 +10,8 @@ import torch
 
 from megatrain.engine.head import count_labels, labelled_rows
 from megatrain.engine.host_io import MicroBatches, Staging, read_numbers
+from tiered import MiB
 from tiered.tiers.ram import HostSlab
-from tiered.units import MiB
 
 CPU = torch.device("cpu")
 

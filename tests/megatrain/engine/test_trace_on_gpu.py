@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from torch.utils import flop_counter
 
+from fakes.fake_cuda import fake_cuda
 from megatrain.engine import attention
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.environment import deterministic_kernels
@@ -19,11 +20,9 @@ from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import Ledger, LedgerError, StepFlops, count_flops, step_flops, trace_visits
 from megatrain.models.graph import build_graph
 from megatrain_tier_cli.main import command_group
-from reference.fake_cuda import fake_cuda
-from reference.families import tiny_config
-from reference.tiered_run import config_text
-from reference.tiny_model import write_tiny_model
-from tiered.units import GB, GiB, MiB
+from oracles.families import tiny_config
+from oracles.tiered_run import config_text, write_tiny_model
+from tiered import GB, GiB, MiB
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)

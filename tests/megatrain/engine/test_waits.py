@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.waits import counted_waits
 from megatrain.config import load_config
 from megatrain.engine import host_io, step
 from megatrain.engine.forward import LayerRunner
@@ -16,12 +17,10 @@ from megatrain.models.graph import build_graph
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.families import packed_batches, padded_batches, tiny_config
-from reference.huggingface import build_model
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import config_text, make_loader
-from reference.tiny_model import write_tiny_model
-from reference.waits import counted_waits
+from oracles.families import packed_batches, padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import config_text, make_loader, write_tiny_model
 
 BATCHES = {"padded": padded_batches, "packed": packed_batches}
 

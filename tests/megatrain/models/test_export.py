@@ -24,7 +24,7 @@ from megatrain.models.export import RECORD_FILE, ExportError, ShardWriter, expor
 from megatrain.models.folder import ModelFolder, read_config
 from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader
-from reference.every_family import shrunk_config
+from oracles.families import shrunk_config
 from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model, build_model_of
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain.models.graph import FreezeError, UnsupportedModelError, build_graph, graph_of
 from megatrain.models.layout import ALIGNMENT_ELEMENTS, build_layout, views
-from reference.families import FAMILIES, tiny_config
+from oracles.families import FAMILIES, tiny_config
 
 
 def test_layout_aligns_entries_and_views_share_memory() -> None:

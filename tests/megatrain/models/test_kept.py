@@ -20,8 +20,7 @@ from megatrain.models.export import ExportError, export_model
 from megatrain.models.folder import read_config
 from megatrain.models.kept import kept_modules
 from megatrain.models.load import WeightLoader
-from reference.every_family import shrunk_config
-from reference.image_text import image_text_class, tiny_image_text_config
+from oracles.families import image_text_class, shrunk_config, tiny_image_text_config
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
 
 

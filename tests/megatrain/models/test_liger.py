@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
+from fakes.liger_packages import stand_in_liger
 from megatrain.config import load_config, problems
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
@@ -27,12 +28,10 @@ from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels, check
 from megatrain.plan import planner
 from megatrain.run.metrics import Observers
 from megatrain.trainer import Trainer
-from reference.families import packed_batches, padded_batches, tiny_config
-from reference.huggingface import build_model
-from reference.liger_packages import stand_in_liger
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import EXAMPLES, config_text, run_config
-from reference.tiny_model import write_tiny_model
+from oracles.families import packed_batches, padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import EXAMPLES, config_text, run_config, write_tiny_model
 
 CUDA = torch.device("cuda")
 COUNTS = (14, 3, 14)  # tokens of padded_batches() that have a label

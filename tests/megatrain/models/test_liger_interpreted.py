@@ -18,17 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fakes.liger_packages import complete_interpreter
 from megatrain.config import problems
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.models.liger import _PLAIN, LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner
-from reference.families import packed_batches, padded_batches, tiny_config
-from reference.huggingface import build_model
-from reference.liger_packages import complete_interpreter
-from reference.memory_access import MemoryAccess
-from reference.tiered_run import config_text, run_config
-from reference.tiny_model import write_tiny_model
+from oracles.families import packed_batches, padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import config_text, run_config, write_tiny_model
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_PACKAGES = find_spec("triton") is not None and find_spec("liger_kernel") is not None

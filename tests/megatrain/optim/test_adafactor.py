@@ -11,8 +11,8 @@ from megatrain.models.layout import UnitLayout, build_layout
 from megatrain.optim.adafactor import Adafactor, AdafactorConfig
 from megatrain.optim.base import Optimizer, Update, build_segments, bytes_per_parameter
 from megatrain.optim.threads import KernelThreads
-from reference.adafactor import adafactor_step
-from reference.blocks import (
+from oracles.adafactor import adafactor_step
+from oracles.blocks import (
     gradient_block,
     halves_not_kept,
     master_blocks,

@@ -15,7 +15,7 @@ from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW, AdamWConfig
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
-from reference.adamw import adamw_step
+from oracles.adamw import adamw_step
 
 CONFIG = AdamWConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 KINDS = ("master", "m", "v", "grad")

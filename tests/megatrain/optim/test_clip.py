@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatrain.optim import clip
 from megatrain.optim.clip import clip_coefficient, global_norm, squared_norm, squared_norms, sum_gradients
 from megatrain.optim.threads import KernelThreads
-from reference import adamw as reference
+from oracles import adamw as reference
 
 
 def random_gradient(seed: int, size: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
 from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads
-from reference.adamw import adamw_step
-from reference.blocks import (
+from oracles.adamw import adamw_step
+from oracles.blocks import (
     cut_segments,
     gradient_block,
     halves_not_kept,
@@ -26,7 +26,7 @@ from reference.blocks import (
     same_bits,
     update_on,
 )
-from reference.lion import lion_step, sgd_step
+from oracles.lion import lion_step, sgd_step
 
 NAMES = ("adamw", "lion", "sgd", "sgd-nesterov", "sgd-plain")
 DTYPES = (torch.float32, torch.bfloat16)

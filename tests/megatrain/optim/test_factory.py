@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.config import ConfigError, load_config
-from megatrain.config.resolved import to_toml
+from megatrain.config import ConfigError, load_config, to_toml
 from megatrain.config.schema import OptimizerConfig
 from megatrain.models.layout import build_layout, views
 from megatrain.optim.adafactor import Adafactor

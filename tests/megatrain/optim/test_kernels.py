@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from typing import Any
@@ -60,6 +61,7 @@ def kernel_of(name: str) -> Any:
     return getattr(kernels, name, None) or getattr(adafactor_kernels, name)
 
 
+@functools.cache
 def machine_code(kernel: Any) -> list[str]:
     """Return the code of every variant: fp32 and split masters, fp32 and bf16 gradients."""
     # a kernel loaded from numba's cache carries its object code only, so compile this one afresh

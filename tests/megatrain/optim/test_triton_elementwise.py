@@ -16,8 +16,7 @@ import torch
 
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
 from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer
-from reference.blocks import PALETTES
-from reference.device_update import GRAD_SCALES, HOSTS, SHAPES, differing_blocks
+from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, differing_blocks
 
 KERNELS = "megatrain.optim.triton_kernels"
 

@@ -20,8 +20,8 @@ from megatrain.plan.machine import DriveProfile, GpuProfile, LoadedProfile, Mach
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import nvme_rates, plan_run, step_shape
 from megatrain.plan.simulate import measured_rates
-from reference.tiered_run import EXAMPLES, config_text
-from tiered.units import MiB
+from oracles.tiered_run import EXAMPLES, config_text
+from tiered import MiB
 
 NOW = datetime.now(UTC)
 

@@ -13,11 +13,8 @@ from megatrain.plan.machine import own_drive_bytes
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from reference.tiered_run import EXAMPLES, config_text
-from tiered.store import TieredStore
-from tiered.tiers.nvme import NvmeTier
-from tiered.tiers.ram import RamTier
-from tiered.units import MiB
+from oracles.tiered_run import EXAMPLES, config_text
+from tiered import MiB, NvmeTier, RamTier, TieredStore
 
 ON_DRIVE = 'weights = "nvme"\noptimizer = "nvme"'
 OFF = ("save_strategy=no", "save_on_signal=false")
@@ -70,7 +67,15 @@ def refused(folder: Path, size: str, *overrides: str, **tables: str) -> DoesNotF
     return caught.value
 
 
-@pytest.mark.parametrize(("limit", "ram"), [(2, "256MiB"), (4, "256MiB"), (2, "8MiB"), (4, "7MiB")])
+@pytest.mark.parametrize(
+    ("limit", "ram"),
+    [
+        (2, "256MiB"),
+        pytest.param(4, "256MiB", marks=pytest.mark.slow),
+        pytest.param(2, "8MiB", marks=pytest.mark.slow),
+        (4, "7MiB"),
+    ],
+)
 def test_every_size_that_is_named_is_the_smallest_that_does(tmp_path: Path, limit: int, ram: str) -> None:
     tables = {"ram": ram, "placement": ON_DRIVE if ram == "256MiB" else ""}
     error = refused(tmp_path, "4KiB", f"save_total_limit={limit}", **tables)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.config import load_config
-from megatrain.config.schema import RunConfig
+from megatrain.config import RunConfig, load_config
 from megatrain.plan import machine
-from tiered.units import GiB, MiB
+from tiered import GiB, MiB
 
 CUDA = torch.device("cuda")
 

@@ -19,7 +19,7 @@ from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
 
 MODEL = EXAMPLES / "quickstart" / "model"
 TOKENS = 2 * 3 * 64

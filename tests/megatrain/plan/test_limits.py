@@ -11,12 +11,11 @@ import psutil
 import pytest
 import torch
 
-from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
+from megatrain.config import ConfigError, load_config
 from megatrain.plan import limits, machine
 from megatrain.plan.limits import BeyondMachineError, Objection, drive_paths, find_objections, refuse
 from megatrain.plan.machine import FileSystem, disk_of, file_system_of, missing_mount
-from tiered.units import GiB, MiB
+from tiered import GiB, MiB
 
 CPU = torch.device("cpu")
 SHM = Path("/dev/shm")

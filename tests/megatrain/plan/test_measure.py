@@ -15,8 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from megatrain.config import load_config
-from megatrain.config.schema import RunConfig
+from megatrain.config import RunConfig, load_config
 from megatrain.doctor import examine, processors
 from megatrain.doctor.drives import DriveEffort
 from megatrain.engine.step import StepEngine
@@ -33,8 +32,8 @@ from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.timed import PlanTimer
 from megatrain.plan.what_if import plan_alternative
-from reference.tiered_run import EXAMPLES, config_text
-from tiered.units import MiB
+from oracles.tiered_run import EXAMPLES, config_text
+from tiered import MiB
 
 MODEL = EXAMPLES / "quickstart" / "model"
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"

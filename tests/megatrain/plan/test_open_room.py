@@ -14,8 +14,8 @@ from megatrain.plan.machine import DriveProfile, LoadedProfile, MachineProfile, 
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, with_open_room
 from megatrain.plan.simulate import measured_rates, simulate_step
-from reference.tiered_run import EXAMPLES, config_text
-from tiered.units import MiB
+from oracles.tiered_run import EXAMPLES, config_text
+from tiered import MiB
 
 
 def make_plan(folder: Path, ram: str) -> Plan:

@@ -14,8 +14,8 @@ from megatrain.engine.program import StepProgram
 from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser, Traffic, choose_stays
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from reference.saved_run import command_group
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
+from processes.saved_run import command_group
 
 MODEL = EXAMPLES / "quickstart" / "model"
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'

@@ -12,7 +12,7 @@ from megatrain.config import load_config
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 TOKENS = 2 * 3 * 64

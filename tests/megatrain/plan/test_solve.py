@@ -13,7 +13,7 @@ from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, TierBudget, Traffic
 from megatrain.plan.planner import filling_bytes, workspace_bytes
-from reference.families import tiny_config
+from oracles.families import tiny_config
 from tiered.schedule import Mode
 from tiered.units import PAGE_BYTES
 

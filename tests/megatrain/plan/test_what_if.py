@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import describe, overrides_of, plan_alternative, run_length
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
 
 MODEL = EXAMPLES / "quickstart" / "model"
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"

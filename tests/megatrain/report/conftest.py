@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import write_tiny_model
 
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 

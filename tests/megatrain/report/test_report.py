@@ -24,7 +24,7 @@ from megatrain.run.folder import RunFolder
 from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.run.status import RunStatus, write_status
 from megatrain.trainer import Trainer
-from reference.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import EXAMPLES, config_text
 
 MIB = 1 << 20
 STEP = StepMetrics(

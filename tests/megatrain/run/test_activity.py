@@ -19,8 +19,8 @@ from megatrain.run.folder import RunFolder
 from megatrain.run.metrics import RunInfo, StepMetrics
 from megatrain.run.status import StatusWriter, read_status
 from megatrain.session import Session
-from reference.saved_run import SavedRun, make_run
-from reference.tiered_run import EXAMPLES, config_text, make_loader
+from oracles.tiered_run import EXAMPLES, config_text, make_loader
+from processes.saved_run import SavedRun, make_run
 
 
 class Recorded(Activity):

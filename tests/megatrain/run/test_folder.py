@@ -28,8 +28,8 @@ from megatrain.run.folder import (
 )
 from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
+from tiered import LockedError
 from tiered.durable.manifest import Manifest, write_manifest
-from tiered.errors import LockedError
 from tiered.tiers import directory
 
 ROOT = Path(__file__).parents[3]

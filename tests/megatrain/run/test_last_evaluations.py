@@ -12,7 +12,7 @@ from megatrain.config import load_config
 from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary
 from megatrain.run.status import read_status
 from megatrain.trainer import Trainer
-from reference.tiny_model import write_tiny_model
+from oracles.tiered_run import write_tiny_model
 
 CONFIG = """
 task = "pretrain"

@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
-from megatrain.config.resolved import config_from_toml, to_toml
-from megatrain.config.schema import RunConfig
+from megatrain.config import ConfigError, RunConfig, config_from_toml, load_config, to_toml
 from megatrain.run import loggers
 from megatrain.run.loggers import TrackerLog, check_loggers, make_loggers
 from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatrain.run.loggers import MetricsLog
 from megatrain.run.metrics import CheckpointMetrics, Observers, RunInfo, RunSummary, StepMetrics, format_step
-from tiered.units import GiB
+from tiered import GiB
 
 STEP = StepMetrics(
     step=412, max_steps=1230, epoch=0.33, loss=1.28412, grad_norm=0.834, lr=9.12e-6, num_real_tokens=65_400,

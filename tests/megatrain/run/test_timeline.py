@@ -10,8 +10,8 @@ from megatrain.engine.tape import Op
 from megatrain.run.metrics import Observers
 from megatrain.run.timeline import COMPUTE, Timeline
 from megatrain.trainer import Trainer
-from reference.tiered_run import EXAMPLES, config_text
-from tiered.events import Event
+from oracles.tiered_run import EXAMPLES, config_text
+from tiered import Event
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.run.timeline import NoTimelineError, RowSummary, Timeline, TimelineError, find_timeline, summarize
-from tiered.events import Event
+from tiered import Event
 
 
 def test_rows_of_a_timeline_that_was_written(tmp_path: Path) -> None:

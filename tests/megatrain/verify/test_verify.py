@@ -80,8 +80,8 @@ def test_the_default_proof(tmp_path: Path) -> None:
     ("family", "overrides"),
     [
         ("qwen2", ["optim=adafactor", "compute_dtype=bfloat16", "grad_dtype=bfloat16", "model.freeze=['*embed*']"]),
-        ("gpt2", ["optim=lion", "data.packing=false", "max_grad_norm=0"]),
-        ("qwen3_moe", ["optim=sgd", 'model.freeze=["model.layers.40.*"]']),
+        pytest.param("gpt2", ["optim=lion", "data.packing=false", "max_grad_norm=0"], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", ["optim=sgd", 'model.freeze=["model.layers.40.*"]'], marks=pytest.mark.slow),
     ],
 )
 def test_the_users_model_and_optimizer(family: str, overrides: list[str], tmp_path: Path) -> None:

@@ -19,20 +19,19 @@ import torch
 import zarr
 
 import tiered.links.kvikio as engine_module
-from reference.tiered_run import EXAMPLES, TieredRun, config_text, run_config
-from tiered.errors import TransferError
+from oracles.tiered_run import EXAMPLES, TieredRun, config_text, run_config
+from tiered import KiB, MiB, NvmeTier, RamTier, Tier, TieredStore, TransferError
+from tiered.ext import Slot
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover, PosixMover
 from tiered.links.kvikio import KvikioMover
 from tiered.links.probe import _DeviceMemory, may_open_driver
 from tiered.links.route import make_mover
-from tiered.store import TieredStore
 from tiered.testing import LinkSuite
-from tiered.tiers.base import Slot, Tier
 from tiered.tiers.gpu import DeviceBuffer
 from tiered.tiers.layout import ChunkFile, files_of
-from tiered.tiers.nvme import NvmeTier, Verify
-from tiered.tiers.ram import HostSlab, RamTier
-from tiered.units import KiB, MiB, round_up
+from tiered.tiers.nvme import Verify
+from tiered.tiers.ram import HostSlab
+from tiered.units import round_up
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.nn import functional
 
+from fakes.virtual_tensor import map_leaves
+from fakes.virtual_torch import give_tensors_a_guard
 from megatrain.engine import visit
 from megatrain.engine.visit import AbsentWeight, absent_weight
-from reference.virtual_tensor import map_leaves
-from reference.virtual_torch import give_tensors_a_guard
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megatrain
 from megatrain.embed.weights import block_of
-from tiered.store import TieredStore
+from tiered import TieredStore
 
 #: Homes of weights, gradients and state. What is called auto lies in RAM, where there is room for it.
 HOMES = {

@@ -12,6 +12,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from fakes.lazy_device import DEVICE
+from fakes.virtual_cuda import VirtualCuda
+from fakes.virtual_tensor import VirtualTensor
 from megatrain.engine import visit
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import trace_visits
@@ -20,11 +23,8 @@ from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.on_device import DeviceKernelError
 from megatrain.plan import planner
-from reference.lazy_device import DEVICE
-from reference.tiered_run import config_text
-from reference.virtual_cuda import VirtualCuda
-from reference.virtual_tensor import VirtualTensor
-from tiered.units import MiB
+from oracles.tiered_run import config_text
+from tiered import MiB
 
 GPU_TIER_BYTES = 64 * MiB
 

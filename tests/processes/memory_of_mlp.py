@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.config.schema import RunConfig
+from megatrain.config import RunConfig
 from megatrain.plan.planner import plan_run
 from megatrain.session import Session
-from reference.memory_of_tiering import peak
+from processes.memory_of_tiering import peak
 
 TOKENS = 2048
 

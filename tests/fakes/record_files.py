@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reference.recorded_disk import ROOT, Names, Operation, Recording, Resize, Sync, Write, scan
+from fakes.recorded_disk import ROOT, Names, Operation, Recording, Resize, Sync, Write, scan
 
 
 class _Recorder:

@@ -1,8 +1,8 @@
 """Run a program, and the Python programs that it starts, where "cuda" is a CUDA device in software::
 
-    python tests/reference/on_virtual_gpu.py bench/gpu.py --quick --device cuda --parts 7b_4k
-    python tests/reference/on_virtual_gpu.py -m cli run run.toml
-    VIRTUAL_GPU_BYTES=50000000 python tests/reference/on_virtual_gpu.py -m cli plan run.toml
+    python tests/fakes/on_virtual_gpu.py bench/gpu.py --quick --device cuda --parts 7b_4k
+    python tests/fakes/on_virtual_gpu.py -m cli run run.toml
+    VIRTUAL_GPU_BYTES=50000000 python tests/fakes/on_virtual_gpu.py -m cli plan run.toml
 
 Takes what the interpreter takes: a file, ``-m MODULE`` or ``-c CODE``, and its arguments. Seconds mean nothing here:
 what doctor measures is kept apart from the machine's own figures.
@@ -26,7 +26,7 @@ sys.path[:0] = [str(_TESTS.parent), str(_TESTS)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("XDG_CACHE_HOME", str(Path(tempfile.gettempdir(), f"virtual_gpu_cache_{os.getuid()}")))
 
-from reference.gpu_run import virtual_gpu  # noqa: E402
+from fakes.gpu_run import virtual_gpu  # noqa: E402
 
 TOTAL_BYTES = "VIRTUAL_GPU_BYTES"
 DEFAULT_TOTAL_BYTES = 1 << 30

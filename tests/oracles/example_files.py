@@ -1,16 +1,31 @@
-"""What the suites need to know of the tier of examples/tiers/object_store_tier.py, wherever its objects are."""
+"""Files of examples/ as modules, since they are in no package; what the suites need to know of its object tier."""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest import mock
 
 import tiered
-from reference.example_files import load_example
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load_example(name: str) -> ModuleType:
+    """Return the module of ``examples/<name>``."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
+    assert spec is not None and spec.loader is not None, name
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
 
 module = load_example("tiers/object_store_tier.py")
 

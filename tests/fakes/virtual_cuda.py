@@ -3,7 +3,7 @@
 What a test with host memory in the place of the GPU's cannot see, this device refuses, as a real one would: an
 operation that mixes tensors of host and device, host code that takes the address of device memory, and, with
 ``torch.cuda.set_sync_debug_mode("error")``, an operation that makes the host wait. Kernels and copies are queued on
-the current stream, as by ``reference.lazy_device``, and run when the host waits for something behind them: a copy
+the current stream, as by ``fakes.lazy_device``, and run when the host waits for something behind them: a copy
 that did not wait for its kernel moves what was there before.
 
 The arithmetic is the CPU's. Not covered: memory freed on one stream and handed out on another, kernels with atomics,
@@ -28,8 +28,8 @@ from torch.nn import functional
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from reference.lazy_device import LazyDevice, LazyEvent, LazyStream
-from reference.virtual_tensor import (
+from fakes.lazy_device import LazyDevice, LazyEvent, LazyStream
+from fakes.virtual_tensor import (
     Allocation,
     VirtualTensor,
     is_ours,
@@ -41,7 +41,7 @@ from reference.virtual_tensor import (
     result_on_meta,
     without_modes,
 )
-from reference.virtual_torch import attention, class_of, getitem, give_tensors_a_guard, tensor_of, to
+from fakes.virtual_torch import attention, class_of, getitem, give_tensors_a_guard, tensor_of, to
 
 aten = torch.ops.aten
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megatrain.checkpoint.state import RunState
 from megatrain.checkpoint.whereabouts import saved_checkpoints
+from tiered import GenerationReader, TieredError
 from tiered.durable.manifest import MANIFEST_NAME, SNAPSHOT_FOLDER, list_generations, newest_first
-from tiered.durable.reader import GenerationReader
-from tiered.errors import TieredError
 
 __all__ = [
     "Outcome",

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from fakes.virtual_cuda import VirtualCuda
+from fakes.virtual_tensor import VirtualTensor
 from megatrain.embed import weights
-from reference.virtual_cuda import VirtualCuda
-from reference.virtual_tensor import VirtualTensor
 
 
 class _Present(weights.PresentParameter, VirtualTensor):

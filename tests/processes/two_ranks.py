@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megatrain
 from megatrain.embed.partition import TieringError
-from tiered.store import TieredStore
+from tiered import TieredStore
 
 
 def make(seed: int = 0) -> nn.Module:

@@ -1,6 +1,6 @@
 """Real runs that are killed at random instants and started again until they end; what is left must be as if never.
 
-    PYTHONPATH=.:tests python -m reference.kills --kills 200 --stops 30
+    PYTHONPATH=.:tests python -m processes.kills --kills 200 --stops 30
 
 A process that has imported everything, and has one thread, forks a child per start: a start costs no import. The child
 gives the command ``run``; wrappers around functions of the program tell where it is, and change nothing. The parent
@@ -10,6 +10,10 @@ kills it (or asks it to stop), looks at what lies on disk, and starts it again.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
 import json
 import os
 import random
@@ -19,16 +23,18 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from reference.kill_board import Board, watch
-from reference.kill_checks import Outcome, bytes_on_disk, check_after_kill, check_at_end, newest_copy, read_outcome
-from reference.kill_child import preload, run_child
-from reference.tiered_run import config_text
+import torch
+
+from oracles.tiered_run import config_text, make_loader
+from processes.kill_board import Board, watch
+from processes.kill_checks import Outcome, bytes_on_disk, check_after_kill, check_at_end, newest_copy, read_outcome
 
 NUM_STEPS = 8
 HUNG_AFTER_S = 90.0
@@ -337,6 +343,53 @@ def main() -> int:
         return 1
     shutil.rmtree(folder)
     return 0
+
+
+_CLI = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+
+
+def preload(model: Path, folder: Path) -> None:
+    """Import and compile what a run needs; starts no thread and trains nothing."""
+    from megatrain.config import load_config
+    from megatrain.optim import clip
+    from megatrain.plan.planner import plan_run
+
+    for name in ("main", "run", "render", "options"):
+        importlib.import_module(f"{_CLI}.{name}")
+    importlib.import_module("megatrain.trainer")
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True)
+    path = folder / "run.toml"
+    path.write_text(config_text(folder, model))
+    config = load_config(path).config
+    plan = plan_run(config)
+    plan.optimizer.warm_up()
+    clip.warm_up()
+    make_loader(config, plan)
+
+
+def run_child(folder: Path) -> NoReturn:
+    """Be the process that gives the command ``run`` for ``<folder>/run.toml``; what it says goes to ``log.txt``."""
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.enable(2)
+        print("-- start", flush=True)
+        group: Any = importlib.import_module(f"{_CLI}.main").command_group
+        group.main(["run", str(folder / "run.toml")])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

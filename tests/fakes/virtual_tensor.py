@@ -1,4 +1,4 @@
-"""Tensors of a CUDA device in software (``reference.virtual_cuda``), and what is asked of operations on them."""
+"""Tensors of a CUDA device in software (``fakes.virtual_cuda``), and what is asked of operations on them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from reference.lazy_device import DEVICE
+from fakes.lazy_device import DEVICE
 
 if TYPE_CHECKING:
-    from reference.virtual_cuda import VirtualCuda
+    from fakes.virtual_cuda import VirtualCuda
 
 aten = torch.ops.aten
 

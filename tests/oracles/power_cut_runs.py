@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import KiB, MiB, NvmeTier, RamTier, TieredStore
+from tiered import GenerationError, KiB, MiB, NvmeTier, RamTier, Tier, TieredStore
 from tiered.durable.manifest import current_generation, newest_first, read_manifest
-from tiered.errors import GenerationError
-from tiered.tiers.base import Tier
 
 #: name -> shape, dtype; sizes that fill no file, one file, and several.
 BLOCKS = {

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from reference.lazy_device import DEVICE
-from reference.virtual_tensor import VirtualTensor, is_ours, map_leaves, memories
+from fakes.lazy_device import DEVICE
+from fakes.virtual_tensor import VirtualTensor, is_ours, map_leaves, memories
 
 aten = torch.ops.aten
 

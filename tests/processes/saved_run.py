@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from click.testing import CliRunner, Result
 
+from processes import warm
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 SMALLER = {
@@ -98,7 +100,7 @@ class SavedRun:
         words = [*command_words(), "run", str(self.write_config(**config)), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
-        return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment)
+        return warm.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment)
 
     def call(self, *words: object) -> Result:
         """Give a command in this process."""

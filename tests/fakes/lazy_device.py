@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tiered.tiers.gpu import GpuTier
+from tiered import GpuTier
 
 DEVICE = torch.device("cuda", 0)
 

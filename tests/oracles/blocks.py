@@ -1,4 +1,4 @@
-"""Random and awkward numbers in the blocks that an optimizer updates, and how to compare what comes out."""
+"""Random and awkward numbers in the blocks that an optimizer updates; a device's updates beside the host kernel's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
-from reference.adamw import split
+from oracles.adamw import split
 
 #: Zero, denormal, small, ordinary and large: squares of these stay finite in fp32.
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e15, -1e18], dtype=np.float32)
@@ -107,3 +108,52 @@ def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int,
             f"{name} of {low:#06x}" for name, half in halves.items() if not torch.equal(half.cpu(), expected[name])
         ]
     return changed
+
+
+HOSTS: dict[str, ElementwiseOptimizer] = {
+    "adamw": AdamW(AdamWConfig(lr=1e-3, weight_decay=0.1), KernelThreads(1)),
+    "lion": Lion(LionConfig(lr=1e-3, weight_decay=0.1), KernelThreads(1)),
+    "sgd": SGD(SGDConfig(weight_decay=0.1), KernelThreads(1)),
+    "sgd, nesterov": SGD(SGDConfig(nesterov=True, weight_decay=0.1), KernelThreads(1)),
+    "sgd without momentum": SGD(SGDConfig(momentum=0.0, weight_decay=0.1), KernelThreads(1)),
+}
+#: (elements, where segments meet): one program and many, ends inside one, starts that no vector load is aligned to.
+SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
+    (1, ()),
+    (15, (7,)),
+    (1024, ()),
+    (5003, (16, 1040, 1041, 3000)),
+)
+GRAD_SCALES = (1.0, 0.37, 1e-30)
+
+
+def differing_blocks(
+    host: ElementwiseOptimizer,
+    on_device: Optimizer,
+    device: str,
+    *,
+    size: int,
+    cuts: Sequence[int],
+    split_master: bool,
+    grad_dtype: torch.dtype,
+    palette: str,
+    grad_scale: float,
+) -> list[str]:
+    """Make three updates on the device and by the host; return the names of blocks that end with other bits."""
+    generator = np.random.default_rng(size)
+    blocks = master_blocks(random_array(generator, size, palette), split_master)
+    for kind in host.state:
+        state = random_array(generator, size, palette)
+        blocks[kind.name] = torch.from_numpy(np.abs(state) if kind.name == "v" else state)
+    copies = {name: block.to(device, copy=True) for name, block in blocks.items()}
+    for step in (1, 2, 1000):
+        gradient, _ = gradient_block(random_array(generator, size, palette), grad_dtype)
+        update = Update(step=step, lr=1e-3, grad_scale=grad_scale)
+        segments = cut_segments(cuts, size)
+        host.update(blocks, gradient, segments, update)
+        with np.errstate(all="ignore"):  # where the device is an interpreter on numpy
+            on_device.update(copies, gradient.to(device), segments, update)
+    results = {name: copy.cpu() for name, copy in copies.items()}
+    states = [kind.name for kind in host.state]
+    differing = [name for name in states if not same_bits(blocks[name].numpy(), results[name].numpy())]
+    return differing if same_bits(master_of(blocks), master_of(results)) else ["master", *differing]

@@ -1,0 +1,75 @@
+"""A tour: a tiny model, a config, two placements, the same bits, a checkpoint, resume, export. Read this test first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from megatrain_tier_cli.main import command_group
+
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
+CONFIG = f"""
+task = "pretrain"
+output_dir = "out"
+device = "cpu"
+precision.compute_dtype = "float32"
+optimizer = {{ learning_rate = 1e-3, lr_scheduler_type = "constant", warmup_steps = 0 }}
+training = {{ per_device_train_batch_size = 2, gradient_accumulation_steps = 2, max_steps = 6 }}
+export.dtype = "float32"
+tiers.ram.size = "64MiB"
+[model]
+model_name_or_path = "model"
+[data]
+max_length = 32
+train = [{{ path = "{QUICKSTART / "loomings.txt"}" }}]
+[[tiers.nvme]]
+path = "drive"
+size = "64MiB"
+"""
+#: Everything on the drive, and in RAM what two layers need: options of the command line, as in the config.
+ON_DRIVE = ("tiers.ram.size=3MiB", *(f"placement.{kind}=nvme" for kind in ("weights", "gradients", "optimizer")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face folder of 0.3 M random weights, and a config beside it."""
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(output: str, *changes: str) -> list[float]:
+    """Give the command `megatrain-tier run`; return the losses of its steps, over all starts."""
+    words = ["run", "run.toml", *(f"--set={change}" for change in (f"output_dir={output}", *changes))]
+    result = CliRunner().invoke(command_group, words)
+    assert result.exit_code == 0, result.output
+    lines = map(json.loads, Path(output, "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line and "event" not in line]
+
+
+def test_a_tour(folder: Path) -> None:
+    losses = train("in_ram")
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+    # Where state lives decides the time of a step and nothing else.
+    assert train("on_drive", *ON_DRIVE) == losses
+    assert json.loads(Path("on_drive/status.json").read_text())["tier_used_bytes"]["nvme"] > 8 << 20
+
+    # Stopped after step 4, which saves a checkpoint, and continued with state in another place.
+    assert train("broken", "max_steps=4") == losses[:4]
+    assert train("broken", *ON_DRIVE) == losses
+
+    # What a run leaves is a folder of Hugging Face's, with the same weights each time.
+    models = [AutoModelForCausalLM.from_pretrained(f"{name}/final") for name in ("in_ram", "on_drive", "broken")]
+    for name, weight in models[0].state_dict().items():
+        assert all(torch.equal(weight, model.state_dict()[name]) for model in models), name
