@@ -53,7 +53,7 @@ def main() -> int:
     torch.set_num_threads(default_num_threads())
     default = "1x1x32,1x1x256" if arguments.quick else "1x1x32,1x1x256,2x2x256,2x4x256"
     shapes = [step_shape(text) for text in (arguments.tokens or default).split(",")]
-    hidden, layers, vocabulary = (256, 4, 1024) if arguments.quick else (768, 12, 8192)
+    hidden, layers, vocabulary = (128, 4, 1024) if arguments.quick else (768, 12, 8192)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
         all_ok, times = True, []
@@ -70,7 +70,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
-    parser.add_argument("--quick", action="store_true", help="a model of 3.7 M parameters, two shapes")
+    parser.add_argument("--quick", action="store_true", help="a model of 1 M parameters, two shapes")
     parser.add_argument("--tokens", help="shapes of a step, micro-batches x rows x tokens, with commas between")
     parser.add_argument("--ram", help='RAM tier of the NVMe side, e.g. "400MiB"; default: twice its minimum')
     parser.add_argument("--steps", type=int, default=3, help="consecutive steps of a turn")

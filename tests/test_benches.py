@@ -38,7 +38,7 @@ ARGUMENTS = {
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
     "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
-    "nvme_step": ["--quick", "--tokens", "1x1x32", "--steps", "1", "--rounds", "1"],
+    "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
     "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],
@@ -123,9 +123,10 @@ def test_kept_graphs_are_compared_with_a_recompute() -> None:
 
 def test_nvme_steps_are_compared_with_both_bounds() -> None:
     rows = {(row["name"], row["T"]): row["value"] for row in run("nvme_step")}
-    for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
-        assert rows[name, 32] > 0, name
-    assert rows["loss.turns_that_differ_by_placement", 32] == 0
+    for tokens in (32, 64):
+        for name in ("compute_alone", "bytes_over_rate", "nvme.step", "ratio.step/bound", "nvme->ram.moved"):
+            assert rows[name, tokens] > 0, name
+        assert rows["loss.turns_that_differ_by_placement", tokens] == 0
     assert ("crossing.measured", None) in rows and ("crossing.formula", None) in rows
 
 
