@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiered.checksums import checksum
 from tiered.errors import GenerationError, NewerFormatError
-from tiered.file_io import replace_file, sync_path
+from tiered.file_io import checksum, replace_file, sync_path
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
