@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiered.block import BlockSpec, CopyState
-    from tiered.checksums import checksum
     from tiered.durable.commit import Commit, CommitFigures
     from tiered.durable.generations import remove_generation
     from tiered.durable.manifest import BlockRecord, Manifest, list_generations, newest_first, read_manifest
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         UninitializedBlockError,
     )
     from tiered.events import Event, StoreStats, TierStats
+    from tiered.file_io import checksum
     from tiered.plugins import available_tiers, tier_class
     from tiered.policies import LRU, Belady
     from tiered.records import Lease, LeaseGroup
@@ -142,7 +142,7 @@ _HOMES = {
     "WholeCopies": "durable.whole_copies",
     "ZarrStore": "zarr_store",
     "available_tiers": "plugins",
-    "checksum": "checksums",
+    "checksum": "file_io",
     "format_size": "units",
     "list_generations": "durable.manifest",
     "newest_first": "durable.manifest",

@@ -39,16 +39,19 @@ class Leasing:
     # -- looking up --------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
+        """Raise ``TieredError`` once the store is closed."""
         if self.closed:
             raise TieredError("the store is closed")
 
     def block(self, key: str) -> Block:
+        """Return a block; raises ``BlockNotFoundError``."""
         block = self.movement.blocks.get(key)
         if block is None:
             raise BlockNotFoundError(key)
         return block
 
     def tier(self, name: str) -> Tier:
+        """Return a tier; raises ``ValueError``, which names those that there are."""
         if name not in self.movement.tiers:
             raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
         return self.movement.tiers[name]
@@ -77,6 +80,8 @@ class Leasing:
         with self.movement.changed:
             self.check_open()
             targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]
+            # Before the first wait: a wanted copy is no candidate for eviction, so what arrives for one target stays
+            # while the next one is fetched.
             for _, copy, _ in targets:
                 copy.wanted += 1
             try:
@@ -201,6 +206,7 @@ class Leasing:
             tier.order_before(copy.slot, stream)
 
     def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
+        """End a lease; see ``Lease.release`` and ``Lease.abandon``."""
         block, copy = lease._block, lease._copy
         with self.movement.changed:
             self.leases.discard(lease)

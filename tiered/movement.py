@@ -30,6 +30,9 @@ class Movement:
 
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
+        stream_tiers: by name, those on a device with streams.
+        durable_tiers: by name, those whose files commits keep by links.
+        pausing_tiers: those whose writes may wait for room.
         time_s: the clock that stalls are measured with.
         now: the trainer's tick.
         schedule: the known future, or None.
@@ -158,6 +161,7 @@ class Movement:
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
+        # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
         transfer.add_done_callback(lambda done: self._filled(block, source, target, done))
 
     def _filled(self, block: Block, source: Copy, target: Copy, transfer: Transfer) -> None:
@@ -202,6 +206,7 @@ class Movement:
             self._relayed_bytes[middle.tier] += middle.slot_bytes
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
+        # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
         transfer.add_done_callback(lambda done: self._drained(block, copy, middle, done))
         return None
 

@@ -131,10 +131,9 @@ def test_generations_that_no_store_names_go_when_asked_to(tmp_path: Path, run: R
     assert listed.exit_code == 2 and "forgetful' does not name it" in listed.stdout, listed.output
     assert "gone' is gone: stays without --generations all" in listed.stdout
     report = json.loads(run(tmp_path, "--generations", "forgotten", "--yes", "--json").stdout)
-    assert [(each["checkpoints_gone"], each["removed"]) for each in report["generations"]] == [
-        (False, True),
-        (True, False),
-    ]
+    removed = {Path(each["path"]).parent.parent.name: each["removed"] for each in report["generations"]}
+    assert [each["checkpoints_gone"] for each in report["generations"]].count(True) == 1
+    assert removed["forgetful"], "what the store itself has of it goes, too"
     assert report["freed_bytes"] >= NUM_BYTES and [path.name for path in snap.glob("0*")] == ["00000002"]
     assert run(tmp_path, "--generations", "all", "--yes").exit_code == 0 and not list(snap.glob("0*"))
 

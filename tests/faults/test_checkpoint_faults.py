@@ -23,8 +23,8 @@ from click.testing import CliRunner, Result
 from megatrain.run.folder import RunFolder
 from processes.kill_checks import problems_of
 from tiered import MiB
-from tiered.checksums import checksum
 from tiered.durable.manifest import generation_folder, list_generations, read_manifest
+from tiered.file_io import checksum
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}

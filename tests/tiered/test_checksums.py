@@ -6,8 +6,8 @@ import torch
 import xxhash
 
 from tiered import BlockSpec, MiB
-from tiered.checksums import PIECE_BYTES, checksum
 from tiered.durable.arrays import array_bytes
+from tiered.file_io import PIECE_BYTES, checksum
 from tiered.units import PAGE_BYTES
 
 

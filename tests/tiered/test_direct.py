@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tiered import KiB, MiB
-from tiered.checksums import Digest, checksum
 from tiered.durable.arrays import read_range, write_range
-from tiered.file_io import opened
+from tiered.file_io import Digest, checksum, opened
 from tiered.tiers.ram import HostSlab
 
 SIZES = [1, 4095, 4096, 4097, 70_000, 4 * MiB, 4 * MiB + 1, 9 * MiB + 4096 + 17]

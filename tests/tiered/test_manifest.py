@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tiered import GenerationError
-from tiered.checksums import checksum
 from tiered.durable.manifest import (
     MANIFEST_NAME,
     BlockRecord,
@@ -23,6 +22,7 @@ from tiered.durable.manifest import (
     read_manifest,
     write_manifest,
 )
+from tiered.file_io import checksum
 
 
 def sample(generation: int) -> Manifest:

@@ -17,9 +17,19 @@ import numpy as np
 import torch
 
 from tiered.block import BlockSpec
-from tiered.checksums import PIECE_BYTES, Digest, pieces
 from tiered.errors import CorruptBlockError, GenerationError, TransferError
-from tiered.file_io import drop_cached, flush_contents, opened, read_all, sync_path, sync_paths, write_all
+from tiered.file_io import (
+    PIECE_BYTES,
+    Digest,
+    drop_cached,
+    flush_contents,
+    opened,
+    pieces,
+    read_all,
+    sync_path,
+    sync_paths,
+    write_all,
+)
 from tiered.tiers.directory import documents_and_folders, make_groups, read_document, write_document
 from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, array_document, document_chunk_bytes, parts_of, place_of
 from tiered.units import PAGE_BYTES, MiB, round_up

@@ -234,6 +234,7 @@ class Generations:
             if current_generation(store.path) in doomed:
                 make_current(store.path, order[-1])
         for number in doomed:
+            # Its manifest goes before its files are reused: a crash in between must not leave one that names them.
             forget_generation(store.path, number)
             for tier in self._file_tiers:
                 tier.snapshots.release(generation_name(number), store)

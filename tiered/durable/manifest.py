@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiered.checksums import checksum
 from tiered.errors import GenerationError, NewerFormatError
-from tiered.file_io import replace_file, sync_path
+from tiered.file_io import checksum, replace_file, sync_path
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
@@ -97,6 +96,8 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
         "store": manifest.store,
         "blocks": [asdict(block) for block in manifest.blocks],
     }
+    # Its manifest and the folders that lead to it are on disk before the top file names it: a power cut in between
+    # leaves the generation before.
     _write_sealed(folder / MANIFEST_NAME, body)
     sync_path(folder.parent)
     sync_path(Path(directory))

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered.checksums import checksum
 from tiered.durable.manifest import SNAPSHOT_FOLDER
-from tiered.file_io import write_json
+from tiered.file_io import checksum, write_json
 from tiered.tiers.directory import STORE_NAME
 
 OWNER_NAME = "OWNER.json"

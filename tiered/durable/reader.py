@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiered.block import BlockSpec
-from tiered.checksums import PIECE_BYTES, pieces
 from tiered.durable.arrays import (
     array_chunk_bytes,
     byte_view,
@@ -38,6 +37,7 @@ from tiered.durable.manifest import (
 )
 from tiered.durable.ownership import OWNER_NAME, read_owner, read_store_id
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
+from tiered.file_io import PIECE_BYTES, pieces
 from tiered.tiers.directory import STORE_NAME
 from tiered.tiers.layout import (
     DOCUMENT_NAME,
@@ -162,7 +162,7 @@ class GenerationReader:
         Args:
             key: of the block.
             files: all of the block, of this generation or of a copy of it.
-            piece: first byte and end, as of ``tiered.checksums.pieces``.
+            piece: first byte and end, as of ``tiered.file_io.pieces``.
             into: takes the piece, and has its size.
 
         Raises:

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from tiered.block import BlockSpec
-from tiered.checksums import PIECE_BYTES, pieces
 from tiered.durable.arrays import array_bytes, array_chunk_bytes, chunk_files, page_aligned, sync_tree, write_array
 from tiered.durable.manifest import (
     BlockRecord,
@@ -37,6 +36,7 @@ from tiered.durable.ownership import (
 )
 from tiered.durable.reader import GenerationReader
 from tiered.errors import TransferError
+from tiered.file_io import PIECE_BYTES, pieces
 from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
 from tiered.tiers.layout import array_document, group_document
 

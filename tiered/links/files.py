@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiered.checksums import PIECE_BYTES, checksum, pieces
 from tiered.errors import CorruptBlockError, TieredError, TransferError
-from tiered.file_io import drop_cached, read_all, write_all
+from tiered.file_io import PIECE_BYTES, checksum, drop_cached, pieces, read_all, write_all
 from tiered.links.base import LinkUsage, Meter, Workers
 from tiered.tiers.base import Slot
 from tiered.tiers.gpu import DeviceBuffer, GpuTier

@@ -203,7 +203,7 @@ class HomeFiles:
     """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets.
 
     Attributes:
-        checksums: of the contents that the files hold, one per piece (``tiered.checksums``); None: not known.
+        checksums: of the contents that the files hold, one per piece (``tiered.file_io``); None: not known.
         is_flushed: whether the contents survive a power cut. Both are changed only by the one transfer that writes the
             files, by commits, and by adopting a snapshot.
     """
