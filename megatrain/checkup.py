@@ -359,12 +359,12 @@ class _Checkup:
         config, training = self._config, self._config.training
         loader = make_loader(config, self._plan, self._dataset, self._tokenizer)
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
-        for text in schedule_warnings(config, num_steps):
-            yield Finding("steps", "warning", text)
         try:
             learning_rates(config, num_steps)
         except ScheduleError as error:
             yield problem("steps", error)
+        for text in schedule_warnings(config, num_steps):
+            yield Finding("steps", "warning", text)
         self._num_steps = num_steps
         text = f"{num_steps:,} steps, {num_steps / loader.steps_per_epoch:.4g} epochs of {loader.steps_per_epoch:,}"
         yield Finding("steps", "ok", text)
