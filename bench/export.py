@@ -27,7 +27,6 @@ from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.loader import LoaderPosition
 from megatrain.run.metrics import RunObserver
-from megatrain.session import Session
 from megatrain.trainer import Trainer
 
 NUM_STEPS = 10
@@ -168,10 +167,10 @@ def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tenso
     ids = next(loader).micro_batches[0]["input_ids"]
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     pieces: list[torch.Tensor] = []
-    with Session(config, trainer.plan) as session:
-        checkpoint = session.prepare(find_candidates(config, print))
+    with trainer.open():
+        checkpoint = trainer.load(find_candidates(config, print))
         assert checkpoint is not None and checkpoint.state.step == NUM_STEPS, checkpoint
-        engine = session.make_engine(1)
+        engine = trainer.make_engine(1)
         head = trainer.plan.graph.model.get_output_embeddings()
         hook = head.register_forward_hook(lambda module, args, logits: pieces.append(logits.detach().float().clone()))
         engine.step([batch], number=0, lr=0.0)

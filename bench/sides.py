@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind,
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from tiered import GpuTier, RamTier, StoreStats
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
@@ -125,7 +126,7 @@ class Ours:
 
     Args:
         config: of the run. num_steps: how many steps will be taken. plan: of the run, if it is made already.
-        make_session: ``Session`` or a class like it.
+        make_trainer: ``Trainer`` or a class like it.
 
     Attributes:
         start_s: seconds of its parts: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all threads), and
@@ -139,7 +140,7 @@ class Ours:
         num_steps: int,
         *,
         plan: Plan | None = None,
-        make_session: Callable[[RunConfig, Plan], Session] = Session,
+        make_trainer: type[Trainer] = Trainer,
     ) -> None:
         plan = plan or plan_run(config)
         begin_s = time.perf_counter()
@@ -148,22 +149,23 @@ class Ours:
         self.plan = replace(plan, optimizer=self.optimizer)
         self.windows: list[StoreStats] = []
         self._num_steps = 0
-        self._session = make_session(config, self.plan).__enter__()
-        self._store = self._session.store
-        self._tiers = {tier.name: tier for tier in self._session._tiers}
+        self._trainer, self._opened = make_trainer(config, plan=self.plan), ExitStack()
+        self._opened.enter_context(self._trainer.open())
+        self._store = self._trainer.store
+        self._tiers = {name: self._store.tier(name) for name in self._store.tier_names}
         warm_s = time.perf_counter()
-        self._session.prepare()
+        self._trainer.load()
         self._store.wait_idle()
         self.start_s, self.start_bytes = self._start(warm_s - begin_s, time.perf_counter() - warm_s)
         self._before = self._store.stats()
-        self._engine = self._session.make_engine(num_steps)
+        self._engine = self._trainer.make_engine(num_steps)
         self._store.wait_idle()
 
     def __enter__(self) -> Ours:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._session.__exit__(*exception)
+    def __exit__(self, *exception: Any) -> None:
+        self._opened.__exit__(*exception)
 
     def _start(self, warm_up_s: float, prepare_s: float) -> tuple[dict[str, float], dict[str, int]]:
         ram, blocks = self._tiers["ram"], self.plan.program.blocks.values()

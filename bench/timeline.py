@@ -80,7 +80,7 @@ class Traced(Ours):
 
     def trace_last(self, turns: Sequence[Any], path: Path) -> float:
         """Take steps one after the other, write the timeline of the last one; return how long that took."""
-        timeline = self._session.timeline
+        timeline = self._trainer.timeline
         for turn in turns[:-1]:
             self.step(turn, LR)
         timeline.is_on = True

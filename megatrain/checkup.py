@@ -24,21 +24,18 @@ from megatrain.checkpoint.resume import (
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.load import salvage
-from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
-from megatrain.data.encoding import load_tokenizer, pad_token_id
-from megatrain.data.loader import BatchLoader
+from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.rows_report import DataError, check_losses, source_names
 from megatrain.evaluation import load_evaluation_sets
-from megatrain.loop import describe_model
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
 from megatrain.models.folder import ModelFolder, ModelFolderError, read_config
-from megatrain.models.graph import FreezeError, ModelGraph, build_graph, num_learned_positions
+from megatrain.models.graph import FreezeError, ModelGraph, build_graph
 from megatrain.models.initialize import InitializationError
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import ParameterGroupError
-from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
+from megatrain.optim.lr import ScheduleError
 from megatrain.plan import machine
 from megatrain.plan.limits import drive_paths, find_objections
 from megatrain.plan.packing import with_packing
@@ -47,7 +44,15 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.run.folder import FINAL_NAME, living_owner
 from megatrain.run.loggers import check_loggers
-from megatrain.session import check_drives
+from megatrain.tiers import check_drives
+from megatrain.trainer import (
+    check_positions,
+    check_token_ids,
+    describe_model,
+    learning_rates,
+    make_loader,
+    tokenizer_of,
+)
 from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.ext import check_ours
 from tiered.units import format_size
@@ -220,10 +225,10 @@ class _Checkup:
             yield Finding("model", "ok", text)
             if kept.names:
                 yield Finding("model", "note", f"{kept}. An export copies them: keep this folder")
-        positions, length = num_learned_positions(graph), config.data.max_length
-        if positions is not None and length > positions:
-            text = f"data.max_length = {length}, but this model has {positions} positions. Write at most {positions}"
-            yield Finding("model", "problem", text, "config")
+        try:
+            check_positions(config, graph)
+        except ConfigError as error:
+            yield from (Finding("model", "problem", str(each), "config") for each in error.problems)
         for text in model_warnings(config, graph):
             yield Finding("model", "warning", text)
 
@@ -236,7 +241,7 @@ class _Checkup:
             except ModelFolderError:
                 yield Finding("tokenizer", "note", "not looked at before the model's config.json is right")
                 return
-        self._tokenizer = load_tokenizer(folder, chat_template=table.chat_template)
+        self._tokenizer = tokenizer_of(self._config)
         template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
         yield Finding("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
 
@@ -251,8 +256,7 @@ class _Checkup:
             return
         self._dataset = dataset
         if self._graph is not None:
-            num_embeddings = self._graph.model.get_input_embeddings().weight.shape[0]
-            check_ids(dataset, num_embeddings, where=self._config.model.model_name_or_path)
+            check_token_ids(self._config, dataset, self._graph)
         head = str(dataset.report).splitlines()[0]
         proven = "; every mask proven" if self._config.task == "sft" else ""
         yield Finding("data", "ok", f"{head}{proven}")
@@ -352,29 +356,15 @@ class _Checkup:
     def _look_at_steps(self) -> Iterator[Finding]:
         if self._plan is None or self._dataset is None or self._tokenizer is None:
             return
-        config, training, table = self._config, self._config.training, self._config.optimizer
-        loader = BatchLoader(
-            self._dataset,
-            micro_batch_size=self._plan.micro_batch_size,
-            num_micro_batches=self._plan.num_micro_batches,
-            max_length=config.data.max_length,
-            packing=bool(config.data.packing),
-            data_seed=config.data_seed,
-            pad_token_id=pad_token_id(self._tokenizer),
-        )
+        config, training = self._config, self._config.training
+        loader = make_loader(config, self._plan, self._dataset, self._tokenizer)
         num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
-        warmup = num_warmup_steps(table.warmup_steps, num_steps)
-        if table.warmup_steps >= 1 and warmup >= num_steps and table.lr_scheduler_type != "constant":
-            text = (
-                f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
-            )
-            text += "the run. Write fewer, or a fraction below 1 of all steps"
-            yield Finding("steps", "problem", text, "config")
+        try:
+            learning_rates(config, num_steps)
+        except ScheduleError as error:
+            yield problem("steps", error)
         for text in schedule_warnings(config, num_steps):
             yield Finding("steps", "warning", text)
-        learning_rate_schedule(
-            table.lr_scheduler_type, table.learning_rate, num_steps, warmup, table.lr_scheduler_kwargs
-        )
         self._num_steps = num_steps
         text = f"{num_steps:,} steps, {num_steps / loader.steps_per_epoch:.4g} epochs of {loader.steps_per_epoch:,}"
         yield Finding("steps", "ok", text)

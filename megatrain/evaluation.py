@@ -18,6 +18,7 @@ from megatrain.engine.step import EvaluationEngine
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.placement import Traffic
 from megatrain.run.metrics import EvaluationMetrics, RunObserver
+from megatrain.tiers import lookahead_bytes, set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.data.dataset import TokenDataset
     from megatrain.plan.plan import Plan
-    from megatrain.session import Session
+    from megatrain.run.activity import Activity
+    from megatrain.run.timeline import Timeline
+    from tiered import TieredStore
 
 __all__ = ["EvaluationSet", "Evaluator", "load_evaluation_sets", "traffic_of_passes"]
 
@@ -69,12 +72,12 @@ def load_evaluation_sets(
     training: TokenDataset | None = None,
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> list[EvaluationSet]:
-    """Read and tokenize every ``[[data.eval]]``, in order; nothing where no evaluation is asked for.
+    """Read and tokenize every ``[[data.eval]]``, in order; none where the config asks for no evaluation.
 
     Args:
-        on_message: told what became of the rows.
+        on_message: called with what became of the rows.
         training: as ``load_dataset`` returned it, of which ``data.val_size`` kept rows; None: it is loaded if needed.
-        on_warning: told which set has lost a good part of its rows or tokens.
+        on_warning: called with which set has lost a good part of its rows or tokens.
 
     Raises:
         DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
@@ -111,7 +114,7 @@ def _datasets(
     training: TokenDataset | None,
     on_warning: Callable[[str], None],
 ) -> Iterator[tuple[str, TokenDataset]]:
-    """Yield what is evaluated on, by name: rows kept from training, or each ``[[data.eval]]``."""
+    """Yield the sets by name: rows kept from training, or each ``[[data.eval]]``."""
     limit = config.evaluation.eval_max_samples
     if config.data.val_size is not None:
         whole = load_dataset(config, tokenizer, on_message) if training is None else training
@@ -142,11 +145,13 @@ class Evaluator:
     """Evaluates when the config asks for it. Used by the thread that trains.
 
     Args:
+        store: of the run, with its weights.
         sets: what to evaluate on.
-        steps_per_epoch: of the training data and of the run.
-        max_steps: of the training data and of the run.
-        should_stop: asked between passes; an evaluation that is cut off reports nothing.
-        before: set -> its last evaluation before the run was continued. None is made again for the same step.
+        observer: gets each evaluation.
+        steps_per_epoch: of the training data.
+        max_steps: of the run.
+        should_stop: called between passes; an evaluation that is cut off is not reported.
+        before: set -> its last evaluation before the run was continued; it is not repeated at the same step.
 
     Attributes:
         latest: set -> its last evaluation.
@@ -155,23 +160,29 @@ class Evaluator:
     def __init__(
         self,
         config: RunConfig,
-        session: Session,
+        plan: Plan,
+        store: TieredStore,
         sets: Sequence[EvaluationSet],
         observer: RunObserver,
         *,
+        timeline: Timeline,
+        activity: Activity,
         steps_per_epoch: int,
         max_steps: int,
         should_stop: Callable[[], bool],
         before: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     ) -> None:
-        self._table, self._session, self._sets, self._observer = config.evaluation, session, sets, observer
+        self._table, self._cross_entropy = config.evaluation, LigerCrossEntropy.of(config.model)
+        self._lookahead_bytes = lookahead_bytes(config)
+        self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
+        self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop
         self.latest = dict(before)
         self._engine: EvaluationEngine | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether the config asks for an evaluation once ``step`` steps are done, of a set that had none."""
+        """Return whether the config asks for an evaluation after ``step`` steps, of a set that had none there."""
         return self._is_wanted(step) and not all(self._is_done(step, each.name) for each in self._sets)
 
     def _is_done(self, step: int, name: str) -> bool:
@@ -196,29 +207,30 @@ class Evaluator:
         return min(self._max_steps, (step // self._interval + 1) * self._interval)
 
     def run(self, step: int) -> None:
-        """Evaluate every set with the weights that there are, unless it was at this step, and report each.
+        """Evaluate and report every set with the present weights, unless it was evaluated at this step.
 
-        No update may be pending, and no copy wait for a later step. Afterwards the store has no schedule of training.
+        No update may be pending, and no copy be kept for a later step. Afterwards the store has the schedule of
+        evaluation passes, not that of training.
         """
-        session = self._session
         if self._engine is None:
+            plan = self._plan
             self._engine = EvaluationEngine(
-                session.store,
-                session.plan.graph,
-                session.plan.trace,
-                session.plan.program,
-                session.plan.placement.homes,
-                device=session.plan.device,
-                timeline=session.timeline,
-                cross_entropy=LigerCrossEntropy.of(session.config.model),
-                activity=session.activity,
+                self._store,
+                plan.graph,
+                plan.trace,
+                plan.program,
+                plan.placement.homes,
+                device=plan.device,
+                timeline=self._timeline,
+                cross_entropy=self._cross_entropy,
+                activity=self._activity,
             )
-        session.timeline.is_on = False
+        self._timeline.is_on = False
         for each in self._sets:
             if self._is_done(step, each.name):
                 continue
             start_s = time.perf_counter()
-            session.activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
+            self._activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
             total, num_tokens = self._run_set(self._engine, each)
             if self._should_stop():
                 return
@@ -230,8 +242,8 @@ class Evaluator:
 
     def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int]:
         """Return the loss summed over the tokens of a set, and their number."""
-        homes = self._session.plan.placement.homes
-        self._session.set_schedule(engine.program.schedule(homes, each.num_passes))
+        schedule = engine.program.schedule(self._plan.placement.homes, each.num_passes)
+        set_schedule(self._store, schedule, self._lookahead_bytes)
         terms: list[float] = []
         num_tokens = 0
         for number, micro_batches in enumerate(each.passes()):

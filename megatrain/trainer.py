@@ -1,11 +1,18 @@
-"""A training run from its config: plan, data, checkpoint to start from, session; then the loop."""
+"""A training run: load, train, evaluate, save, export."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import psutil
+import torch
 
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.checkpoint.copier import CheckpointCopier
@@ -15,49 +22,88 @@ from megatrain.checkpoint.resume import (
     LostCheckpointsError,
     already_done,
     check_changes,
+    continued_position,
     find_candidates,
 )
+from megatrain.checkpoint.saver import Saver
+from megatrain.checkpoint.state import RunState, installed_versions, now_text
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolved import check_writable, write_resolved
-from megatrain.data.dataset import check_ids, load_dataset
+from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
+from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
-from megatrain.data.loader import BatchLoader
+from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import check_losses, source_names
-from megatrain.evaluation import EvaluationSet, load_evaluation_sets
-from megatrain.loop import Loop, Progress, describe_model
-from megatrain.models.export import check_target
-from megatrain.models.graph import num_learned_positions
+from megatrain.engine.environment import deterministic_kernels, device_errors_explained
+from megatrain.engine.objective import Objective
+from megatrain.engine.step import StepEngine, StepResult, weight_is_split
+from megatrain.engine.trace import step_flops
+from megatrain.engine.visit import LayerCompiler
+from megatrain.evaluation import Evaluator, load_evaluation_sets
+from megatrain.models.export import check_target, export_model
+from megatrain.models.graph import ModelGraph, num_learned_positions
+from megatrain.models.kept import KEPT_CHECKSUM
+from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
+from megatrain.models.load import WeightLoader
+from megatrain.optim.factory import segment_builder
 from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan.limits import refuse
 from megatrain.plan.packing import with_packing
+from megatrain.plan.placement import DURABLE_KINDS
 from megatrain.plan.planner import plan_run
 from megatrain.report.history import write_plan, write_summary
 from megatrain.run.activity import Activity
 from megatrain.run.folder import FINAL_NAME, RunFolder
 from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
-from megatrain.run.metrics import Observers, RunObserver, RunSummary
+from megatrain.run.metrics import Observers, RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
-from megatrain.session import Session
+from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
+from megatrain.run.timeline import Timeline
+from megatrain.tiers import check_drives, lookahead_bytes, open_store, register_blocks, reserve, set_schedule
+from megatrain.weights import RandomWeights, Weights, WeightSource
+from tiered import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.config.schema import RunConfig
+    from megatrain.evaluation import EvaluationSet
+    from megatrain.plan.plan import Plan
+    from tiered import StoreStats, TieredStore
+
+__all__ = ["Trainer"]
+
+#: Steps in the mean time of a step: the newest ones, as the first compile kernels and fill caches.
+_MEAN_OF_STEPS = 20
 
 
 class Trainer:
-    """One run of one config. Nothing is allocated or written before ``train``.
+    """One run of one config. Nothing is allocated or written before ``train``, or ``open``.
+
+    ``train`` is the run from its start, or from its newest checkpoint, to its end. Its parts serve callers that take
+    steps themselves::
+
+        with trainer.open():
+            trainer.load()
+            engine = trainer.make_engine(num_steps=3)
+            engine.step(micro_batches, number=0, lr=1e-3)
 
     Args:
         config: of the run.
-        observer: is called at every step, evaluation, checkpoint and message.
+        observer: is called at every step, evaluation, checkpoint and message; None: nothing is.
+        plan: of this config, if it is made already.
         activity: kept current for a live view; None: an own one.
         allow_config_change: continue a checkpoint although the config now says something that alters results.
         exit_code_of: returns the exit code of the process after an error, or after a summary, for ``status.json``.
 
     Attributes:
-        plan: there after construction.
+        config: of the run, with ``data.packing`` as the model allows it.
+        plan: of the run.
         activity: what the run is doing.
+        store: from ``open`` on, all blocks.
+        weights: from ``open`` on, those of the store.
+        timeline: from ``open`` on, of the steps during which it is on.
+        state: while ``train`` runs, where the run stands.
 
     Raises:
         DoesNotFitError: the run cannot fit its tiers.
@@ -66,191 +112,125 @@ class Trainer:
         UnsupportedModelError: the model is unusable.
     """
 
+    store: TieredStore
+    weights: Weights
+    timeline: Timeline
+    state: RunState
+
     def __init__(
         self,
         config: RunConfig,
         *,
-        observer: RunObserver,
+        observer: RunObserver | None = None,
+        plan: Plan | None = None,
         activity: Activity | None = None,
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
     ) -> None:
-        self.config = config
+        self.plan = plan or plan_run(config)
+        self.config = with_packing(config, self.plan.packing)
+        self.observer = observer or RunObserver()
         self.activity = activity or Activity()
-        self._exit_code_of = exit_code_of
-        self._loop: Loop | None = None
-        self.observer = observer
         self._allow_config_change = allow_config_change
-        self.plan = plan_run(config)
-        self.config = config = with_packing(config, self.plan.packing)
-        positions, length = num_learned_positions(self.plan.graph), config.data.max_length
-        if positions is not None and length > positions:
-            message = f"data.max_length = {length}, but this model has {positions} positions"
-            raise ConfigError(
-                config.model.model_name_or_path, [Problem("data.max_length", message, f"Write at most {positions}")]
-            )
+        self._exit_code_of = exit_code_of
+        self._engine: StepEngine | None = None
+        self._saver: Saver | None = None
+        check_positions(self.config, self.plan.graph)
+
+    # -- the run -------------------------------------------------------------------------------------------------
 
     def train(self) -> RunSummary:
         """Train from the start, or from the newest checkpoint, to the end; write ``output_dir/final``.
 
         Everything that can be known to fail is found before the first step; until then ``output_dir`` is untouched.
 
+        Returns:
+            What the run did; ``interrupted`` where a signal ended it early.
+
         Raises:
             ScheduleError: the warm-up is longer than the run.
             DataError: the data cannot be used.
             BeyondMachineError: this machine has less than the tiers' sizes.
             ConfigError: ``output_dir`` cannot be written, or a drive's path is no drive.
-            ExportError: somebody else's files are where the model goes.
+            ExportError: other files are where the model goes.
             CheckpointError: a checkpoint cannot be used or written.
             ConfigChangedError: the config is another one.
             LockedError: another run uses ``output_dir``.
             TieredError: storage failed.
             OSError: storage failed.
             NonFiniteGradientError: a gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``.
+            KeyboardInterrupt: a second signal, or one that the run could not save after.
         """
+        self._check()
+        self._load_data()
+        with self._in_folder():
+            candidates, summary = self._find_checkpoints()
+            if summary is None:
+                with self.open(), self._resumed(candidates):
+                    summary = self._run()
+                    write_summary(summary, self.config.output_dir)
+                    for logger in self._loggers:
+                        logger.on_end(summary)
+            # The status says "done" only after the store is closed without an error.
+            self.observer.on_end(summary)
+        return summary
+
+    def _run(self) -> RunSummary:
+        """Train, evaluate, save, export: the loop."""
+        self._begin()
+        before = self.store.stats()
+        with self.signals:
+            self.evaluate()
+            self._begin_steps()
+            while self.state.step < self.state.max_steps and not self.signals.stop_requested:
+                self.train_step()
+                self.saver.poll()
+                if self.state.step < self.state.max_steps:
+                    self.evaluate()  # before the checkpoint: a run that continues from it has the evaluation already
+                self.save_if_due()
+            self._end_steps()
+            self.evaluate()
+            self.save_last()
+            self.store.wait_idle()
+            moved = self.store.stats() - before
+            if self.signals.stop_requested:
+                self._finish_copies()
+                return self._summary(moved, interrupted=True)
+            try:
+                self.signals.steps_are_over()
+                folder = self.export()
+                self.copier.finish()
+            except KeyboardInterrupt:
+                if self.saver.saved_step != self.state.step:
+                    raise
+                return self._summary(moved, interrupted=True)  # the next start exports
+            return self._summary(moved, export_dir=folder)
+
+    def is_paused(self) -> bool:
+        """Whether the run waits for a person to free space on a drive. Thread-safe."""
+        return self._saver is not None and (self._saver.is_waiting or self.store.is_paused)
+
+    # -- before anything is written ------------------------------------------------------------------------------
+
+    def _check(self) -> None:
         refuse(self.plan.objections)
         check_loggers(self.config)
         check_writable(self.config)
         check_target(self.config.output_dir / FINAL_NAME)
+
+    def _load_data(self) -> None:
+        """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
+        config, plan = self.config, self.plan
         self.activity.begin("reading the data")
-        loader = self.make_loader()
-        training = self.config.training
-        num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
-        learning_rate = self._learning_rate(num_steps)
-        tell = self.observer.on_message
-        sets = load_evaluation_sets(self.config, self.plan, self._tokenizer(), tell, loader.dataset, self._warn)
-        if self.plan.packing_warning:
-            self._warn(self.plan.packing_warning)
-        for text in (*model_warnings(self.config, self.plan.graph), *schedule_warnings(self.config, num_steps)):
+        self.loader = self.make_loader()
+        self._num_steps = self.loader.num_steps(config.training.num_train_epochs, config.training.max_steps)
+        self._learning_rate = learning_rates(config, self._num_steps)
+        self._evaluation_sets: Sequence[EvaluationSet] = load_evaluation_sets(
+            config, plan, tokenizer_of(config), self.observer.on_message, self.loader.dataset, self._warn
+        )
+        warnings = [plan.packing_warning] if plan.packing_warning else []
+        for text in (*warnings, *model_warnings(config, plan.graph), *schedule_warnings(config, self._num_steps)):
             self._warn(text)
-        with ExitStack() as stack:
-            folder = stack.enter_context(RunFolder(self.config.output_dir))
-            status = StatusWriter(
-                folder.path,
-                run_name=self.config.run_name,
-                activity=self.activity,
-                is_paused=lambda: self._loop is not None and self._loop.is_paused(),
-                exit_code_of=self._exit_code_of,
-            )
-            stack.enter_context(status)
-            self.observer = Observers([self.observer, status])
-            is_lost = False
-            try:
-                candidates = self._candidates(loader)
-            except LostCheckpointsError as lost:
-                if already_done(self.config, lost.newest, num_steps) is None:
-                    raise
-                candidates, is_lost = [lost.newest], True  # who has the model may have deleted the rest
-            if candidates and (summary := already_done(self.config, candidates[0], num_steps)) is not None:
-                self.observer.on_message(
-                    f"nothing to do: this run is done, {summary.num_steps} of {num_steps} steps. To train longer raise "
-                    "training.max_steps or num_train_epochs; to start anew name another output_dir"
-                )
-                if not is_lost:
-                    self._copy_last(candidates[0])
-                before = last_evaluations(self.config.output_dir / METRICS_NAME, summary.num_steps)
-                summary = replace(summary, evaluations=before)
-            else:
-                summary = self._train(candidates, loader, num_steps, learning_rate, sets)
-            self.observer.on_end(summary)
-        return summary
-
-    def _candidates(self, loader: BatchLoader) -> list[Checkpoint]:
-        candidates = find_candidates(self.config, self.observer.on_message)
-        if candidates:
-            self._check_changes(candidates[0], loader, allow=self._allow_config_change)
-        return candidates
-
-    def _copy_last(self, checkpoint: Checkpoint) -> None:
-        """Make the copy of a run that is done, if one is wanted and was not made, or was given up."""
-        if not checkpoint.is_copy:
-            drive_bytes = self.plan.checkpoint_bytes_on_drives
-            with CheckpointCopier(self.config, drive_bytes, self.observer.on_message) as copier:
-                copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
-                copier.finish()
-
-    def _check_changes(self, checkpoint: Checkpoint, loader: BatchLoader, *, allow: bool) -> None:
-        check_changes(
-            self.config,
-            checkpoint,
-            describe_model(self.config, self.plan),
-            loader.dataset.fingerprint(),
-            allow=allow,
-            on_notice=self.observer.on_message,
-        )
-
-    def _train(
-        self,
-        candidates: Sequence[Checkpoint],
-        loader: BatchLoader,
-        num_steps: int,
-        learning_rate: Callable[[int], float],
-        sets: Sequence[EvaluationSet],
-    ) -> RunSummary:
-        with ExitStack() as stack:
-            session = stack.enter_context(Session(self.config, self.plan, self.observer.on_message, self.activity))
-            checkpoint = session.prepare(candidates)
-            if checkpoint is not None and checkpoint is not candidates[0]:
-                # The newest one has this config, or it was allowed; this one may have been saved before it changed.
-                self._check_changes(checkpoint, loader, allow=True)
-            tell, drive_bytes = self.observer.on_message, self.plan.checkpoint_bytes_on_drives
-            for line in describe_drives(self.config, drive_bytes):
-                tell(line)
-            copier = stack.enter_context(CheckpointCopier(self.config, drive_bytes, tell))
-            if checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy:
-                copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
-            write_resolved(self.config)
-            continued_from = None if checkpoint is None else checkpoint.state.step
-            write_plan(self.plan, self.config, continued_from)
-            path = self.config.output_dir / METRICS_NAME
-            evaluations = {} if continued_from is None else last_evaluations(path, continued_from)
-            made = make_loggers(self.config, continued_from, self.observer.on_message)
-            observers = [self.observer, *(stack.enter_context(logger) for logger in made)]
-            progress = Progress.start(self.config, self.plan, loader, num_steps, session.kept)
-            if checkpoint is not None:
-                progress = progress.continue_from(checkpoint, loader, self.config.rows_per_step)
-            self._loop = Loop(
-                self.config,
-                self.plan,
-                session,
-                copier,
-                loader,
-                Observers(observers),
-                progress,
-                learning_rate,
-                evaluation_sets=sets,
-                evaluations=evaluations,
-            )
-            summary = self._loop.run()
-            write_summary(summary, self.config.output_dir)
-            for logger in made:
-                logger.on_end(summary)
-            return summary
-
-    def _learning_rate(self, num_steps: int) -> Callable[[int], float]:
-        table = self.config.optimizer
-        warmup = num_warmup_steps(table.warmup_steps, num_steps)
-        if table.warmup_steps >= 1 and warmup >= num_steps and table.lr_scheduler_type != "constant":
-            raise ScheduleError(
-                f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
-                "the run. Write fewer, or a fraction below 1 of all steps"
-            )
-        return learning_rate_schedule(
-            table.lr_scheduler_type,
-            table.learning_rate,
-            num_steps,
-            warmup,
-            table.lr_scheduler_kwargs,
-        )
-
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        table = self.config.model
-        return load_tokenizer(
-            table.tokenizer_name_or_path or table.model_name_or_path, chat_template=table.chat_template
-        )
-
-    def _warn(self, text: str) -> None:
-        self.observer.on_message(f"warning: {text}")
 
     def make_loader(self) -> BatchLoader:
         """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache.
@@ -258,21 +238,580 @@ class Trainer:
         Raises:
             DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
-        config = self.config
-        folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-        tokenizer = self._tokenizer()
+        config, tokenizer = self.config, tokenizer_of(self.config)
         dataset = load_dataset(config, tokenizer, self.observer.on_message)
-        num_embeddings = self.plan.graph.model.get_input_embeddings().weight.shape[0]
-        check_ids(dataset, num_embeddings, where=folder)
+        check_token_ids(config, dataset, self.plan.graph)
         self.observer.on_message(str(dataset.report))
         for text in check_losses(dataset.report, source_names(config.data), config.data.max_dropped):
             self._warn(text)
-        return BatchLoader(
-            dataset,
-            micro_batch_size=self.plan.micro_batch_size,
-            num_micro_batches=self.plan.num_micro_batches,
-            max_length=config.data.max_length,
-            packing=bool(config.data.packing),
-            data_seed=config.data_seed,
-            pad_token_id=pad_token_id(tokenizer),
+        return make_loader(config, self.plan, dataset, tokenizer)
+
+    def _warn(self, text: str) -> None:
+        self.observer.on_message(f"warning: {text}")
+
+    @contextmanager
+    def _in_folder(self) -> Iterator[None]:
+        """Own ``output_dir``, with its ``status.json`` among the observers."""
+        given = self.observer
+        with (
+            RunFolder(self.config.output_dir) as folder,
+            StatusWriter(
+                folder.path,
+                run_name=self.config.run_name,
+                activity=self.activity,
+                is_paused=self.is_paused,
+                exit_code_of=self._exit_code_of,
+            ) as status,
+        ):
+            self.observer = Observers([given, status])
+            try:
+                yield
+            finally:
+                self.observer = given
+
+    def _find_checkpoints(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
+        """Return the checkpoints to start from, best first, and the summary of a run that has nothing left to do."""
+        config, are_lost = self.config, False
+        try:
+            candidates = find_candidates(config, self.observer.on_message)
+        except LostCheckpointsError as lost:
+            # The user may have deleted them once there was the model.
+            if already_done(config, lost.newest, self._num_steps) is None:
+                raise
+            candidates, are_lost = [lost.newest], True
+        else:
+            if candidates:
+                self._check_changes(candidates[0], allow=self._allow_config_change)
+        summary = already_done(config, candidates[0], self._num_steps) if candidates else None
+        if summary is None:
+            return candidates, None
+        self.observer.on_message(
+            f"nothing to do: this run is done, {summary.num_steps} of {self._num_steps} steps. To train longer raise "
+            "training.max_steps or num_train_epochs; to start anew name another output_dir"
         )
+        if not are_lost:
+            self._copy_last(candidates[0])
+        return candidates, replace(
+            summary, evaluations=last_evaluations(config.output_dir / METRICS_NAME, summary.num_steps)
+        )
+
+    def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
+        check_changes(
+            self.config,
+            checkpoint,
+            describe_model(self.config, self.plan),
+            self.loader.dataset.fingerprint(),
+            allow=allow,
+            on_notice=self.observer.on_message,
+        )
+
+    def _copy_last(self, checkpoint: Checkpoint) -> None:
+        """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
+        if not checkpoint.is_copy:
+            drive_bytes = self.plan.checkpoint_bytes_on_drives
+            with CheckpointCopier(self.config, drive_bytes, self.observer.on_message) as copier:
+                copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
+                copier.finish()
+
+    # -- load ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def open(self) -> Iterator[Self]:
+        """Open the store of the run, without blocks; leaving closes it.
+
+        Raises:
+            ModelFolderError: the weights do not fit the model.
+            DoesNotFitError: a drive has too little free space.
+            LockedError: another run uses an NVMe path.
+        """
+        config, plan = self.config, self.plan
+        # Everything that can be refused is looked at before anything is allocated.
+        source = self._weight_source()
+        if config.model.use_liger_kernel:
+            apply_liger_kernels(plan.graph.model, with_mlps=not config.model.mlp_rows)
+        check_drives(config, plan)
+        self.timeline = Timeline()
+        notice, model_type = self.observer.on_message, type(plan.graph.model).__name__
+        # The store closes first, while errors of the device are still explained.
+        with (
+            device_errors_explained(),
+            deterministic_kernels(plan.device, model_type, enabled=config.full_determinism),
+            open_store(config, plan, on_notice=notice, on_event=self.timeline.on_event) as self.store,
+        ):
+            self.weights = Weights(self.store, plan, source, self.activity, notice)
+            yield self
+
+    def _weight_source(self) -> WeightSource:
+        model = self.plan.graph.model
+        if self.config.model.train_from_scratch:
+            return RandomWeights(model, self.config.seed)
+        source = WeightLoader(self.config.model.model_name_or_path, model)
+        if source.origin.kept.names:
+            self.observer.on_message(str(source.origin.kept))
+        return source
+
+    def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
+        """Fill weights and optimizer state unit by unit, then reserve what only steps need.
+
+        Args:
+            candidates: checkpoints to start from, best first; one that is damaged is reported and passed over.
+
+        Returns:
+            The checkpoint that was loaded; None: the run starts from the model's weights.
+
+        Raises:
+            ModelFolderError: the weights cannot be read.
+            InitializationError: the model cannot initialize its weights.
+            CheckpointError: no candidate is whole, or the model's folder no longer keeps the tensors that the run began
+                with.
+        """
+        placement = self.plan.placement
+        reserve(self.store, placement.generation_bytes)
+        register_blocks(self.store, self.plan, durable=True)
+        checkpoint = self.weights.load(candidates)
+        # Only now: the fp32 copy of a unit that is loaded takes the room that its gradient has in a step, so that a run
+        # that fits also starts.
+        register_blocks(self.store, self.plan, durable=False)
+        reserve(self.store, placement.workspace_bytes)
+        return checkpoint
+
+    @contextmanager
+    def _resumed(self, candidates: Sequence[Checkpoint]) -> Iterator[None]:
+        """Load, and put the run at the step of its checkpoint, with all that saves, evaluates and reports its steps."""
+        config, plan, tell = self.config, self.plan, self.observer.on_message
+        checkpoint = self.load(candidates)
+        if checkpoint is not None and checkpoint is not candidates[0]:
+            # The newest one has this config, or it was allowed; this one may have been saved before it changed.
+            self._check_changes(checkpoint, allow=True)
+        drive_bytes = plan.checkpoint_bytes_on_drives
+        for line in describe_drives(config, drive_bytes):
+            tell(line)
+        # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
+        with ExitStack() as stack:
+            self.copier = stack.enter_context(CheckpointCopier(config, drive_bytes, tell))
+            in_store = checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy
+            if checkpoint is not None and in_store:
+                self.copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
+            step = None if checkpoint is None else checkpoint.state.step
+            write_resolved(config)
+            write_plan(plan, config, step)
+            # Before the loggers: one of them drops what the file has of later steps.
+            evaluations = {} if step is None else last_evaluations(config.output_dir / METRICS_NAME, step)
+            self._loggers = make_loggers(config, step, tell)
+            for logger in self._loggers:
+                stack.enter_context(logger)
+            self._observers = Observers([self.observer, *self._loggers])
+            self.state = self._first_state() if checkpoint is None else self._continued_state(checkpoint.state)
+            self._is_continued = checkpoint is not None
+            self.signals = RunSignals(
+                stops_after_step=config.checkpoint.save_on_signal,
+                # While it waits for space for a checkpoint, the saver itself looks for a stop, and may still save.
+                is_stuck=lambda: self.store.is_paused,
+                activity=self.activity,
+            )
+            self.evaluator = Evaluator(
+                config,
+                plan,
+                self.store,
+                self._evaluation_sets,
+                self._observers,
+                timeline=self.timeline,
+                activity=self.activity,
+                steps_per_epoch=self.loader.steps_per_epoch,
+                max_steps=self.state.max_steps,
+                should_stop=lambda: self.signals.stop_requested,
+                before=evaluations,
+            )
+            self._saver = self.saver = Saver(
+                config,
+                self.store,
+                self._observers,
+                self._begin_checkpoint,
+                self.copier,
+                should_stop=lambda: self.signals.stop_requested,
+                written_bytes=plan.checkpoint_bytes_in_output_dir,
+                steps_per_epoch=self.loader.steps_per_epoch,
+                saved_step=step if in_store else None,
+                saved_generation=checkpoint.generation if checkpoint is not None and in_store else None,
+            )
+            yield
+
+    def _first_state(self) -> RunState:
+        config, table = self.config, self.config.optimizer
+        return RunState(
+            step=0,
+            max_steps=self._num_steps,
+            num_updates=0,
+            epoch=0,
+            epoch_step=0,
+            num_real_tokens=0,
+            num_trained_tokens=0,
+            seconds=0.0,
+            first_loss=None,
+            last_loss=None,
+            seed=config.seed,
+            data_seed=config.data_seed,
+            lr_schedule={
+                "type": table.lr_scheduler_type,
+                "learning_rate": table.learning_rate,
+                "num_steps": self._num_steps,
+                "warmup_steps": num_warmup_steps(table.warmup_steps, self._num_steps),
+            },
+            config_toml=to_toml(config),
+            data_fingerprint=self.loader.dataset.fingerprint(),
+            model={**describe_model(config, self.plan), **self.weights.kept},
+            run_name=config.run_name,
+            saved_at="",
+            versions=installed_versions(),
+        )
+
+    def _continued_state(self, before: RunState) -> RunState:
+        """Return this run's state at a step of an earlier start, and let the loader go on there."""
+        rows_before = config_from_toml(before.config_toml).rows_per_step
+        position = continued_position(before, rows_before, self.config.rows_per_step, self.loader.steps_per_epoch)
+        self.loader.seek(position)
+        return replace(
+            self._first_state(),
+            step=before.step,
+            num_updates=before.num_updates,
+            epoch=position.epoch,
+            epoch_step=position.step,
+            num_real_tokens=before.num_real_tokens,
+            num_trained_tokens=before.num_trained_tokens,
+            seconds=before.seconds,
+            first_loss=before.first_loss,
+            last_loss=before.last_loss,
+            first_losses=before.first_losses,
+            last_losses=before.last_losses,
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:
+        """Return an engine on the loaded store, and give the prefetcher the schedule of ``num_steps`` steps.
+
+        Args:
+            first_step: steps done before.
+            num_updates: those of them whose gradient was used.
+        """
+        config, plan, table = self.config, self.plan, self.config.optimizer
+        self._schedule_steps(first_step, num_steps)
+        self._engine = StepEngine(
+            self.store,
+            plan.graph,
+            plan.trace,
+            plan.program,
+            plan.placement.homes,
+            plan.placement.stays,
+            plan.optimizer,
+            device=plan.device,
+            order=config.advanced.micro_batch_order,
+            segments=segment_builder(table, plan.optimizer, split_master=weight_is_split(plan.graph)),
+            max_grad_norm=table.max_grad_norm,
+            nonfinite=table.nonfinite,
+            seed=config.seed,
+            objective=Objective.of(config.training),
+            compiler=LayerCompiler.of(config.model),
+            cross_entropy=LigerCrossEntropy.of(config.model),
+            timeline=self.timeline,
+            device_optimizer=plan.device_optimizer,
+            activity=self.activity,
+        )
+        self._engine.num_updates = num_updates
+        return self._engine
+
+    def finish_updates(self) -> None:
+        """Make the update that the last step left to the next one."""
+        if self._engine is not None:
+            self._engine.finish_updates()
+
+    def _schedule_steps(self, first_step: int, num_steps: int) -> None:
+        """Give the prefetcher steps, the first of which finds nothing to update."""
+        schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
+        set_schedule(self.store, schedule, lookahead_bytes(self.config))
+
+    def _schedule_to_next_evaluation(self) -> None:
+        """Give the prefetcher the steps up to the next evaluation, and no more: nothing may wait through it."""
+        step = self.state.step
+        self._schedule_steps(step, self.evaluator.next_step(step) - step)
+
+    def _begin(self) -> None:
+        """Compile the kernels, and report the start."""
+        config, plan, state = self.config, self.plan, self.state
+        self.activity.begin("compiling kernels of the optimizer")
+        plan.warm_up()
+        positions = config.rows_per_step * config.data.max_length
+        self._observers.on_start(
+            RunInfo(config.run_name, config.task, str(plan.device), config.output_dir, state.max_steps, positions)
+        )
+        if self._is_continued:
+            self._observers.on_message(f"continuing after step {state.step} of {state.max_steps}")
+        self._report_warmup()
+        self.store.wait_idle()  # what loading still writes is not part of any step
+
+    def _report_warmup(self) -> None:
+        """Report the first learning rate: it is 0 in transformers' schedules, which users do not expect."""
+        step, table = self.state.step, self.config.optimizer
+        if step >= self._warmup_steps:
+            return
+        first = self._learning_rate(0)
+        text = f"warm-up: the learning rate rises from {first:.3g} to {table.learning_rate:.3g} over "
+        text += f"{self._warmup_steps} steps"
+        if first == 0.0 and step == 0:
+            text += "; the first one changes no weights, as in transformers"
+        self._observers.on_message(text)
+
+    @property
+    def _warmup_steps(self) -> int:
+        is_warmed_up = self.config.optimizer.lr_scheduler_type != "constant"  # transformers' has no warm-up
+        return int(self.state.lr_schedule["warmup_steps"]) if is_warmed_up else 0
+
+    def _begin_steps(self) -> None:
+        step = self.state.step
+        num_steps = self.evaluator.next_step(step) - step
+        self.make_engine(num_steps, first_step=step, num_updates=self.state.num_updates)
+        self._first_step, self._start_s = step, time.perf_counter()
+        self._step_seconds = deque[float](maxlen=_MEAN_OF_STEPS)
+
+    def train_step(self) -> None:
+        """Run the next step, and report it."""
+        assert self._engine is not None
+        number, start_s, before = self.state.step, time.perf_counter(), self.store.stats()
+        num_ticks, num_micro_batches = len(self.plan.program.ticks), self.plan.num_micro_batches
+        self.activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
+        batch = next(self.loader)
+        self.timeline.is_on = number + 1 in self.config.profile.trace_steps
+        lr = self._learning_rate(number)
+        result = self._engine.step(batch.micro_batches, number=number, lr=lr)
+        step_s, moved = time.perf_counter() - start_s, self.store.stats() - before
+        self.state = replace(
+            self.state.with_loss(result.loss),
+            step=number + 1,
+            num_updates=self._engine.num_updates,
+            epoch=batch.position.epoch,
+            epoch_step=batch.position.step,
+            num_real_tokens=self.state.num_real_tokens + batch.num_real_tokens,
+            num_trained_tokens=self.state.num_trained_tokens + result.num_trained_tokens,
+            seconds=self.state.seconds + step_s,
+        )
+        self._step_seconds.append(step_s)
+        self._observers.on_step(self._metrics(batch, result, lr, step_s, moved))
+
+    def _metrics(
+        self, batch: StepBatch, result: StepResult, lr: float, step_s: float, moved: StoreStats
+    ) -> StepMetrics:
+        state, position = self.state, batch.position
+        flops = step_flops(
+            self.plan.trace,
+            num_places=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
+            num_real_tokens=batch.num_real_tokens,
+            num_trained_tokens=result.num_trained_tokens,
+            kept=self.plan.program.kept,
+        )
+        each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
+        return StepMetrics(
+            step=state.step,
+            max_steps=state.max_steps,
+            epoch=position.epoch + position.step / self.loader.steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_real_tokens=batch.num_real_tokens,
+            num_trained_tokens=result.num_trained_tokens,
+            step_s=step_s,
+            eta_s=each_s * (state.max_steps - state.step),
+            mean_step_s=sum(self._step_seconds) / len(self._step_seconds),
+            warmup_steps=self._warmup_steps,
+            tier_used_bytes={name: tier.used_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
+            stall_s=dict(moved.stall_s),
+            written_bytes=dict(moved.written_bytes),
+            link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            rss_bytes=psutil.Process().memory_info().rss,
+            model_flops=flops.model,
+            hardware_flops=flops.hardware,
+        )
+
+    def _end_steps(self) -> None:
+        """Make the last update, and write the timeline."""
+        if self.signals.is_hung_up:
+            self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
+        self.activity.begin("making the last update")
+        self.finish_updates()
+        if self.timeline.spans:
+            path = self.timeline.write(self.config.output_dir / TIMELINE_NAME)
+            self._observers.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
+
+    # -- evaluate, save, export ----------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Evaluate if it is due; the steps that follow start as after a checkpoint."""
+        if self.evaluator.is_due(self.state.step) and not self.signals.stop_requested:
+            self.finish_updates()
+            self.evaluator.run(self.state.step)
+            self._schedule_to_next_evaluation()
+
+    def save_if_due(self) -> None:
+        """Save if the config, or a signal, asks for it after this step; training goes on while it is written."""
+        if self.signals.stop_requested:
+            return  # ``save_last`` does
+        step = self.state.step
+        is_due = self.saver.is_due(step) and step < self.state.max_steps
+        if is_due or self.signals.save_requested:
+            self.signals.save_requested = False
+            self.activity.begin("saving")
+            self.saver.save(self._state_now())
+
+    def save_last(self) -> None:
+        """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
+        table = self.config.checkpoint
+        if table.save_strategy != "no" or (self.signals.stop_requested and table.save_on_signal):
+            self.activity.begin("saving")
+            self.saver.save(self._state_now(), wait=True)
+        self.saver.finish()
+        self.saver.copy_last()
+
+    def _begin_checkpoint(self) -> None:
+        """Make the pending update; the steps that follow start as the first one does, with none."""
+        self.finish_updates()
+        self._schedule_to_next_evaluation()
+
+    def _state_now(self) -> RunState:
+        return replace(self.state, saved_at=now_text())
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies that are due; another signal gives them up."""
+        try:
+            self.signals.steps_are_over()
+            self.copier.finish()
+        except KeyboardInterrupt:
+            self._observers.on_message("the copy was given up: the next start of the run makes it")
+
+    def end_steps(self) -> None:
+        """Release what only steps need; weights and optimizer state stay. Makes the pending update."""
+        self.finish_updates()
+        self._engine = None
+        self.store.set_schedule(None)
+        blocks = self.plan.program.blocks.values()
+        self.store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
+        reserve(self.store, self.plan.placement.workspace_bytes, sign=-1)
+
+    def export(self) -> Path:
+        """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
+        self.activity.begin("exporting the model")
+        self.end_steps()  # its room serves the fp32 copy of the unit that is written
+        config, table = self.config, self.config.export
+        return export_model(
+            self.plan.graph,
+            self.weights.exported,
+            config.output_dir / FINAL_NAME,
+            dtype=self.plan.graph.dtype if table.dtype == "auto" else getattr(torch, table.dtype),
+            max_shard_nbytes=table.max_shard_size,
+            copy_from=Path(config.model.tokenizer_name_or_path or config.model.model_name_or_path),
+            record={"step": self.state.step},
+            origin=self.weights.source.origin,
+            kept_checksum=self.weights.kept.get(KEPT_CHECKSUM),
+        )
+
+    def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:
+        state = self.state
+        means = state.mean_losses
+        return RunSummary(
+            num_steps=state.step,
+            first_loss=state.first_loss,
+            last_loss=state.last_loss,
+            mean_losses=None if means is None else means[:2],
+            num_averaged=0 if means is None else means[2],
+            seconds=state.seconds,
+            num_real_tokens=state.num_real_tokens,
+            num_trained_tokens=state.num_trained_tokens,
+            tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes=dict(self.plan.budgets),
+            link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            link_paths={name: link.path for name, link in moved.links.items()},
+            written_bytes=dict(moved.written_bytes),
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            export_dir=export_dir,
+            interrupted=interrupted,
+            saved_step=self.saver.saved_step,
+            evaluations=dict(self.evaluator.latest),
+        )
+
+
+# -- parts of a run that a checkup looks at too --------------------------------------------------------------------
+
+
+def check_positions(config: RunConfig, graph: ModelGraph) -> None:
+    """Refuse rows that are longer than the positions which the model has learned.
+
+    Raises:
+        ConfigError: names data.max_length.
+    """
+    positions, length = num_learned_positions(graph), config.data.max_length
+    if positions is not None and length > positions:
+        message = f"data.max_length = {length}, but this model has {positions} positions"
+        problem = Problem("data.max_length", message, f"Write at most {positions}")
+        raise ConfigError(config.model.model_name_or_path, [problem])
+
+
+def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a run."""
+    table = config.model
+    return load_tokenizer(table.tokenizer_name_or_path or table.model_name_or_path, chat_template=table.chat_template)
+
+
+def check_token_ids(config: RunConfig, dataset: TokenDataset, graph: ModelGraph) -> None:
+    """Refuse rows with tokens that the model has no embedding for.
+
+    Raises:
+        DataError: the tokenizer is not the model's.
+    """
+    folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
+    check_ids(dataset, graph.model.get_input_embeddings().weight.shape[0], where=folder)
+
+
+def make_loader(
+    config: RunConfig, plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast
+) -> BatchLoader:
+    """Return the batches of a run, from the beginning."""
+    return BatchLoader(
+        dataset,
+        micro_batch_size=plan.micro_batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        max_length=config.data.max_length,
+        packing=bool(config.data.packing),
+        data_seed=config.data_seed,
+        pad_token_id=pad_token_id(tokenizer),
+    )
+
+
+def learning_rates(config: RunConfig, num_steps: int) -> Callable[[int], float]:
+    """Return the learning rate of each step, from 0.
+
+    Raises:
+        ScheduleError: the warm-up is longer than the run, or there is no such schedule.
+    """
+    table = config.optimizer
+    warmup = num_warmup_steps(table.warmup_steps, num_steps)
+    if table.warmup_steps >= 1 and warmup >= num_steps and table.lr_scheduler_type != "constant":
+        raise ScheduleError(
+            f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
+            "the run. Write fewer, or a fraction below 1 of all steps"
+        )
+    return learning_rate_schedule(
+        table.lr_scheduler_type, table.learning_rate, num_steps, warmup, table.lr_scheduler_kwargs
+    )
+
+
+def describe_model(config: RunConfig, plan: Plan) -> Mapping[str, Any]:
+    """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
+    graph = plan.graph
+    return {
+        "name": config.model.model_name_or_path,
+        "class": type(graph.model).__name__,
+        "num_parameters": graph.num_parameters,
+        "dtype": str(graph.dtype).removeprefix("torch."),
+        "device": plan.device.type,
+        "attention": graph.model.config._attn_implementation,
+        "config_xxh3_64": checksum(Path(config.model.model_name_or_path, "config.json").read_bytes()),
+    }

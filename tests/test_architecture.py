@@ -49,6 +49,7 @@ RANKS = {
     "tiered.testing": 14,
     "megatrain": 20,
     "megatrain.trainer": 21,
+    "megatrain.checkup": 22,
     "megatrain.verify": 22,
     "megatrain.__init__": 23,
     "cli": 30,

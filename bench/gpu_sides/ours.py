@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.gpu_sides.cases import merged
@@ -15,20 +18,26 @@ from bench.gpu_sides.job import SEED, Job, StepSeen, fill_weights
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
-from megatrain.models.layout import views
+from megatrain.models.layout import UnitLayout
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds
 from megatrain.run.timeline import COMPUTE
-from megatrain.session import Session
+from megatrain.trainer import Trainer
+from megatrain.weights import RandomWeights
 
 
-class _Seeded(Session):
-    """Begins with the weights that all sides begin with."""
+class _SeededWeights(RandomWeights):
+    """The weights that all sides begin with."""
 
-    def _fill_weights(self) -> None:
-        for layout in self.plan.graph.layouts.values():
-            with self._master(layout) as master:
-                fill_weights(views(master, layout))
+    def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
+        fill_weights(views)
+
+
+class _Seeded(Trainer):
+    """Begins with these weights."""
+
+    def _weight_source(self) -> RandomWeights:
+        return _SeededWeights(self.plan.graph.model, SEED)
 
 
 class _Traced(Ours):
@@ -37,7 +46,7 @@ class _Traced(Ours):
     @property
     def timeline(self) -> Any:
         """Spans of the steps during which it is on."""
-        return self._session.timeline
+        return self._trainer.timeline
 
 
 class OursSide:
@@ -51,7 +60,7 @@ class OursSide:
         plan = plan_run(config, padded=False)
         self._plan_s = time.perf_counter() - start_s
         print(f"planned in {self._plan_s:.1f} s", file=sys.stderr, flush=True)
-        self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, make_session=_Seeded)
+        self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, make_trainer=_Seeded)
 
     def about(self) -> dict[str, Any]:
         """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""

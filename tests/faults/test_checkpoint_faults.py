@@ -298,17 +298,17 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a line more fits into the metrics, long before the next checkpoint is due."""
-    from megatrain.loop import Loop
+    from megatrain.trainer import Trainer
 
-    run_step = Loop._run_step
+    train_step = Trainer.train_step
 
-    def run_and_fill(self: Loop, engine: Any, number: int) -> Any:
-        if number == 2:
+    def train_and_fill(self: Trainer) -> None:
+        if self.state.step == 2:
             fill_to_the_last_byte(small_drive)
             make_room_after(3.0, small_drive)
-        return run_step(self, engine, number)
+        train_step(self)
 
-    monkeypatch.setattr(Loop, "_run_step", run_and_fill)
+    monkeypatch.setattr(Trainer, "train_step", train_and_fill)
     result = on_drive.run("--max-steps", "16", **{"checkpoint.save_steps": 100, "tiers.on_disk_full": "pause"})
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (on_drive.folder / "out/metrics.jsonl").read_text().splitlines()]
@@ -391,17 +391,17 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
 
 def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """``timeout`` and some shells signal the process and then its whole group: that is no second thought."""
-    from megatrain.loop import Loop
+    from megatrain.trainer import Trainer
 
-    run_step = Loop._run_step
+    train_step = Trainer.train_step
 
-    def run_and_stop(self: Loop, engine: Any, number: int) -> Any:
-        if number == 1:
+    def train_and_stop(self: Trainer) -> None:
+        if self.state.step == 1:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
-        return run_step(self, engine, number)
+        train_step(self)
 
-    monkeypatch.setattr(Loop, "_run_step", run_and_stop)
+    monkeypatch.setattr(Trainer, "train_step", train_and_stop)
     result = work.run()
     assert result.exit_code == 75, result.output
     assert work.steps()[-1] == 2

@@ -228,17 +228,16 @@ def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, m
 
 def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Let ``then`` happen after the second step."""
-    from megatrain.engine.step import StepEngine
-    from megatrain.loop import Loop
+    from megatrain.trainer import Trainer
 
-    real = Loop._run_step
+    real = Trainer.train_step
 
-    def run_step(self: Loop, engine: StepEngine, number: int) -> object:
-        if number == 2:
+    def train_step(self: Trainer) -> None:
+        if self.state.step == 2:
             then()
-        return real(self, engine, number)
+        real(self)
 
-    monkeypatch.setattr(Loop, "_run_step", run_step)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
 @pytest.mark.fault
@@ -248,13 +247,13 @@ def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from test_runs import *
-from megatrain.loop import Loop
-real = Loop._run_step
-def run_step(self, engine, number):
-    if number == 2:
+from megatrain.trainer import Trainer
+real = Trainer.train_step
+def train_step(self):
+    if self.state.step == 2:
         os.kill(os.getpid(), 9)
-    return real(self, engine, number)
-Loop._run_step = run_step
+    real(self)
+Trainer.train_step = train_step
 Work(Path({str(work.folder)!r}), command_group()).run()
 """
     process = warm.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], timeout=200)

@@ -16,7 +16,7 @@ from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.planner import plan_run
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from oracles.tiered_run import TieredRun, make_loader, run_config
 
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
@@ -41,11 +41,11 @@ def test_a_step_makes_the_host_wait_for_nothing_but_its_end(tiny_model: Path, tm
     (tmp_path / "run.toml").write_text(config_with_key(tmp_path, tiny_model, placement=ALL_RAM))
     config = load_config(tmp_path / "run.toml").config
     plan = plan_run(config)
-    with Session(config, plan) as session:
-        session.prepare()
-        session.store.wait_idle()
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        trainer.store.wait_idle()
         plan.optimizer.warm_up()
-        engine, loader = session.make_engine(4), make_loader(config, plan)
+        engine, loader = trainer.make_engine(4), make_loader(config, plan)
         for number in range(2):  # kernels are compiled
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
         with no_waits_allowed():

@@ -19,7 +19,7 @@ from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from oracles.tiered_run import make_loader
 from processes import warm
 from tiered import GpuTier, MiB
@@ -32,18 +32,18 @@ ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivati
 @contextmanager
 def engine_in(
     folder: Path, model: Path, num_steps: int, *, gpu_bytes: int = GPU_TIER_BYTES, **tables: str
-) -> Iterator[tuple[StepEngine, Any, Session]]:
-    """Yield an engine, its loader and its session."""
+) -> Iterator[tuple[StepEngine, Any, Trainer]]:
+    """Yield an engine, its loader and its trainer."""
     (folder / "run.toml").write_text(gpu_config_text(folder, model, gpu_bytes=gpu_bytes, **tables))
     config = load_config(folder / "run.toml").config
     plan = plan_run(config)
-    with Session(config, plan) as session:
-        session.prepare()
-        session.store.wait_idle()
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        trainer.store.wait_idle()
         for optimizer in (plan.optimizer, plan.device_optimizer):
             if optimizer is not None:
                 optimizer.warm_up()
-        yield session.make_engine(num_steps), make_loader(config, plan), session
+        yield trainer.make_engine(num_steps), make_loader(config, plan), trainer
 
 
 @pytest.mark.usefixtures("virtual")
@@ -79,8 +79,8 @@ def test_nothing_grows_over_fifty_steps(
     placement: str, virtual: VirtualCuda | None, tiny_model: Path, tmp_path: Path
 ) -> None:
     num_steps, num_warm = (50, 10) if virtual is None else (12, 4)
-    with engine_in(tmp_path, tiny_model, num_steps, placement=placement) as (engine, loader, session):
-        tier = next(tier for tier in session._tiers if isinstance(tier, GpuTier))
+    with engine_in(tmp_path, tiny_model, num_steps, placement=placement) as (engine, loader, trainer):
+        tier = next(tier for tier in trainer._tiers if isinstance(tier, GpuTier))
         warm, after = {}, {}
         for number in range(num_steps):
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
@@ -98,8 +98,8 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
     gpu_bytes: int, is_tight: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The largest tick needs 4.1 MiB. Where all sizes fit side by side, steps reuse what the first one made."""
-    with engine_in(tmp_path, tiny_model, 4, gpu_bytes=gpu_bytes, placement=ALL_RAM) as (engine, loader, session):
-        tier = next(tier for tier in session._tiers if isinstance(tier, GpuTier))
+    with engine_in(tmp_path, tiny_model, 4, gpu_bytes=gpu_bytes, placement=ALL_RAM) as (engine, loader, trainer):
+        tier = next(tier for tier in trainer._tiers if isinstance(tier, GpuTier))
         for number in range(4):
             before = tier.num_drops
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)

@@ -22,7 +22,7 @@ from megatrain.models.graph import ModelGraph
 from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from tiered import StoreStats
 
 _TRACES: dict[str, VisitTrace] = {}
@@ -140,27 +140,28 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
     lr = learning_rate_schedule(
         table.lr_scheduler_type, table.learning_rate, num_steps, num_warmup_steps(table.warmup_steps, num_steps)
     )
-    with Session(config, plan) as session:
-        session.prepare()
-        session.store.wait_idle()
-        before = session.store.stats()
-        engine = session.make_engine(num_steps)
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        store = trainer.store
+        store.wait_idle()
+        before = store.stats()
+        engine = trainer.make_engine(num_steps)
         for number in range(num_steps):
             result = engine.step(next(loader).micro_batches, number=number, lr=lr(number))
             run.losses.append(result.loss)
             run.grad_norms.append(result.grad_norm)
         engine.finish_updates()
-        session.store.wait_idle()
-        run.moved = session.store.stats() - before
-        session._end_training()  # RAM may have room for a layout's weights only beside those, as in an export
+        store.wait_idle()
+        run.moved = store.stats() - before
+        trainer.end_steps()  # RAM may have room for a layout's weights only beside those, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
                 home = plan.placement.homes[block.key]
-                with session.store.acquire(block.key, "gpu" if home == "gpu" else "ram") as lease:
+                with store.acquire(block.key, "gpu" if home == "gpu" else "ram") as lease:
                     contents = lease.tensor.cpu().view(torch.uint8).numpy()
                     run.digests[block.key] = hashlib.sha256(contents).hexdigest()
         for layout in plan.graph.layouts.values():
-            with session.master_weights(layout) as weights:
+            with trainer.weights.master(layout) as weights:
                 run.weights.update({name: tensor.clone() for name, tensor in weights.items()})
     return run
 

@@ -14,17 +14,17 @@ import torch
 from megatrain.config import load_config
 from megatrain.engine.step import GradientAccumulator, NonFiniteGradientError, StepEngine, StepResult
 from megatrain.plan.planner import plan_run
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, run_config
 
 LR = 1e-3
 
 
 class Steps:
-    """A session whose steps are taken one by one."""
+    """A trainer whose steps are taken one by one."""
 
-    def __init__(self, session: Session, engine: StepEngine, batches: list[list[dict[str, torch.Tensor]]]) -> None:
-        self.session, self.engine, self.batches = session, engine, batches
+    def __init__(self, trainer: Trainer, engine: StepEngine, batches: list[list[dict[str, torch.Tensor]]]) -> None:
+        self.trainer, self.engine, self.batches = trainer, engine, batches
 
     def step(self, number: int, batch: int | None = None) -> StepResult:
         return self.engine.step(self.batches[number if batch is None else batch], number=number, lr=LR)
@@ -32,9 +32,9 @@ class Steps:
     def digests(self) -> dict[str, str]:
         """Return a digest of every block of weights and state as it is in the store now."""
         found = {}
-        for block in self.session.plan.program.blocks.values():
+        for block in self.trainer.plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
-                with self.session.store.acquire(block.key, "ram") as lease:
+                with self.trainer.store.acquire(block.key, "ram") as lease:
                     found[block.key] = hashlib.sha256(lease.tensor.view(torch.uint8).numpy()).hexdigest()
         return found
 
@@ -47,9 +47,9 @@ def steps(folder: Path, model: Path, **tables: str) -> Iterator[Steps]:
     plan = plan_run(config)
     loader = make_loader(config, plan)
     batches = [[dict(batch) for batch in next(loader).micro_batches] for _ in range(4)]
-    with Session(config, plan) as session:
-        session.prepare()
-        yield Steps(session, session.make_engine(4), batches)
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        yield Steps(trainer, trainer.make_engine(4), batches)
 
 
 def spoil_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,9 +276,18 @@ def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Run)
 
 def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: Run) -> None:
     """From any step: a checkpoint in between starts the schedule anew."""
-    nobody: Any = None  # neither the session nor the observer is asked
+    unused: Any = None
     evaluator = Evaluator(
-        in_ram.config, nobody, in_ram.sets(), nobody, steps_per_epoch=7, max_steps=NUM_STEPS, should_stop=lambda: False
+        in_ram.config,
+        in_ram.plan,
+        unused,
+        in_ram.sets(),
+        unused,
+        timeline=unused,
+        activity=unused,
+        steps_per_epoch=7,
+        max_steps=NUM_STEPS,
+        should_stop=lambda: False,
     )
     assert [evaluator.next_step(step) for step in range(NUM_STEPS)] == [3, 3, 3, 5, 5]
 

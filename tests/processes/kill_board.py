@@ -15,10 +15,10 @@ __all__ = ["PHASES", "Board", "watch"]
 
 #: Function that is watched -> phase while it runs: module, name in it, phase.
 WATCHED = (
-    ("megatrain.session", "Session.prepare", "loading"),
-    ("megatrain.loop", "Loop.run", "between steps"),
-    ("megatrain.loop", "Loop._run_step", "step"),
-    ("megatrain.loop", "Loop._export", "exporting"),
+    ("megatrain.trainer", "Trainer.load", "loading"),
+    ("megatrain.trainer", "Trainer._run", "between steps"),
+    ("megatrain.trainer", "Trainer.train_step", "step"),
+    ("megatrain.trainer", "Trainer.export", "exporting"),
     ("megatrain.checkpoint.saver", "Saver.save", "saving"),
     ("megatrain.checkpoint.saver", "Saver.finish", "saving"),
     ("tiered.durable.generations", "freeze", "freezing"),
@@ -98,22 +98,22 @@ def watch(board: Board) -> None:
         setattr(owner, last, _telling(getattr(owner, last), board, phase))
 
     from megatrain.checkpoint.saver import Saver
-    from megatrain.session import Session
+    from megatrain.trainer import Trainer
 
-    finish, prepare = Saver.finish, Session.prepare
+    finish, load = Saver.finish, Trainer.load
 
     def finish_and_tell(self: Saver) -> None:
         finish(self)
         if self.saved_step is not None:
             board.set_step("reported", self.saved_step)
 
-    def prepare_and_tell(self: Session, *arguments: Any) -> Any:
-        checkpoint = prepare(self, *arguments)
+    def load_and_tell(self: Trainer, *arguments: Any) -> Any:
+        checkpoint = load(self, *arguments)
         board.set_step("resumed", 0 if checkpoint is None else checkpoint.state.step)
         return checkpoint
 
     setattr(Saver, "finish", finish_and_tell)  # noqa: B010
-    setattr(Session, "prepare", prepare_and_tell)  # noqa: B010
+    setattr(Trainer, "load", load_and_tell)  # noqa: B010
 
 
 def _telling(function: Callable[..., Any], board: Board, phase: str) -> Callable[..., Any]:

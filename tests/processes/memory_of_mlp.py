@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.config import RunConfig
 from megatrain.plan.planner import plan_run
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from processes.memory_of_tiering import peak
 
 TOKENS = 2048
@@ -41,9 +41,9 @@ def main() -> None:
     plan = plan_run(run)
     results: dict[str, int] = {"planned": plan.placement.workspace_bytes["ram"]}
     ids = torch.zeros(1, TOKENS, dtype=torch.int64)
-    with Session(run, plan) as session:
-        session.prepare()
-        engine = session.make_engine(3)
+    with Trainer(run, plan=plan).open() as trainer:
+        trainer.load()
+        engine = trainer.make_engine(3)
         for number in range(3):
             with peak(results, "peak"):
                 engine.step([{"input_ids": ids, "labels": ids}], number=number, lr=1e-3)

@@ -10,7 +10,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -133,15 +132,15 @@ def test_a_copy_without_room_costs_no_step(run: SavedRun, monkeypatch: pytest.Mo
 def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
     run: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.loop import Loop
+    from megatrain.trainer import Trainer
 
-    run_step, rest = Loop._run_step, copier._Pace.rest
+    train_step, rest = Trainer.train_step, copier._Pace.rest
     copying = threading.Event()
 
-    def run_and_stop(self: Loop, engine: Any, number: int) -> Any:
-        if number == 1:
+    def train_and_stop(self: Trainer) -> None:
+        if self.state.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return run_step(self, engine, number)
+        train_step(self)
 
     def stop_again(self: copier._Pace) -> None:
         if not copying.is_set() and self._hurry.is_set():  # somebody waits for it: all is saved
@@ -150,7 +149,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
             assert self._cancelled.wait(30)
         rest(self)
 
-    monkeypatch.setattr(Loop, "_run_step", run_and_stop)
+    monkeypatch.setattr(Trainer, "train_step", train_and_stop)
     monkeypatch.setattr(copier._Pace, "rest", stop_again)
     config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
     result = run.run(**config)
@@ -158,11 +157,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
     assert "the copy was given up" in result.stdout and copied_steps(run) == []
     assert "interrupted at step 2, saved: run the same command again" in result.stderr
     monkeypatch.undo()
-    monkeypatch.setattr(
-        Loop,
-        "_run_step",
-        lambda self, engine, number: os.kill(os.getpid(), signal.SIGTERM) or run_step(self, engine, number),
-    )
+    monkeypatch.setattr(Trainer, "train_step", lambda self: os.kill(os.getpid(), signal.SIGTERM) or train_step(self))
     result = run.run(**config)
     assert result.exit_code == 75 and "copied checkpoint at step 2" in result.stdout, result.output
     assert copied_steps(run) == [2, 3]

@@ -16,7 +16,7 @@ from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
@@ -91,9 +91,9 @@ def test_a_whole_step_reads_once_at_its_end(
     plan = plan_run(config)
     loader = make_loader(config, plan)
     reads: list[Counter[str]] = []
-    with Session(config, plan) as session:
-        session.prepare()
-        engine = session.make_engine(3)
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        engine = trainer.make_engine(3)
         engine.step(next(loader).micro_batches, number=0, lr=1e-3)
         real, before_read = step.read_numbers, Counter[str]()
 

@@ -18,7 +18,7 @@ from megatrain.run.activity import Activity, Moment
 from megatrain.run.folder import RunFolder
 from megatrain.run.metrics import RunInfo, StepMetrics
 from megatrain.run.status import StatusWriter, read_status
-from megatrain.session import Session
+from megatrain.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text, make_loader
 from processes.saved_run import SavedRun, make_run
 
@@ -43,10 +43,10 @@ def test_the_engine_tells_every_tick_and_micro_batch(order: str, tmp_path: Path)
     config = load_config(tmp_path / "run.toml").config
     plan = plan_run(config)
     activity = Recorded()
-    with Session(config, plan, activity=activity) as session:
-        session.prepare()
+    with Trainer(config, plan=plan, activity=activity).open() as trainer:
+        trainer.load()
         assert activity.look().doing == "making random weights"
-        engine, loader = session.make_engine(1), make_loader(config, plan)
+        engine, loader = trainer.make_engine(1), make_loader(config, plan)
         activity.begin("step", num_parts=len(plan.program.ticks), num_micro_batches=3)
         activity.seen.clear()
         engine.step(next(loader).micro_batches, number=0, lr=0.0)

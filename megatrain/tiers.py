@@ -1,0 +1,173 @@
+"""The tiers of a run as planned, the store over them, and the room that their drives need."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.checkpoint.drive_folders import write_readme
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.plan.machine import existing_parent, own_drive_bytes
+from megatrain.plan.placement import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
+from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
+from tiered.ext import files_below, plan_chunks
+from tiered.units import format_size
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+    from megatrain.plan.plan import Plan
+    from tiered import Event, Schedule, Tier
+
+__all__ = ["check_drives", "lookahead_bytes", "make_tiers", "open_store", "register_blocks", "reserve", "set_schedule"]
+
+
+def open_store(
+    config: RunConfig,
+    plan: Plan,
+    *,
+    on_notice: Callable[[str], None] = lambda text: None,
+    on_event: Callable[[Event], None] | None = None,
+) -> TieredStore:
+    """Return the store of a run, without blocks. The caller closes it.
+
+    Args:
+        on_notice: called with what a person should know about the drives, from any thread.
+        on_event: called with every copy and wait, from any thread.
+
+    Raises:
+        LockedError: another run uses an NVMe path.
+        UnusableDirectoryError: an NVMe path holds other files.
+    """
+    checkpoints = config.output_dir / CHECKPOINTS_NAME
+    tiers = make_tiers(config, plan, on_notice)
+    try:
+        store = TieredStore(
+            tiers,
+            LRU() if config.advanced.eviction_policy == "lru" else Belady(),
+            path=str(checkpoints),
+            keep_generations=config.checkpoint.save_total_limit,
+            on_full=config.tiers.on_disk_full,
+            on_notice=on_notice,
+            on_event=on_event,
+        )
+    except BaseException:
+        for tier in tiers:  # no store owns them
+            tier.close()
+        raise
+    for table in config.tiers.nvme:
+        write_readme(table.path, checkpoints)
+    return store
+
+
+def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> list[Tier]:
+    """Return the tiers of a run, fast to slow, with the planned capacities."""
+    tiers: list[Tier] = []
+    for name, budget in plan.budgets_by_tier.items():
+        if name == "gpu":
+            alignment = budget.slot_bytes(1)
+            tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
+        elif name == "ram":
+            tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
+        else:
+            tiers.append(
+                NvmeTier(
+                    [str(table.path) for table in config.tiers.nvme],
+                    budget.capacity_bytes,
+                    rates=plan.nvme_rates,
+                    chunk_bytes=config.advanced.file_size,
+                    engine=config.tiers.engine,
+                    past_ram=bool(budget.direct_to),
+                    verify=config.tiers.verify,
+                    on_full=config.tiers.on_disk_full,
+                    on_notice=on_notice,
+                    max_written_bytes=[table.max_written for table in config.tiers.nvme],
+                )
+            )
+    return tiers
+
+
+def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
+    """Register the blocks of a plan at their homes: weights and optimizer state, or all others."""
+    for block in plan.program.blocks.values():
+        if (block.kind in DURABLE_KINDS) == durable:
+            home = plan.placement.homes[block.key]
+            store.register(block.key, (block.num_elements,), block.dtype, home=home, durable=durable)
+
+
+def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:
+    """Take bytes out of the tiers for what is no block; ``sign`` -1 gives them back."""
+    for tier, count in nbytes.items():
+        if count:
+            store.reserve(tier, sign * count)
+
+
+def lookahead_bytes(config: RunConfig) -> int | None:
+    """Return how far ahead of the steps the prefetcher may fetch; None: as far as there is room."""
+    prefetch = config.advanced.prefetch
+    return prefetch if isinstance(prefetch, int) else None
+
+
+def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:
+    """Replace the schedule of the prefetcher; it may fetch ``lookahead_bytes`` ahead, None: as much as there is room.
+
+    The ticks of the schedule before have no meaning in this one: without it, the tick is set to the one before the
+    start, and only then the prefetcher gets to see the new one.
+    """
+    store.set_schedule(None)
+    store.advance(schedule.start - 1)
+    store.set_schedule(schedule, lookahead_bytes=lookahead_bytes)
+
+
+def check_drives(config: RunConfig, plan: Plan) -> None:
+    """Refuse drives that have less free space than the plan puts on them; files of earlier runs are free space.
+
+    On the drive of ``output_dir`` ``checkpoint.min_free_disk`` counts as well: without it no save would ever begin.
+
+    Raises:
+        DoesNotFitError: with the bytes that the drive would need.
+    """
+    table, checkpoints = config.checkpoint, config.output_dir / CHECKPOINTS_NAME
+    generations = max(table.save_total_limit, MIN_GENERATIONS) if table.is_on else 0
+    needs = _drive_needs(config, plan, generations)
+    owned = {each.path: own_drive_bytes(each.path, checkpoints) for each in config.tiers.nvme}
+    own_files = [*files_below(checkpoints), *files_below(config.output_dir / COPIES_NAME)]
+    sizes = {status.st_ino: status.st_blocks * 512 for status in (file.lstat() for file in own_files)}
+    owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
+    drives: dict[int, list[Path]] = {}
+    for path in needs:
+        drives.setdefault(existing_parent(path).stat().st_dev, []).append(path)
+    for paths in drives.values():
+        have = shutil.disk_usage(existing_parent(paths[0])).free + sum(owned[path] for path in paths)
+        need = sum(needs[path] for path in paths)
+        if need > have:
+            tier = "output_dir" if paths == [checkpoints] else "nvme"
+            advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
+            on_drives = any(path != checkpoints for path in paths)
+            if generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
+                advice += f" {generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+            if checkpoints in paths and plan.copies and plan.checkpoint_bytes_on_drives:
+                size = format_size(plan.copies * plan.checkpoint_bytes_on_drives)
+                advice += f" {size} of it are for whole copies: checkpoint.save_copy."
+            if checkpoints in paths and table.min_free_disk:
+                advice += f" {format_size(table.min_free_disk)} of it stay free: checkpoint.min_free_disk."
+            raise DoesNotFitError(tier, need, have, advice)
+
+
+def _drive_needs(config: RunConfig, plan: Plan, generations: int) -> Counter[Path]:
+    """Return path -> bytes that the run may come to hold there."""
+    rates, paths = tuple(plan.nvme_rates), [table.path for table in config.tiers.nvme]
+    needs = Counter[Path]()
+    for key, block in plan.program.blocks.items():
+        if plan.placement.homes[key] == "nvme":
+            cut = plan_chunks(block.nbytes, rates, config.advanced.file_size)
+            sets = 1 + (generations if block.kind in DURABLE_KINDS else 0)
+            for path_index, count in Counter(cut.path_of_chunk).items():
+                needs[paths[path_index]] += sets * cut.chunk_bytes * count
+    if generations:
+        in_output_dir = generations * plan.checkpoint_bytes_in_output_dir + config.checkpoint.min_free_disk
+        in_output_dir += plan.copies * plan.checkpoint_bytes_on_drives
+        needs[config.output_dir / CHECKPOINTS_NAME] += in_output_dir
+    return needs
