@@ -21,9 +21,9 @@ from megatrain.engine.objective import Objective
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.engine.visit import LayerCompiler
+from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import export_model
 from megatrain.models.initialize import init_weights
-from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
@@ -82,8 +82,8 @@ class Session:
         self.kept: Mapping[str, Any] = {}
         if not config.model.train_from_scratch:
             self._weights = WeightLoader(config.model.model_name_or_path, plan.graph.model)
-            if self._weights.origin.kept.names:
-                self._on_notice(str(self._weights.origin.kept))
+            if self._weights.origin.carried.names:
+                self._on_notice(str(self._weights.origin.carried))
         if config.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not config.model.mlp_rows)
         check_drives(config, plan)
@@ -146,7 +146,7 @@ class Session:
                 self.store.reserve(tier, nbytes)
         self._register(durable=True)
         checkpoint = self._load(candidates) if candidates else None
-        self.kept = self._describe_kept(checkpoint)
+        self.kept = self._describe_carried(checkpoint)
         if checkpoint is None:
             self._fill_weights()
             self._zero_state()
@@ -158,13 +158,13 @@ class Session:
                 self.store.reserve(tier, nbytes)
         return checkpoint
 
-    def _describe_kept(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-        if self._weights is None or not self._weights.origin.kept.names:
+    def _describe_carried(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+        if self._weights is None or not self._weights.origin.carried.names:
             return {}
-        kept = self._weights.origin.kept
+        kept = self._weights.origin.carried
         record = kept.record()
         before = {} if checkpoint is None else checkpoint.state.model
-        if before.get(KEPT_CHECKSUM, record[KEPT_CHECKSUM]) != record[KEPT_CHECKSUM]:
+        if before.get(CARRIED_CHECKSUM, record[CARRIED_CHECKSUM]) != record[CARRIED_CHECKSUM]:
             raise CheckpointError(
                 f"{kept.folder.path}: {kept}, but they are no longer those that {checkpoint} began with. Bring the "
                 "original files back, or name another output_dir"
@@ -366,7 +366,7 @@ class Session:
             copy_from=Path(self.config.model.tokenizer_name_or_path or self.config.model.model_name_or_path),
             record=record,
             origin=None if self._weights is None else self._weights.origin,
-            kept_checksum=self.kept.get(KEPT_CHECKSUM),
+            carried_checksum=self.kept.get(CARRIED_CHECKSUM),
         )
 
 

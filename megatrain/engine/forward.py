@@ -27,15 +27,16 @@ from megatrain.engine.head import (
 )
 from megatrain.engine.host_io import MicroBatches, read_numbers
 from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, replaced_loss
-from megatrain.engine.suspend import RandomStates, SuspendedForward, UnitCall, micro_batch_seed, suspend
+from megatrain.engine.state import RandomStates, micro_batch_seed
+from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, installed_stubs
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.host_io import HostMirror
-    from megatrain.engine.program import VisitTrace
-    from megatrain.engine.visit import BlockAccess, LayerCompiler
+    from megatrain.engine.program import BlockAccess, VisitTrace
+    from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
 
 __all__ = [

@@ -21,8 +21,8 @@ from megatrain.engine.visit import BoundUnit, installed_stubs, optional_gradient
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
-    from megatrain.engine.suspend import RandomStates
-    from megatrain.engine.visit import BlockAccess, GradientSink
+    from megatrain.engine.program import BlockAccess, GradientSink
+    from megatrain.engine.state import RandomStates
     from megatrain.models.graph import ModelGraph, Unit
 
 __all__ = [

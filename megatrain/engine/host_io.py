@@ -18,7 +18,7 @@ __all__ = [
     "HostMirror",
     "MicroBatches",
     "Staging",
-    "looks_are_waits",
+    "reads_sync_host",
     "read_numbers",
 ]
 
@@ -27,7 +27,7 @@ Name = TypeVar("Name")
 _ALIGNMENT_BYTES = 64
 
 
-def looks_are_waits(device: torch.device) -> bool:
+def reads_sync_host(device: torch.device) -> bool:
     """Return whether a look at a value on the device makes the host wait for all that is queued there."""
     return device.type == "cuda"
 
@@ -44,7 +44,7 @@ class MicroBatches:
 
     def __init__(self, device: torch.device) -> None:
         self._staging = Staging(device)
-        self.mirror = HostMirror() if looks_are_waits(device) else None
+        self.mirror = HostMirror() if reads_sync_host(device) else None
 
     def place(
         self, micro_batches: Mapping[int, Mapping[str, Tensor]], shifted: Mapping[int, Tensor]

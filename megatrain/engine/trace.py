@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.program import TracedVisit, VisitTrace
+from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.kept import reads_more_than_text
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_not
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.program import BlockAccess, GradientSink
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from megatrain.config.schema import ModelConfig
-    from megatrain.engine.suspend import RandomStates, SuspendedForward, ThreadModes
+    from megatrain.engine.state import RandomStates, ThreadModes
+    from megatrain.engine.suspend import SuspendedForward
     from megatrain.models.graph import Unit
 
 __all__ = [
@@ -37,40 +39,6 @@ __all__ = [
     "installed_stubs",
     "optional_gradients",
 ]
-
-
-class GradientSink(Protocol):
-    """fp32 accumulators of one use site."""
-
-    def add(self, name: str, gradient: Tensor, /) -> None:
-        """Add one micro-batch's gradient (compute dtype, the parameter's shape); the first one of a step is copied."""
-
-
-class BlockAccess(Protocol):
-    """Blocks of one training step, in the order in which the engine asks for them. Used by one thread.
-
-    A *visit* is the ordinal of a unit call inside one forward; a unit that is called twice has two visits, and each
-    visit is a use site with gradient accumulators of its own.
-    """
-
-    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
-        """Announce the next piece of work: forward visits 0.., the head (its first visit), backward ..0.
-
-        A visit that the loss does not depend on is announced too, and its accumulators and activations are opened
-        and closed unused, so that the order of announcements depends on the model alone.
-        """
-
-    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Owner's full parameter name -> tensor in the compute dtype on the compute device, valid inside."""
-
-    def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
-        """Accumulators of the unit's trainable parameters at this use site; asked for only if there are any."""
-
-    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
-        """Copy a tensor away; it must not be kept."""
-
-    def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """The same shape, dtype and bits back, once; dead after exit."""
 
 
 _QUESTIONS = frozenset(
