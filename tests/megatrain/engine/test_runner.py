@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
-from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError, shifted_labels
+from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError
+from megatrain.engine.head import shifted_labels
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
