@@ -2,7 +2,7 @@
 
 How the model is given its weights:
 
-1. Every parameter is a stand-in without memory, and every unit's `forward` a stub (`Trunk.prepared`).
+1. Every parameter is a placeholder without memory, and every unit's `forward` a stub (`Trunk.prepared`).
 2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
    hands the call to the engine and suspends the forward (`suspend.py`).
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases its weights, binds them, runs the unit for
@@ -167,7 +167,7 @@ class LayerRunner:
         if self._objective.label_smoothing_factor and self._plan is None:
             raise UnsupportedModelError(
                 type(graph.model).__name__,
-                "it computes its loss in a way of its own, with which training.label_smoothing_factor cannot be used",
+                "it has its own loss function, with which training.label_smoothing_factor cannot be used",
             )
         self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
         self._cross_entropy = cross_entropy
@@ -456,10 +456,10 @@ class Trunk:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Replace all weights by stand-ins, and the forwards of all units by stubs."""
+        """Replace all weights by placeholders, and the forwards of all units by stubs."""
         with ExitStack() as stack:
             for bound in self._bounds:
-                stack.enter_context(bound.standing_in())
+                stack.enter_context(bound.with_placeholders())
             stack.enter_context(self._stubbed())
             yield
 

@@ -411,7 +411,7 @@ class ProgramBuilder:
         if head:
             held = [item for visit in head for item in self._weights(visit)]
             held += [item for visit in head for item in self._gradients(visit, is_first=is_first, is_last=is_last)]
-            yield Tick("head", head[0], tuple(dict(held).items()), spent=self._merged_away(head, is_last=is_last))
+            yield Tick("head", head[0], tuple(dict(held).items()), spent=self._summed_elsewhere(head, is_last=is_last))
         for visit in reversed(trunk):
             activations = self._activations(visit, group, "r")
             yield Tick(
@@ -420,7 +420,7 @@ class ProgramBuilder:
                 (self._weights(visit) if self._trace.visits[visit].has_backward else ())
                 + self._gradients(visit, is_first=is_first, is_last=is_last),
                 activations,
-                frozenset(key for key, _ in activations) | self._merged_away([visit], is_last=is_last),
+                frozenset(key for key, _ in activations) | self._summed_elsewhere([visit], is_last=is_last),
             )
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
@@ -445,7 +445,8 @@ class ProgramBuilder:
                 items += [(gradient_key(name, use), "r") for use in range(1, len(uses))]
         return tuple(items)
 
-    def _merged_away(self, visits: Sequence[int], *, is_last: bool) -> frozenset[str]:
+    def _summed_elsewhere(self, visits: Sequence[int], *, is_last: bool) -> frozenset[str]:
+        """Return the accumulators that are added to another one in this tick, and dead afterwards."""
         if not is_last:
             return frozenset()
         return frozenset(

@@ -1,6 +1,6 @@
 """Forwards of unmodified models that stop at every unit call.
 
-Each micro-batch's forward runs in a greenlet of its own. The units' `forward` are stubs (`forward.py` installs them):
+Each micro-batch's forward runs in its own greenlet. The units' `forward` are stubs (`forward.py` installs them):
 a stub switches to the engine with the call's arguments and sleeps; the engine runs the unit, with its weights bound,
 and switches back with the result. To the model's code that is one ordinary call. So all micro-batches can wait at the
 same unit while its weights are in memory once.

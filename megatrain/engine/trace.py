@@ -253,9 +253,9 @@ class _Tracer:
                 if not bound.unit.is_layer or not isinstance(stream, Tensor):
                     raise
                 self.counts.guess(
-                    f"its forward failed on tensors without numbers ({type(error).__name__}: "
-                    f"{str(error).partition(chr(10))[0]}); planned as if its output were like its input, without what "
-                    "it takes inside"
+                    f"its forward failed on tensors without values ({type(error).__name__}: "
+                    f"{str(error).partition(chr(10))[0]}); planned as if it returned its input, without the "
+                    "memory it uses inside"
                 )
                 return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
 
@@ -418,12 +418,12 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             if (known := getattr(args[0], "constant", None)) is not None:
                 return known.item()
-            self.guess("a number that it looks at is not known before it runs; taken as 0, a yes or no as yes")
+            self.guess("it reads a value that is not known before it runs; taken as 0, or as true")
             if args[0].dtype == torch.bool:
                 return True  # validity checks pass
             return 0.0 if args[0].is_floating_point() else 0
         if func is aten.nonzero.default:
-            self.guess("how many elements it finds is not known before it runs; taken as the longest side")
+            self.guess("the number of nonzero elements is not known before it runs; taken as the longest side")
             found = max(args[0].shape, default=1)
             return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
         if func is aten.rand.default and not args[0]:

@@ -2,8 +2,8 @@
 
 The engine's activation checkpointing, unit by unit. Forward: the unit runs once for every micro-batch that waits at it,
 without saving anything for autograd; its inputs are offloaded. Backward: the inputs come back, the unit runs again, and
-its graph gives the gradients. Outside of both its parameters are stand-ins without memory. A visit whose graph is kept
-(`StepProgram.kept`) skips the offload and the recompute.
+its graph gives the gradients. Outside of both its parameters are placeholders without memory. A visit whose graph is
+kept (`StepProgram.kept`) skips the offload and the recompute.
 
 `UnitVisit` is the mechanism; `BoundUnit` binds weights to an unmodified module and runs it.
 """
@@ -461,8 +461,8 @@ class BoundUnit:
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Replace the parameters by stand-ins: right shape, dtype and device, no memory."""
+    def with_placeholders(self) -> Iterator[None]:
+        """Replace the parameters by placeholders: right shape, dtype and device, no memory."""
         with self._in_slots(self._absent):
             yield
 
@@ -596,7 +596,7 @@ _METADATA = frozenset(
 
 
 class AbsentWeight(Tensor):
-    """Stand-in of a weight that is not bound: it has shape, dtype and device, and refuses to be computed with.
+    """Placeholder of a weight that is not bound: it has shape, dtype and device, and refuses to be computed with.
 
     Model code may ask for these at any time; values are there only while the engine runs the unit.
     """
@@ -619,11 +619,11 @@ class AbsentWeight(Tensor):
 
 
 def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
-    """Return a stand-in with the shape and dtype of `parameter` on `device`, in the memory of one element."""
+    """Return a placeholder with the shape and dtype of `parameter` on `device`, in the memory of one element."""
     nan = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
-    standing_in = Tensor._make_subclass(AbsentWeight, nan.expand(parameter.shape))
-    assert isinstance(standing_in, AbsentWeight)
-    return standing_in
+    placeholder = Tensor._make_subclass(AbsentWeight, nan.expand(parameter.shape))
+    assert isinstance(placeholder, AbsentWeight)
+    return placeholder
 
 
 #: Compiled variants of one class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.

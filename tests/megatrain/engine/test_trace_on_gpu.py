@@ -253,9 +253,7 @@ def test_the_command_says_whether_the_plan_is_exact(
     )
     assert plain.exit_code == as_json.exit_code == 0, plain.output
     found = json.loads(as_json.stdout)
-    said = (
-        "the workspace is estimated: model.layers.0 and 3 more: a number that it looks at is not known before it runs"
-    )
+    said = "the workspace is estimated: model.layers.0 and 3 more: it reads a value that is not known before it runs"
     assert ("logits; exact" in plain.stdout, said in plain.stdout.replace("\n", " ")) == (is_exact, not is_exact)
     if not torch.cuda.is_available():
         room = "768.0 MiB of free GPU memory are outside of the tier; libraries are allowed 102.4 MiB"
