@@ -113,14 +113,14 @@ class UnitVisit:
                 captured = CapturedArguments(self.bound.unit.name, call.args, call.kwargs)
                 tensors, originals = list(captured.tensors), captured.originals
                 captured.forget_contents()
-                result, differentiable = self._run_first(forward, captured, tensors)
+                result, differentiable = self._forward_one(forward, captured, tensors)
                 start = len(self.pending_outputs)
                 if differentiable:
                     inputs.extend(tensor for i in captured.activations if (tensor := tensors[i]) is not None)
                     # `.data` makes an alias that is no view, so that the model may change it in place.
                     self.pending_outputs.extend(output.data for output in result.outputs)
                     if isinstance(kept := self._micro_batches[-1], KeptGraph):
-                        kept.handed_out(self.pending_outputs[start:])
+                        kept.note_aliases(self.pending_outputs[start:])
                 stop = len(self.pending_outputs)
                 result.outputs = []  # drops the inner graph, unless it is kept
                 results.append((result, tensors, forward, slice(start, stop), originals))
@@ -134,7 +134,7 @@ class UnitVisit:
             for result, tensors, forward, part, originals in results
         ]
 
-    def _run_first(
+    def _forward_one(
         self, forward: SuspendedForward, captured: CapturedArguments, tensors: list[Tensor | None]
     ) -> tuple[CapturedResult, bool]:
         """Run one micro-batch and save its inputs, or keep its graph; return also whether it has a backward."""
@@ -398,7 +398,7 @@ class KeptGraph:
         self._inside = [_counter(output) for output in outputs]
         self._outside: list[Tensor] = []
 
-    def handed_out(self, aliases: Sequence[Tensor]) -> None:
+    def note_aliases(self, aliases: Sequence[Tensor]) -> None:
         """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
         self._outside = [_counter(alias) for alias in aliases]
 
