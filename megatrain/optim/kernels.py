@@ -1,4 +1,4 @@
-"""The compiled loops of the optimizers. Importing this file imports numba; nothing is compiled before the first call.
+"""The numba kernels of the optimizers. Importing this file imports numba; kernels are compiled at their first call.
 
 Rules that make the bits the same for every cut of a block, every thread count and every CPU:
 
@@ -59,7 +59,7 @@ Rows = NDArray[np.int64]
 
 def as_float32(value: Any) -> Any:
     """Return an element of a gradient block: fp32 as it is, bf16 bits widened exactly."""
-    raise NotImplementedError("only compiled code calls this")  # overloaded below, by type
+    raise NotImplementedError("only compiled code calls this")  # overloaded below by type, as numba wants it
 
 
 @overload(as_float32)
@@ -112,7 +112,7 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
         low[i] = np.int16(bits)
 
 
-# -- updates whose elements never meet: all arrays 1-D, contiguous and equally long, changed in place ------------
+# -- elementwise updates: all arrays 1-D, contiguous and equally long, changed in place --------------------------
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -192,7 +192,10 @@ def sgd(
         store_master(weight, low, i, w - direction * lr)
 
 
-# -- many updates in one call --------------------------------------------------------------------------------------
+# -- many small updates in one call ------------------------------------------------------------------------------
+#
+# One row per parameter: addresses of its arrays, then its size. The arrays in the arguments are empty, for their dtypes.
+# Three loops, not one that is given its kernel: numba compiles such a loop, or a closure, anew in every process.
 
 
 @intrinsic
@@ -206,7 +209,7 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 def array_at(address: int, size: int, like: Any) -> Any:
-    """Return the array of `size` elements at an address, of the dtype of `like`; None for None."""
+    """Return the array of `size` elements at an address, with the dtype of `like`; None for None."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -223,7 +226,7 @@ def _array_at(address: int, size: int, like: Any) -> Any:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def adamw_rows(rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, scalars: Any) -> None:
-    """Run `adamw` for each row: addresses of weight, low, m, v and gradient, then their size. Arrays give dtypes."""
+    """Run `adamw` for each row: weight, low, m, v, gradient, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         adamw(
@@ -238,7 +241,7 @@ def adamw_rows(rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, sca
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def lion_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any) -> None:
-    """Run `lion` for each row; see `adamw_rows`."""
+    """Run `lion` for each row: weight, low, m, gradient, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         lion(
@@ -252,7 +255,7 @@ def lion_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def sgd_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any) -> None:
-    """Run `sgd` for each row; see `adamw_rows`."""
+    """Run `sgd` for each row: weight, low, m, gradient, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         sgd(
@@ -308,13 +311,15 @@ def squared_norms(grad: Gradient, partials: Float64) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
-    """Run `squared_norms` for each row: address of a gradient, its size, where its partial sums begin and end."""
+    """Run `squared_norms` for each row: gradient, size, first of its partial sums, one past its last."""
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])
 
 
 # -- Adafactor -----------------------------------------------------------------------------------------------------
+#
+# Row sums are in the lanes of `squared_norms`, whose loops are repeated here so that each kernel reads a gradient once.
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -401,8 +406,8 @@ def apply_factored(
     """Apply Adafactor's update to matrices, in place.
 
     Args:
-        weight: masters, 1-D, as long as `grad` is large.
-        low: masters, 1-D, as long as `grad` is large.
+        weight: 1-D, as many elements as `grad`.
+        low: likewise, or None.
         grad: `matrices x rows x columns`.
         row_factor: `matrices x rows`.
         column_factor: `matrices x columns`.
@@ -432,12 +437,12 @@ def adafactor_vector(
     one_minus_beta2: np.float32,
     sums: Float64,
 ) -> None:
-    """Update the second moment of a parameter that is no matrix; write the sum of squares of its update.
+    """Update the second moment of a vector parameter; write the sum of squares of its update.
 
     Args:
-        v: 1-D, equally long.
-        grad: 1-D, equally long.
-        sums: one per NORM_BLOCK_ELEMENTS, in fp64, added up in order; written.
+        v: 1-D.
+        grad: 1-D, as long as `v`.
+        sums: one per NORM_BLOCK_ELEMENTS, each summed in order in fp64; written.
     """
     for block in range(sums.size):
         total = 0.0
@@ -460,7 +465,7 @@ def apply_vector(
     decay: np.float32,
     step_size: np.float32,
 ) -> None:
-    """Apply Adafactor's update to a parameter that is no matrix, in place."""
+    """Apply Adafactor's update to a vector parameter, in place."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
         update = (as_float32(grad[i]) * grad_scale) / np.sqrt(v[i])
