@@ -194,7 +194,7 @@ def sgd(
 
 # -- many small updates in one call ------------------------------------------------------------------------------
 #
-# One row per parameter: addresses of its arrays, then its size. The arrays in the arguments are empty, for their dtypes.
+# One row per parameter: addresses of its arrays, then its size. The arrays in the arguments are empty: only dtypes.
 # Three loops, not one that is given its kernel: numba compiles such a loop, or a closure, anew in every process.
 
 
