@@ -67,9 +67,8 @@ class TritonOptimizer:
         num_elements = gradient.numel()
         kinds = {kind.name: kind.dtype for kind in self.state_kinds("low" in blocks)}
         known = {name: _flat(name, blocks[name], dtype, gradient) for name, dtype in kinds.items()}
-        flats = [known["weight"], known.get("low"), *(known[kind.name] for kind in self._host.state)]
-        flats += [None] * (self._host.num_state_arguments - len(self._host.state))
-        flats.append(_flat("gradient", gradient, gradient.dtype, gradient))
+        state = [None if kind is None else known[kind.name] for kind in self._host.state_arguments]
+        flats = [known["weight"], known.get("low"), *state, _flat("gradient", gradient, gradient.dtype, gradient)]
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
         with torch.accelerator.device_index(gradient.device.index):  # launches go to the current device
