@@ -295,11 +295,16 @@ class LayerRunner:
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
         """
-        objective = self._objective.applied(self._graph.model)  # entered last: smoothed labels replace the loss again
-        with torch.enable_grad(), self._trunk.prepared(), self._loss(), objective, _single_threaded_backward():
+        with (
+            torch.enable_grad(),
+            self._trunk.prepared(),
+            self._loss(),
+            self._objective.applied(self._graph.model),  # after `_loss`: smoothed labels replace the loss again
+            torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
+        ):
             outputs = self._trunk.run(batches, num_items, seed)
             losses, roots, grads = self._run_heads(outputs, batches, rows, num_items)
-            del outputs
+            del outputs  # what the backward does not start from is freed before it
             self._trunk.check_visit_count()
             self.visits.start_backward()
             if roots:
@@ -377,13 +382,6 @@ class LayerRunner:
         self._random.set(random_state)
         self.visits.clear()
         self._micro_batches.forget()
-
-
-@contextmanager
-def _single_threaded_backward() -> Iterator[None]:
-    """Run the backward on the calling thread, which owns the leases and the greenlets."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
