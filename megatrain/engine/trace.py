@@ -72,7 +72,7 @@ def trace_visits(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    device = _numbered(torch.device(device))
+    device = _with_index(torch.device(device))
     num_tokens = batch_size * seq_len
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
@@ -90,9 +90,9 @@ def trace_visits(
     return _with_all_pieces(tracer.trace(), num_rows, num_tokens)
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """Return the device with its index: without one, operators on fake tensors would ask the driver for it."""
-    if device != torch.device("cuda"):  # without an index
+    if device != torch.device("cuda"):
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
@@ -243,25 +243,22 @@ class _Tracer:
         """
         forward = bound.forward
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return forward(*args, **kwargs)
-            except (UnsupportedModelError, CountingError):
-                raise
-            except Exception as error:
-                stream = args[0] if args else kwargs.get("hidden_states")
-                if not bound.unit.is_layer or not isinstance(stream, Tensor):
-                    raise
-                self.counts.guess(
-                    f"its forward failed on tensors without values ({type(error).__name__}: "
-                    f"{str(error).partition(chr(10))[0]}); planned as if it returned its input, without the "
-                    "memory it uses inside"
-                )
-                return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
-
         def guess(*args: Any, **kwargs: Any) -> Any:
             with self.counts.inside(bound.unit.name):
-                return run(*args, **kwargs)
+                try:
+                    return forward(*args, **kwargs)
+                except (UnsupportedModelError, CountingError):
+                    raise
+                except Exception as error:
+                    stream = args[0] if args else kwargs.get("hidden_states")
+                    if not bound.unit.is_layer or not isinstance(stream, Tensor):
+                        raise
+                    self.counts.guess(
+                        f"its forward failed on tensors without values ({type(error).__name__}: "
+                        f"{str(error).partition(chr(10))[0]}); planned as if it returned its input, without the memory "
+                        "it uses inside"
+                    )
+                    return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
 
         return guess
 
