@@ -18,7 +18,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.forward import shifted_labels
+from megatrain.engine.head import shifted_labels
 from megatrain.models.layout import TensorEntry
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError

@@ -60,7 +60,7 @@ def command(
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
-            from megatrain.plan.machine import kept_tensors
+            from megatrain.plan.machine import carried_tensors
             from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.what_if import overrides_of, plan_alternative
 
@@ -84,7 +84,7 @@ def command(
             _print_misfit(error, others, as_json=as_json)
             return EXIT_DOES_NOT_FIT
         plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
-        plan = dataclasses.replace(plan, kept_tensors=kept_tensors(loaded.config, plan.graph))
+        plan = dataclasses.replace(plan, carried_tensors=carried_tensors(loaded.config, plan.graph))
         num_steps = None
         if count_steps:
             spinner.say("reading the data")

@@ -217,14 +217,14 @@ class _Checkup:
         if table.train_from_scratch:
             yield Finding("model", "ok", f"{size}, from random weights")
         else:
-            kept = WeightLoader(folder, graph.model).origin.kept
+            carried = WeightLoader(folder, graph.model).origin.carried
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))
             text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
             yield Finding("model", "ok", text)
-            if kept.names:
-                yield Finding("model", "note", f"{kept}. An export copies them: keep this folder")
+            if carried.names:
+                yield Finding("model", "note", f"{carried}. An export copies them: keep this folder")
         try:
             check_positions(config, graph)
         except ConfigError as error:

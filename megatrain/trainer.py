@@ -39,9 +39,9 @@ from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
 from megatrain.evaluation import Evaluator, load_evaluation_sets
+from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_target, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
-from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
@@ -346,8 +346,8 @@ class Trainer:
         if self.config.model.train_from_scratch:
             return RandomWeights(model, self.config.seed)
         source = WeightLoader(self.config.model.model_name_or_path, model)
-        if source.origin.kept.names:
-            self.observer.on_message(str(source.origin.kept))
+        if source.origin.carried.names:
+            self.observer.on_message(str(source.origin.carried))
         return source
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
@@ -459,7 +459,7 @@ class Trainer:
             },
             config_toml=to_toml(config),
             data_fingerprint=self.loader.dataset.fingerprint(),
-            model={**describe_model(config, self.plan), **self.weights.kept},
+            model={**describe_model(config, self.plan), **self.weights.carried},
             run_name=config.run_name,
             saved_at="",
             versions=installed_versions(),
@@ -710,7 +710,7 @@ class Trainer:
             copy_from=Path(config.model.tokenizer_name_or_path or config.model.model_name_or_path),
             record={"step": self.state.step},
             origin=self.weights.source.origin,
-            kept_checksum=self.weights.kept.get(KEPT_CHECKSUM),
+            carried_checksum=self.weights.carried.get(CARRIED_CHECKSUM),
         )
 
     def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:

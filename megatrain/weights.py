@@ -12,8 +12,8 @@ from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.program import state_key, weight_key
 from megatrain.engine.step import weight_is_split
+from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.initialize import init_weights
-from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.plan.placement import DURABLE_KINDS
 from megatrain.precision import decode, encode, high_half
@@ -74,7 +74,7 @@ class Weights:
         on_notice: called with why a checkpoint cannot be used.
 
     Attributes:
-        kept: record of the tensors that stay in the model's folder, for ``RunState.model``; known after ``load``.
+        carried: record of the tensors that stay in the model's folder, for ``RunState.model``; known after ``load``.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Weights:
         on_notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.source = source
-        self.kept: Mapping[str, Any] = {}
+        self.carried: Mapping[str, Any] = {}
         self._store, self._plan, self._activity, self._on_notice = store, plan, activity, on_notice
         self._is_split = weight_is_split(plan.graph)
 
@@ -108,7 +108,7 @@ class Weights:
                 that the run began with.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
-        self.kept = self._kept_record(checkpoint)
+        self.carried = self._carried_record(checkpoint)
         if checkpoint is None:
             self._fill()
             self._zero_state()
@@ -141,15 +141,15 @@ class Weights:
                     reader.read(key, lease.tensor)
                 self._evict(key)
 
-    def _kept_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    def _carried_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
         origin = self.source.origin
-        if origin is None or not origin.kept.names:
+        if origin is None or not origin.carried.names:
             return {}
-        kept, record = origin.kept, origin.kept.record()
+        carried, record = origin.carried, origin.carried.record()
         before = {} if checkpoint is None else checkpoint.state.model
-        if before.get(KEPT_CHECKSUM, record[KEPT_CHECKSUM]) != record[KEPT_CHECKSUM]:
+        if before.get(CARRIED_CHECKSUM, record[CARRIED_CHECKSUM]) != record[CARRIED_CHECKSUM]:
             raise CheckpointError(
-                f"{kept.folder.path}: {kept}, but they are no longer those that {checkpoint} began with. Bring the "
+                f"{carried.folder.path}: {carried}, but they are no longer those that {checkpoint} began with. Bring the "
                 "original files back, or name another output_dir"
             )
         return record

@@ -64,7 +64,7 @@ RESTRICTED = {
     "pyarrow": ("megatrain/data/files.py",),
     "lightning": ("megatrain/embed/integrations/lightning.py", "megatrain/embed/integrations/lightning_files.py"),
     "liger_kernel": ("megatrain/models/liger.py",),
-    "numba": ("megatrain/optim/kernels.py", "megatrain/optim/adafactor_kernels.py"),
+    "numba": ("megatrain/optim/kernels.py",),
     "greenlet": ("megatrain/engine/",),
     "triton": ("megatrain/optim/triton_kernels.py",),
     "safetensors": ("megatrain/models/",),

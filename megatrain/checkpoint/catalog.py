@@ -12,7 +12,7 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, in_order, missing_parts
 from megatrain.config.resolved import FILE_NAME
-from megatrain.models.kept import KEPT_COUNT
+from megatrain.models.carried import CARRIED_COUNT
 from megatrain.run.folder import living_owner
 from tiered import (
     BlockRecord,
@@ -189,7 +189,7 @@ def _describe_lost(lost: Sequence[LostPart]) -> str | None:
 
 def _lacks(state: RunState) -> str | None:
     """Say if the model's folder is gone that an export copies tensors from."""
-    count, folder = state.model.get(KEPT_COUNT), Path(str(state.model.get("name")))
+    count, folder = state.model.get(CARRIED_COUNT), Path(str(state.model.get("name")))
     if not count or (folder / "config.json").is_file():
         return None
     return (

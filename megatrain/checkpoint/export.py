@@ -14,9 +14,9 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.engine.program import state_key, weight_key
+from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_target, export_model
 from megatrain.models.graph import ModelGraph, build_graph
-from megatrain.models.kept import KEPT_CHECKSUM
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.precision import decode
@@ -91,7 +91,7 @@ def export_checkpoint(
         copy_from=companions if companions.is_dir() else folder,
         record={"step": found.state.step},
         origin=origin,
-        kept_checksum=found.state.model.get(KEPT_CHECKSUM),
+        carried_checksum=found.state.model.get(CARRIED_CHECKSUM),
     )
 
 

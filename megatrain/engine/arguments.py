@@ -1,7 +1,7 @@
-"""Arguments and results of a unit call, taken apart into structure and tensors so that the call can be made again.
+"""Arguments and results of a unit call, split into structure and tensors so that the call can be repeated.
 
-Structure is what a fresh copy of the containers can be built from. Tensors are de-duplicated by identity. Key-value
-caches are dropped: a training step has no use for them, and the recompute would append to them twice.
+From the structure, fresh containers are built for every run. Tensors are de-duplicated by identity. Key-value caches
+are dropped: training has no use for them, and a recompute would append to them a second time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.models.errors import UnsupportedModelError
 
-__all__ = ["CapturedArguments", "CapturedResult", "RebuiltArguments", "tree_map"]
+__all__ = ["CapturedArguments", "CapturedResult", "RebuiltArguments", "has_differentiable", "tree_map"]
 
 
 def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], Any | None] | None = None) -> Any:
@@ -25,8 +25,8 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
 
     Args:
         value: Any nesting of containers.
-        leaf: Replaces what is no list, tuple or mapping.
-        container: May return a ready replacement of a list or mapping, else None to have it rebuilt.
+        leaf: Maps every value that is not a list, tuple or mapping.
+        container: Maps a list or mapping, or returns None to have it rebuilt.
     """
     if isinstance(value, _CONTAINERS):
         if container is not None and (ready := container(value)) is not None:
@@ -46,7 +46,7 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
     return leaf(value)
 
 
-_CONTAINERS = (list, dict, UserDict)  # UserDict: what transformers shares keys and values between layers with
+_CONTAINERS = (list, dict, UserDict)  # transformers shares keys and values between layers in a UserDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _ContainerAt:
 
 @dataclass
 class RebuiltArguments:
-    """Fresh arguments for one run of a unit, and what they looked like before it."""
+    """Fresh arguments for one run of a unit, with shallow copies of their containers from before it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -84,7 +84,7 @@ class RebuiltArguments:
         self.before = [copy.copy(container) for container in self.containers]
 
     def mutated(self) -> dict[int, Any]:
-        """Return the containers whose contents the unit changed, by number."""
+        """Return the containers that the unit changed, by number."""
         changed: dict[int, Any] = {}
         for index, (container, old) in enumerate(zip(self.containers, self.before, strict=True)):
             if not isinstance(container, list):
@@ -97,7 +97,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Fresh containers for one run. A class, as closures that call each other would keep tensors alive in a cycle."""
+    """Builds containers for one run. A class: closures that call each other are a cycle that keeps tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
@@ -128,8 +128,9 @@ class CapturedArguments:
         kwargs: Keyword arguments of the call.
 
     Attributes:
-        tensors: The tensors in the arguments, each once; entries that are put away become None.
-        activations: Numbers of the tensors that belong to this micro-batch's stream of activations.
+        tensors: The tensors in the arguments, each once; offloaded ones become None.
+        originals: The caller's containers.
+        activations: Numbers of the tensors that are activations: hidden states, and all that require grad.
 
     Raises:
         UnsupportedModelError: an argument is an object of unknown kind that carries differentiable tensors.
@@ -171,10 +172,10 @@ class CapturedArguments:
         return value
 
     def check_opaque(self) -> None:
-        """Refuse a call that passes, or passed on, differentiable tensors inside of objects of unknown kind."""
+        """Refuse a call whose arguments hide differentiable tensors in objects of unknown kind."""
         for value in self._opaque:
             for name, item in vars(value).items():
-                if _has_differentiable(item):
+                if has_differentiable(item):
                     raise UnsupportedModelError(
                         self._unit_name,
                         f"it is given a {type(value).__name__} whose attribute '{name}' needs a gradient; only "
@@ -187,7 +188,7 @@ class CapturedArguments:
             number = self._container_numbers[id(value)] = len(self.originals)
             self.originals.append(value)
             self._contents.append(None)
-            # Nested containers find their own number through the same function.
+            # Containers inside are numbered by the same functions.
             if isinstance(value, list):
                 content: Any = [tree_map(item, self._leaf, self._container) for item in value]
             else:
@@ -196,7 +197,7 @@ class CapturedArguments:
         return _ContainerAt(number)
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> RebuiltArguments:
-        """Return fresh arguments with `tensors` in the places of the captured ones."""
+        """Return fresh arguments with `tensors` instead of the captured ones."""
         rebuilder = _Rebuilder(tensors, self.originals, self._contents)
         args = tree_map(self._args, rebuilder.leaf)
         kwargs = {key: tree_map(value, rebuilder.leaf) for key, value in self._kwargs.items()}
@@ -205,22 +206,22 @@ class CapturedArguments:
         return RebuiltArguments(args, kwargs, containers, index)
 
     def forget_contents(self) -> None:
-        """Let go of the caller's containers; structure and tensors stay for `rebuild`."""
+        """Drop the contents of the caller's containers; structure and tensors stay for `rebuild`."""
         self.originals = [copy.copy(original) for original in self.originals]
         for original in self.originals:
             original.clear()
 
 
 class CapturedResult:
-    """What one run of a unit gave: return value, containers it changed, and what output recorders collected.
+    """Result of one run of a unit: return value, changed containers, and records of output recorders.
 
     Args:
         value: The unit's return value.
         rebuilt: The arguments it ran with, after the run.
-        records: What Hugging Face's output recorders collected inside, by key.
+        records: Records of Hugging Face's output recorders, by key.
 
     Attributes:
-        outputs: Differentiable tensors among all of it, each once, still attached to the unit's graph.
+        outputs: The differentiable tensors in it, each once, attached to the unit's graph.
     """
 
     def __init__(self, value: Any, rebuilt: RebuiltArguments, records: Mapping[str, list[Any]]) -> None:
@@ -266,7 +267,7 @@ class CapturedResult:
         originals: Sequence[Any],
         collector: dict[str, list[Any]] | None,
     ) -> Any:
-        """Write the caller's containers and recorders and return the return value, made of outer tensors.
+        """Return the unit's value in outer tensors, and update the caller's containers and recorders likewise.
 
         Args:
             outputs: Outer tensors in the order of `self.outputs`.
@@ -295,7 +296,8 @@ class CapturedResult:
         return tree_map(self._value, leaf)
 
 
-def _has_differentiable(value: Any) -> bool:
+def has_differentiable(value: Any) -> bool:
+    """Return whether a nesting of containers holds a tensor that requires grad."""
     found = False
 
     def look(leaf: Any) -> None:

@@ -1,7 +1,7 @@
-"""Calls of torch's fused attention: what one computes, and what its kernel allocates out of a fake tensor's sight.
+"""FLOPs and hidden workspace of torch's fused attention kernels, from the shapes of a call.
 
-Both follow from shapes. torch has formulas for the first, but those of its releases up to 2.11 refuse fewer heads of
-keys than of queries. It has none for the second: a kernel asks the allocator itself, which fake tensors do not see.
+torch's own FLOP formulas, up to release 2.11, refuse fewer heads of keys than of queries. It has none for workspace:
+kernels allocate it themselves, which fake tensors do not see.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["AttentionCall"]
 
 Backend = Literal["flash", "efficient", "cudnn", "other"]
 
-#: Operator, less "_backward" -> its kernels, and where heads stand in the shapes of its queries, keys and values.
+#: Operator, without "_backward" -> its backend, and the axis of the heads in its queries, keys and values.
 _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_scaled_dot_product_flash_attention": ("flash", 1),  # [B, H, S, D]
     "_scaled_dot_product_efficient_attention": ("efficient", 1),
@@ -32,36 +32,36 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_cudnn_attention": ("cudnn", 1),
 }
 
-#: Flash attention rounds rows and widths up to its blocks.
+#: Flash attention rounds rows and widths up to multiples of its blocks.
 _FLASH_ROWS, _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 128, 32, 192, 256
-#: The largest block of the memory-efficient kernels, in rows and in columns, and what heads of this width or less
-#: spare them: sums of the gradients of keys and values outside of registers.
+#: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest need
+#: workspace for the gradients of keys and values, which otherwise stay in registers.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
-#: They split keys among blocks as long as that makes fewer than so many blocks, unless they must be deterministic.
+#: They split keys among thread blocks up to this many, unless they must be deterministic.
 _EFFICIENT_SPLITS = 200
 _FLOAT_NBYTES = 4
-#: Of an H100 or H200, for a plan that is made where there is none.
+#: Of an H100 or H200, for plans that are made without a GPU.
 _NUM_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of an operator of fused attention.
+    """One call of a fused attention operator.
 
     Attributes:
-        backend: whose kernels.
-        is_backward: whether it makes gradients.
+        backend: family of kernels.
+        is_backward: whether it computes gradients.
         num_rows: sequences.
-        num_heads: of queries; of keys and values.
-        num_key_heads: of queries; of keys and values.
-        num_queries: tokens of all sequences.
-        num_keys: tokens of all sequences.
-        longest_keys: of the longest sequence.
-        is_ragged: whether sequences of several lengths lie behind each other in one.
-        width: of a head.
-        value_width: of a head.
-        itemsize: bytes of a number of the queries.
-        num_copied_bytes: of inputs that the kernel wants in another order than they have.
+        num_heads: of queries.
+        num_key_heads: of keys and values.
+        num_queries: query tokens of all sequences.
+        num_keys: key tokens of all sequences.
+        longest_keys: key tokens of the longest sequence.
+        width: of a head of queries and keys.
+        value_width: of a head of values.
+        itemsize: bytes per element of the queries.
+        is_ragged: whether sequences of several lengths are concatenated into one.
+        num_copied_bytes: of inputs that the kernel first copies into another layout.
     """
 
     backend: Backend
@@ -80,7 +80,7 @@ class AttentionCall:
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
-        """Return what a call of a torch operator is; None: no attention."""
+        """Return the attention call that a call of a torch operator is; None: it is none."""
         name = getattr(getattr(func, "_overloadpacket", None), "__name__", "")
         base = name.removesuffix("_backward").removesuffix("_forward")
         if base not in _OPERATORS:
@@ -115,10 +115,10 @@ class AttentionCall:
 
     @property
     def num_flops(self) -> int:
-        """Floating-point operations: of all pairs, as kernels are rated, whatever a causal mask leaves out.
+        """FLOPs of all pairs of tokens, as kernels are rated, whatever a causal mask leaves out.
 
         Forward: scores, and their product with the values. Backward: the scores again, and one product each for the
-        gradients of scores, values, queries and keys. Where sequences have several lengths: as if all were the longest.
+        gradients of scores, values, queries and keys. Ragged sequences count as if all were the longest.
         """
         pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
@@ -126,12 +126,13 @@ class AttentionCall:
         return 2 * pairs * (self.width + self.value_width)
 
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool) -> int:
-        """Return the bytes that the kernel allocates on a CUDA device besides what it returns, until it returns.
+        """Return the bytes of workspace that the kernel allocates on a CUDA device.
 
-        Of a forward that is next to nothing where rows are long enough to occupy the GPU.
+        A forward's is next to nothing where rows are long enough to occupy the GPU, and counts as 0.
 
         Args:
-            is_deterministic: whether it must add in the same order at every run.
+            device: where it runs.
+            is_deterministic: whether it must sum in the same order at every run.
         """
         if not self.is_backward or device.type != "cuda":
             return 0
@@ -139,14 +140,14 @@ class AttentionCall:
             return self.num_copied_bytes + self._efficient_nbytes(is_deterministic)
         if self.backend == "flash":
             return self.num_copied_bytes + self._flash_nbytes(_num_multiprocessors(device) if is_deterministic else 0)
-        # cuDNN does not tell before it runs; its backward is made of the same parts.
+        # cuDNN's is not documented; its backward needs the same parts.
         return self._flash_nbytes(0) if self.backend == "cudnn" else 0
 
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
         """Gradients of queries in fp32, once per split; sums per row; gradients of keys and values of all heads.
 
         Args:
-            num_multiprocessors: of the device, among which keys are split where sums must have an order; 0: need not.
+            num_multiprocessors: of the device, if the kernel is deterministic: it splits keys among them; else 0.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, _FLASH_ROWS)
@@ -160,11 +161,11 @@ class AttentionCall:
         return splits * rows * self.num_heads * width * _FLOAT_NBYTES + sums + expanded
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
-        """Gradients of queries in fp32, in whole blocks; sums per row; what does not stay in registers."""
+        """Gradients of queries in fp32, in whole blocks; sums per row; gradients that do not stay in registers."""
         block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         numbers = rows * round_up(self.width, block) + rows
-        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient, and no sums apart from the results
+        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; gradients are summed in the results
             numbers += rows * self.value_width
         elif max(self.width, self.value_width) > block:
             splits = 1
@@ -175,7 +176,7 @@ class AttentionCall:
 
 
 def _copied_bytes(tensor: Tensor, heads_axis: int) -> int:
-    """Return the bytes of a copy with tokens before heads, if it takes one to have that."""
+    """Return the bytes of a copy with tokens before heads; 0 where the tensor has that layout."""
     ordered = tensor.transpose(1, 2) if heads_axis == 1 else tensor
     return 0 if ordered.is_contiguous() else tensor.numel() * tensor.element_size()
 

@@ -1,4 +1,4 @@
-"""The settings and failures of the compute device: deterministic kernels, errors of CUDA."""
+"""Settings and failures of the compute device: deterministic kernels, CUDA errors explained."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ __all__ = [
 ]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Those with which cuBLAS adds in the same order at every run: the only ones that torch accepts.
+#: Settings under which cuBLAS sums in the same order at every run; torch accepts no others.
 _REPEATABLE = (":4096:8", ":16:8")
 
 
 class DeterminismError(RuntimeError):
-    """The process can no longer be made to compute the same bits at every run: why, and what to do."""
+    """The process cannot become deterministic any more: why, and what to do."""
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, model_type: str, *, enabled: bool = True) -> Iterator[None]:
-    """Have torch choose kernels that add in a fixed order; by default some use atomics, in the order of arrival.
+    """Run with deterministic kernels; by default some sum with atomics, in the order of arrival.
 
-    On the CPU nothing is to be done. torch reads the setting of cuBLAS once, at its first matrix product on a GPU: it
-    is set when ``megatrain`` is imported, which has to come before that.
+    Does nothing on the CPU. torch reads cuBLAS's setting once, at the first matrix product on a GPU; importing
+    ``megatrain`` sets it, so that import must come first.
 
     Args:
-        model_type: class of the model, for what is said of an operation that has no such kernel.
+        device: compute device.
+        model_type: class of the model, for the error about an operation without such a kernel.
+        enabled: False does nothing.
 
     Raises:
-        UnsupportedModelError: there is an operation without one.
+        UnsupportedModelError: the model uses an operation that has no deterministic kernel.
         DeterminismError: cuBLAS was set up before, without its setting.
     """
     if device.type == "cpu" or not enabled:
         yield
         return
     _check_cublas()
-    deterministic: Any = torch.utils.deterministic  # a module whose attributes are set: no type knows them
+    deterministic: Any = torch.utils.deterministic  # module attributes without types
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False  # a second pass over every new tensor, which all are written anyway
+    deterministic.fill_uninitialized_memory = False  # would fill every new tensor, and all are written anyway
     try:
         yield
     except RuntimeError as error:
-        if _CUBLAS in str(error):  # set, but after torch had looked
+        if _CUBLAS in str(error):  # set after torch had read it
             raise DeterminismError(_too_late("was set after the first matrix product on the GPU")) from error
         if "does not have a deterministic implementation" not in str(error):
             raise
@@ -90,12 +92,12 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 
 
 class DeviceError(RuntimeError):
-    """The compute device failed, or its memory ran out: what was seen, and what to do."""
+    """The compute device failed, or its memory ran out: the cause, and what to do."""
 
 
 @contextmanager
 def device_errors_explained() -> Iterator[None]:
-    """Raise ``DeviceError`` in the place of torch's errors of a device, which speak to who writes kernels."""
+    """Raise ``DeviceError`` instead of torch's device errors, which address authors of kernels."""
     try:
         yield
     except (RuntimeError, TieredError) as error:
@@ -125,7 +127,7 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _failure_of_device(error: BaseException | None) -> BaseException | None:
-    """Return the error of the device that this one stands for, as that of a copy does."""
+    """Return the device's error among the causes of this one: a failed transfer wraps it."""
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__
     return error

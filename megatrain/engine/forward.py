@@ -1,7 +1,19 @@
-"""Forward and backward of one optimizer step, with weights streamed unit by unit.
+"""Forward and backward of an unmodified model, with weights streamed unit by unit.
 
-Hugging Face's own forward decides everything but one thing: when a unit's weights are there. In layer order all
-micro-batches pass a unit before any of them reaches the next.
+How the model is given its weights:
+
+1. Every parameter is a placeholder without memory, and every unit's `forward` a stub (`Trunk.prepared`).
+2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
+   hands the call to the engine and suspends the forward (`suspend.py`).
+3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases its weights, binds them, runs the unit for
+   each of them and releases the weights; the forwards go on with the results (`Trunk.run`).
+4. At the cut before the head the forwards stop for good. `ChunkedHead` runs the head over a few rows of logits at a
+   time, and gives the gradients of the trunk's outputs (`head.py`).
+5. One `torch.autograd.backward` over the model's own graph reaches the visits in reverse. `UnitVisit.backward` leases
+   the weights again, recomputes the unit and accumulates the gradients of its parameters.
+
+Hugging Face's code decides everything but one thing: when a unit's weights are there. In layer order all micro-batches
+pass a unit before any of them reaches the next, so its weights come once per step and direction.
 """
 
 from __future__ import annotations
@@ -27,15 +39,16 @@ from megatrain.engine.head import (
 )
 from megatrain.engine.host_io import MicroBatches, read_numbers
 from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, replaced_loss
-from megatrain.engine.suspend import RandomStates, SuspendedForward, UnitCall, micro_batch_seed, suspend
-from megatrain.engine.visit import BoundUnit, UnitVisit, installed_stubs
+from megatrain.engine.state import RandomStates, micro_batch_seed
+from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.host_io import HostMirror
-    from megatrain.engine.program import VisitTrace
-    from megatrain.engine.visit import BlockAccess, LayerCompiler
+    from megatrain.engine.program import BlockAccess, VisitTrace
+    from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
 
 __all__ = [
@@ -44,15 +57,17 @@ __all__ = [
     "QueuedLoss",
     "StepLoss",
     "SummedLoss",
-    "SuspendedOutput",
-    "Trunk",
     "VisitOrderError",
-    "shifted_labels",
+    "move_buffers",
 ]
 
 
 class NoTrainedTokensError(Exception):
     """No token of the step has a label."""
+
+
+class VisitOrderError(Exception):
+    """The model called its units in another order than planned, or than another micro-batch of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +76,7 @@ class QueuedLoss:
 
     Attributes:
         terms: Scalars on the compute device; the loss is their sum in double precision, in this order.
-        num_trained_tokens: Tokens that have a label after the shift.
+        num_trained_tokens: Tokens with a label, after the shift.
     """
 
     terms: tuple[Tensor, ...]
@@ -74,7 +89,7 @@ class StepLoss:
 
     Attributes:
         loss: Mean over the trained tokens of the step, auxiliary terms of every micro-batch added.
-        num_trained_tokens: Tokens that have a label after the shift.
+        num_trained_tokens: Tokens with a label, after the shift.
     """
 
     loss: float
@@ -83,10 +98,10 @@ class StepLoss:
 
 @dataclass(frozen=True, slots=True)
 class SummedLoss:
-    """Cross entropy of some tokens.
+    """Cross entropy of an evaluation pass.
 
     Attributes:
-        terms: Sums over tokens that have a label; added exactly (`math.fsum`), their grouping does not matter.
+        terms: Sums over tokens with a label; added exactly (`math.fsum`), so their grouping does not matter.
         num_tokens: Number of these tokens.
     """
 
@@ -95,30 +110,30 @@ class SummedLoss:
 
 
 class LayerRunner:
-    """Computes loss and gradients of a step.
+    """Computes loss and gradients of a step, or the loss of an evaluation pass.
+
+    Not thread-safe: one step at a time, on one thread.
 
     Args:
         graph: The model; its buffers are moved to `device`.
-        access: Weights in, gradients out, activations out and in.
+        access: Weights, gradient accumulators and activations.
         device: Compute device.
         compute_dtype: Must be the graph's.
         order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time. Both
             give the same bits.
         head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
-            gradient, so keep it between runs that are compared.
-        trace: Expected visits; None checks nothing.
-        objective: What is minimised beside cross entropy; None: nothing.
-        random_enabled: False where nothing is really computed.
-        kept: Visits whose graphs wait for their backward instead of being run again. It changes no bits; their weights
-            must stay unchanged, at one place, from forward to backward.
-        compiler: Of layers; None: they run as they are.
-        cross_entropy: In the place of torch's, in heads that run in pieces; None: torch's.
-        activity: Told of every micro-batch.
+            gradient: keep it the same between runs that are compared.
+        trace: Expected visits, which the forward is checked against; None: no check.
+        objective: Label smoothing and noise; None: plain cross entropy.
+        random_enabled: False on fake tensors.
+        kept: Visits whose graphs are kept for the backward instead of a recompute. It changes no bits; their weights
+            must stay unchanged and in place from forward to backward.
+        compiler: Of layers; None: they run eagerly.
+        cross_entropy: Replaces torch's in a chunked head; None: torch's.
+        activity: Progress within the step, for status.
 
     Attributes:
-        bounds: The runnable form of every unit, by index.
-
-    Not thread-safe: one step at a time, on one thread.
+        bounds: Every unit's module with slots for its weights, by index.
     """
 
     def __init__(
@@ -152,7 +167,7 @@ class LayerRunner:
         if self._objective.label_smoothing_factor and self._plan is None:
             raise UnsupportedModelError(
                 type(graph.model).__name__,
-                "it computes its loss in a way of its own, with which training.label_smoothing_factor cannot be used",
+                "it has its own loss function, with which training.label_smoothing_factor cannot be used",
             )
         self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
         self._cross_entropy = cross_entropy
@@ -165,17 +180,10 @@ class LayerRunner:
             self._device,
             self._plan,
             trace,
-            self._announce_backward,
             self._micro_batches.mirror,
             kept,
             self._activity,
         )
-        self._next_backward = -1
-
-    @property
-    def head_is_chunked(self) -> bool:
-        """Whether the loss is computed in pieces; False for models that compute it in a way of their own."""
-        return self._plan is not None
 
     @property
     def head_units(self) -> tuple[int, ...]:
@@ -183,8 +191,8 @@ class LayerRunner:
         return tuple(unit.index for unit in self._plan.units) if self._plan else ()
 
     @property
-    def visits(self) -> Sequence[UnitVisit]:
-        """The visits of the pass that is running, without the head's."""
+    def visits(self) -> VisitSequence:
+        """The visits of the running pass, without the head's."""
         return self._trunk.visits
 
     @property
@@ -195,9 +203,9 @@ class LayerRunner:
     def forward_backward(
         self, micro_batches: Sequence[Mapping[str, Tensor]], *, num_items: int | None = None, seed: int = 0
     ) -> StepLoss:
-        """Run forward and backward of all micro-batches; gradients are in the access's accumulators afterwards.
+        """Run forward and backward of all micro-batches, then read the loss, which syncs with the device.
 
-        Waits for the device at the end, to read the loss. Arguments and errors are those of `queue`.
+        Arguments and errors are those of `queue`.
         """
         queued = self.queue(micro_batches, num_items=num_items, seed=seed)
         return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
@@ -205,12 +213,14 @@ class LayerRunner:
     def queue(
         self, micro_batches: Sequence[Mapping[str, Tensor]], *, num_items: int | None = None, seed: int = 0
     ) -> QueuedLoss:
-        """Queue forward and backward of all micro-batches on the current stream, without reading from the device.
+        """Queue forward and backward of all micro-batches on the current stream; gradients go to the access.
+
+        No host sync.
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-            num_items: Trained tokens that the loss is the mean over; None counts those given.
-            seed: Seed of the step; each micro-batch gets a random stream of its own (`micro_batch_seed`).
+            num_items: Trained tokens that the loss is the mean over; None: those of these micro-batches.
+            seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
 
         Raises:
             NoTrainedTokensError: no position has a label.
@@ -230,7 +240,7 @@ class LayerRunner:
         losses: list[Tensor] = []
         random_state = self._random.get()
         try:
-            # All groups at once: a second use of the staging memory would wait for the first group's copies.
+            # All groups at once: staging a second time would wait for the copies of the first.
             batches, rows = self._micro_batches.place(dict(enumerate(micro_batches)), dict(enumerate(shifted)))
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
@@ -242,8 +252,8 @@ class LayerRunner:
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode, each unit for all of them before the next.
 
-        The loss is plain cross entropy: no dropout, no objective, no auxiliary terms. Nothing is kept between units
-        but the stream; no activation, gradient or random state of training is touched.
+        The loss is plain cross entropy: no dropout, no objective, no auxiliary terms. Only hidden states live between
+        units; activation blocks, gradients and random states of training are not touched.
 
         Args:
             micro_batches: As in `forward_backward`.
@@ -255,7 +265,7 @@ class LayerRunner:
         model, random_state = self._graph.model, self._random.get()
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
-        # Those without a label add nothing; but some micro-batch has to come to the units that are planned.
+        # Those without a label add nothing; but the ticks are planned, so one micro-batch has to run.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
         model.eval()
         try:
@@ -285,16 +295,21 @@ class LayerRunner:
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
         """
-        objective = self._objective.applied(self._graph.model)  # inside, as smoothed labels have a loss of their own
-        with torch.enable_grad(), self._trunk.prepared(), self._loss(), objective, _single_threaded_backward():
+        with (
+            torch.enable_grad(),
+            self._trunk.prepared(),
+            self._loss(),
+            self._objective.applied(self._graph.model),  # after `_loss`: smoothed labels replace the loss again
+            torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
+        ):
             outputs = self._trunk.run(batches, num_items, seed)
             losses, roots, grads = self._run_heads(outputs, batches, rows, num_items)
-            del outputs
+            del outputs  # what the backward does not start from is freed before it
             self._trunk.check_visit_count()
-            self._next_backward = len(self.visits) - 1
+            self.visits.start_backward()
             if roots:
                 torch.autograd.backward(roots, grads)
-            self._announce_backward(-1)
+            self.visits.end_backward()
         return losses
 
     def _forward_pass(
@@ -307,7 +322,7 @@ class LayerRunner:
         with self._trunk.prepared(), self._loss():
             outputs = self._trunk.run(batches, None, 0)
             self._trunk.check_visit_count()
-            if self._plan is None:  # the model's own loss, a mean: not every model's can be told a count
+            if self._plan is None:  # the model's own loss is a mean: not every model accepts a count
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
                 return head.evaluate(items)
@@ -325,7 +340,7 @@ class LayerRunner:
         rows: Mapping[int, tuple[Tensor, Tensor]],
         num_items: int,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return loss terms, and the tensors to start the backward from with their gradients."""
+        """Return loss terms, and the roots of the backward with their gradients."""
         losses: list[Tensor] = []
         roots: list[Tensor] = []
         grads: list[Tensor] = []
@@ -349,7 +364,7 @@ class LayerRunner:
         rows: Mapping[int, tuple[Tensor, Tensor]],
         outputs: Sequence[SuspendedOutput],
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
-        """Yield the head, ready to run, and what it runs on."""
+        """Yield the head and its inputs, with the trunk's stubs out of its units."""
         assert self._plan is not None
         first = len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
@@ -363,32 +378,14 @@ class LayerRunner:
         with installed_stubs({bound.unit.module: bound.forward for bound, _ in bounds}):
             yield head, items
 
-    def _announce_backward(self, visit: int) -> None:
-        """Announce the backward of `visit`, after closing those before it that the loss does not depend on."""
-        while self._next_backward > visit:
-            self._access.begin("backward", self._next_backward)
-            self.visits[self._next_backward].skip_backward()
-            self._next_backward -= 1
-        assert self._next_backward == visit, (self._next_backward, visit)
-        if visit >= 0:
-            self._access.begin("backward", visit)
-        self._next_backward -= 1
-
     def _end_pass(self, random_state: tuple[Tensor, ...]) -> None:
         self._random.set(random_state)
-        self._trunk.visits = []
+        self.visits.clear()
         self._micro_batches.forget()
 
 
-@contextmanager
-def _single_threaded_backward() -> Iterator[None]:
-    """Run autograd on the calling thread: the access, its leases and the order of visits belong to one thread."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Put a model's buffers on a device; those that were one tensor stay one."""
+    """Move a model's buffers to a device; those that are one tensor stay one."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -398,16 +395,12 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device; one without a number is the device of its type that is in use."""
+    """Return whether a tensor is on a device; a device without an index is the current one of its type."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
-#: Number of a micro-batch, what its forward returned, and where its random stream stands then.
+#: Number of a micro-batch, the result of its forward, and the state of its random stream at the end.
 SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
-
-
-class VisitOrderError(Exception):
-    """The model called its units in another order than planned, or than another micro-batch of the step."""
 
 
 class _TrunkReached(BaseException):
@@ -419,23 +412,22 @@ class _TrunkReached(BaseException):
 
 
 class Trunk:
-    """Runs a model's forward from its input to the cut before the head, or to its end where there is no cut.
+    """Runs the forwards of all micro-batches to the cut before the head, or to their end where there is no cut.
 
     Args:
         graph: The model.
-        access: Where weights come from, and where activations go.
-        bounds: The runnable form of every unit, by index.
+        access: Weights, gradient accumulators and activations.
+        bounds: Every unit's module with slots for its weights, by index.
         random: Random state of the compute device.
         device: Compute device.
         head: Where the model is cut; None: its forward runs to the end.
-        trace: Expected visits; None checks nothing.
-        announce_backward: Called with a visit's number before its backward asks for anything.
-        mirror: Answers the model's questions about its inputs; None: it looks for itself.
-        kept: Visits whose graphs wait for their backward.
-        activity: Told of every micro-batch.
+        trace: Expected visits, which the forward is checked against; None: no check.
+        mirror: Host mirror of the model's inputs; None: the model reads them from the device.
+        kept: Visits whose graphs are kept for the backward.
+        activity: Progress within the step, for status.
 
     Attributes:
-        visits: Those of the pass that is running.
+        visits: Those of the running pass.
     """
 
     def __init__(
@@ -447,7 +439,6 @@ class Trunk:
         device: torch.device,
         head: HeadPlan | None,
         trace: VisitTrace | None,
-        announce_backward: Callable[[int], None],
         mirror: HostMirror | None = None,
         kept: Container[int] = (),
         activity: Activity | None = None,
@@ -457,32 +448,31 @@ class Trunk:
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
         self._head, self._trace = head, trace
-        self._announce_backward = announce_backward
         self._kept = kept
         self._accepts_use_cache = accepts_use_cache(graph.model)
-        self.visits: list[UnitVisit] = []
+        self.visits = VisitSequence(access)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Put stand-ins in the place of all weights, and stubs in the place of all units."""
+        """Replace all weights by placeholders, and the forwards of all units by stubs."""
         with ExitStack() as stack:
             for bound in self._bounds:
-                stack.enter_context(bound.standing_in())
+                stack.enter_context(bound.with_placeholders())
             stack.enter_context(self._stubbed())
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], num_items: int | None, seed: int) -> list[SuspendedOutput]:
-        """Run the forward of every micro-batch, in the current grad mode, inside of `prepared`.
+        """Run the forward of every micro-batch, in the current grad mode; to be called inside `prepared`.
 
         Args:
             batches: By number of the micro-batch, on the compute device.
-            num_items: Trained tokens that a loss behind no cut is the mean over; None: those of each micro-batch.
+            num_items: Trained tokens that the loss is the mean over, where there is no cut; None: per micro-batch.
             seed: Seed of the step.
 
         Raises:
             VisitOrderError: the model does not call its units as planned.
         """
-        self.visits = []
+        self.visits.clear()
         anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
         forwards = [
             SuspendedForward(
@@ -498,11 +488,12 @@ class Trunk:
         try:
             for forward in forwards:
                 forward.start()
+            # In lockstep: all forwards wait at the same unit, it runs for each of them, and all go on to the next.
             while any(forward.call is not None for forward in forwards):
                 visit = self._next_visit(forwards, anchor)
                 results = visit.forward(forwards)
                 for forward in forwards:
-                    forward.resume(results.pop(0))
+                    forward.resume(results.pop(0))  # popped, so that a result is freed once its forward used it
         finally:
             for forward in forwards:
                 forward.close()
@@ -534,9 +525,7 @@ class Trunk:
                 planned = "the end of the forward" if expected is None else units[expected].name
                 raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
         bound, is_kept = self._bounds[index], number in self._kept
-        visit = UnitVisit(
-            number, bound, self._access, self._random, self._announce_backward, anchor, is_kept, self._activity
-        )
+        visit = UnitVisit(number, bound, self._access, self._random, self.visits, anchor, is_kept, self._activity)
         self.visits.append(visit)
         return visit
 
@@ -561,12 +550,13 @@ class Trunk:
 
         def forward(suspended: SuspendedForward) -> Any:
             try:
+                # Containers own parameters that the model uses itself: copies of them live as long as the forward.
                 for unit in containers:
                     values = suspend(UnitCall(unit.index, (), {}, None))
                     for leaf, value in values.items():
                         suspended.bind(unit.module._parameters, leaf, value)
                 return self._graph.model(**batch, num_items_in_batch=num_items, **options)
-            except _TrunkReached as reached:
+            except _TrunkReached as reached:  # the cut: the rest of the model's forward is left to the head phase
                 return reached.output
 
         return forward

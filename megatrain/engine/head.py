@@ -1,4 +1,11 @@
-"""The head phase: labels, how the model computes its loss, and logits a piece at a time."""
+"""The head phase: a model's loss and its gradients, computed over a few rows of logits at a time.
+
+Logits are the largest activation of a step: [tokens, vocabulary] in fp32. So the model is cut behind its decoder (the
+*trunk*). The head, which is all that follows, runs on pieces of the hidden states that have a label. Each piece calls
+the model's own `forward` with a stub for the trunk: norms, scaling and soft caps of logits stay Hugging Face's code.
+
+`plan_head` finds the cut by trying it; `ChunkedHead` runs the pieces.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatrain.engine.arguments import tree_map
-from megatrain.engine.objective import replaced_loss
+from megatrain.engine.arguments import has_differentiable, tree_map
+from megatrain.engine.objective import IGNORED_LABEL, replaced_loss
 from megatrain.engine.visit import BoundUnit, installed_stubs, optional_gradients
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
-    from megatrain.engine.suspend import RandomStates
-    from megatrain.engine.visit import BlockAccess, GradientSink
+    from megatrain.engine.program import BlockAccess, GradientSink
+    from megatrain.engine.state import RandomStates
     from megatrain.models.graph import ModelGraph, Unit
 
 __all__ = [
@@ -31,7 +38,6 @@ __all__ = [
     "TrunkOutput",
     "accepts_use_cache",
     "count_labels",
-    "has_auxiliary_loss",
     "labelled_rows",
     "plan_head",
     "shifted_labels",
@@ -39,27 +45,28 @@ __all__ = [
     "without_labels",
 ]
 
-_IGNORED = -100
+_LOGITS_NBYTES = 64 << 20
+_AUXILIARY_FLAG = "output_router_logits"
 
 
 def shifted_labels(labels: Tensor) -> Tensor:
     """Return for every position the label of the next token, -100 at the end, as transformers shifts them."""
-    return torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
 
 
 def count_labels(shifted: Tensor) -> int:
-    """Return how many positions have a label. By numpy: labels are looked at on the host, never on a device."""
-    return int(np.count_nonzero(shifted.numpy() != _IGNORED))
+    """Return the number of positions with a label, on the host: `numpy` refuses a tensor on a device."""
+    return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
 
 
 def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions [N] that have a label and their labels [N].
+    """Return the positions [N] with a label, and their labels [N].
 
     Args:
         shifted: [B * S], on the host.
     """
     labels = shifted.numpy()
-    rows = np.flatnonzero(labels != _IGNORED)
+    rows = np.flatnonzero(labels != IGNORED_LABEL)
     return torch.from_numpy(rows), torch.from_numpy(labels[rows])
 
 
@@ -68,19 +75,15 @@ def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-_LOGITS_NBYTES = 64 << 20
-_AUXILIARY_FLAG = "output_router_logits"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPlan:
     """Where a model is cut.
 
     Attributes:
         trunk: The submodule whose output the head starts from.
-        units: Units that run behind the cut, in order of their first call.
+        units: Units that run after the cut, in order of their first call.
         vocab_size: Columns of the logits.
-        keeps_logits: Whether the model, or autograd for it, reads the logits besides in its loss.
+        keeps_logits: Whether the model, or autograd for it, reads the logits outside of its loss too.
     """
 
     trunk: nn.Module
@@ -90,15 +93,15 @@ class HeadPlan:
 
     @property
     def default_rows(self) -> int:
-        """Rows per piece: 64 MiB of fp32 logits, a multiple of 64; depends on the model alone, never on memory."""
+        """Rows per piece: 64 MiB of fp32 logits, a multiple of 64. From the model alone, as it decides about bits."""
         return max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
 
 
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
-    """Cut the model, or return None if its loss cannot be computed in pieces.
+    """Return where to cut the model; None if its loss cannot be computed in pieces.
 
-    The head is tried on the meta device: it must call its units and its `loss_function` once, with logits of the rows
-    it was given and with the shifted labels passed through.
+    The head is tried on the meta device: it must call `loss_function` once, with logits of the given rows and with the
+    shifted labels passed through.
     """
     model = graph.model
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -111,7 +114,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     probe = _Probe(graph, [module for module in candidates if not isinstance(module, nn.ModuleList)])
     try:
         probe.run()
-    except Exception:  # any failure on made-up rows means the same: this head is not to be called on rows
+    except Exception:  # whatever fails on made-up rows cannot run on pieces
         return None
     if len(probe.trunks) != 1 or len(probe.losses) != 1:
         return None
@@ -132,7 +135,7 @@ class _Probe:
     Attributes:
         trunks: Candidates that were called.
         called: Indexes of the units that were called.
-        losses: Shape of the logits of every call of the loss, and whether the labels were passed on.
+        losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
         keeps_logits: As in the plan.
     """
 
@@ -147,7 +150,7 @@ class _Probe:
         self._logits = torch.empty(0, device="meta")
 
     def run(self) -> None:
-        """Run the head; raises whatever the model's code raises."""
+        """Run the head; raises what the model's code raises."""
         model = self._graph.model
         embedding = model.get_output_embeddings()
         config = self._graph.config.get_text_config()
@@ -185,7 +188,7 @@ class _Probe:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
             passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
             self.losses.append((logits.shape, passed))
-            value = loss_function(*args, **kwargs)  # it saves no logits, only what it makes of them
+            value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
             self._logits = logits
             self._reads.read.clear()
             return value
@@ -194,7 +197,7 @@ class _Probe:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the tensors that operations read, and those that autograd saves."""
+    """Records the tensors that operations read, and those that autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -211,7 +214,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _rows_only_output(rows: Tensor) -> Any:
-    """Return an output of no model in particular: rows, and None for whatever else is asked for."""
+    """Return a trunk's output that fits every model: the rows, and None for every other attribute."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class RowsOnlyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
@@ -222,44 +225,15 @@ def _rows_only_output(rows: Tensor) -> Any:
     return RowsOnlyOutput(last_hidden_state=rows)
 
 
-@contextmanager
-def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
-    """Switch the router's auxiliary loss off: it belongs to the micro-batch, not to each piece of it."""
-    configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
-    try:
-        for config in configs.values():
-            setattr(config, _AUXILIARY_FLAG, False)
-        yield
-    finally:
-        for config in configs.values():
-            setattr(config, _AUXILIARY_FLAG, True)
-
-
-def has_auxiliary_loss(model: nn.Module) -> bool:
-    """Return whether the loss has a term of the routers."""
-    return any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
-
-
-def accepts_use_cache(model: nn.Module) -> bool:
-    """Return whether the model's forward can be told not to keep a key-value cache."""
-    parameters = inspect.signature(type(model).forward).parameters
-    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    config: Any = model.config
-    return [config, config.get_text_config()]
-
-
 @dataclass(slots=True, eq=False)
 class TrunkOutput:
-    """What one micro-batch hands from the trunk to the head.
+    """Input of the head from one micro-batch.
 
     Attributes:
         micro_batch: Number of the micro-batch in the step.
         output: The trunk's `ModelOutput`.
         batch: The micro-batch on the compute device, without labels.
-        rows: Which rows of `last_hidden_state` (flattened to [B * S, H]) have a label.
+        rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
         labels: Their labels, same length.
         random_state: The micro-batch's random stream at the cut.
     """
@@ -273,16 +247,16 @@ class TrunkOutput:
 
 
 class ChunkedHead:
-    """Runs the head of all micro-batches of a pass and yields the gradient of each trunk's output.
+    """Runs the head of all micro-batches of a pass: their loss, and the gradients of their trunk's outputs.
 
     Args:
         model: The model.
-        plan: Where it is cut.
+        plan: The cut.
         bounds: The head's units and the number of each one's visit.
-        access: Blocks.
+        access: Weights and gradient accumulators.
         random: Random state of the compute device.
         rows: Rows per piece.
-        activity: Told of every micro-batch.
+        activity: Progress within the step, for status.
     """
 
     def __init__(
@@ -302,7 +276,7 @@ class ChunkedHead:
         self._access = access
         self._random = random
         self._rows = rows
-        self._has_auxiliary_loss = has_auxiliary_loss(model)
+        self._has_auxiliary_loss = _has_auxiliary_loss(model)
         self._accepts_use_cache = accepts_use_cache(model)
 
     def run(
@@ -310,41 +284,32 @@ class ChunkedHead:
     ) -> Iterator[tuple[int, list[Tensor], list[Tensor], list[Tensor]]]:
         """Yield `(micro-batch, loss terms, tensors that cross the cut, their gradients)` for each output, in order.
 
-        Weights and gradient accumulators of the head are held from the first to the last.
+        Weights and gradient accumulators of the head are leased once for all of them.
         """
-        if self._bounds:
-            self._access.begin("head", self._bounds[0][1])
         with ExitStack() as stack:
             leaves: dict[tuple[int, str], Tensor] = {}
             sinks: dict[int, GradientSink] = {}
-            for bound, visit in self._bounds:
-                weights = stack.enter_context(self._access.weights(bound.unit, visit))
-                own = stack.enter_context(bound.bound(weights))
+            for bound, visit, own in self._bound_weights(stack):
                 leaves.update(((visit, name), leaf) for name, leaf in own.items())
                 if own:
                     sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
             for item in outputs:
-                self._activity.micro_batch = item.micro_batch + 1
-                self._random.set(item.random_state)
+                self._resume(item)
                 with torch.enable_grad():
                     found = self._run_one(item, num_items, leaves, sinks)
                 yield (item.micro_batch, *found)
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return summed losses of the pieces of all outputs, in order, without gradients.
+        """Return summed losses of the pieces of all outputs, in order. To be called in `no_grad`.
 
-        Weights are held from the first to the last. To be called without grad mode.
+        Weights are leased once for all of them.
         """
         losses: list[Tensor] = []
-        if self._bounds:
-            self._access.begin("head", self._bounds[0][1])
         with ExitStack() as stack:
-            for bound, visit in self._bounds:
-                weights = stack.enter_context(self._access.weights(bound.unit, visit))
-                stack.enter_context(bound.bound(weights))
+            for _ in self._bound_weights(stack):
+                pass
             for item in outputs:
-                self._activity.micro_batch = item.micro_batch + 1
-                self._random.set(item.random_state)
+                self._resume(item)
                 hidden: Tensor = item.output["last_hidden_state"]
                 flat, output = hidden.reshape(-1, hidden.shape[-1]), copy.copy(item.output)
                 for start in range(0, len(item.rows), self._rows):
@@ -352,6 +317,19 @@ class ChunkedHead:
                     output["last_hidden_state"] = flat.index_select(0, item.rows[part]).unsqueeze(0)
                     losses.append(self._loss(item, output, item.labels[part], 1))
         return losses
+
+    def _bound_weights(self, stack: ExitStack) -> Iterator[tuple[BoundUnit, int, dict[str, Tensor]]]:
+        """Lease and bind the weights of all units until the stack closes; yield unit, visit, trainable leaves."""
+        if self._bounds:
+            self._access.begin("head", self._bounds[0][1])
+        for bound, visit in self._bounds:
+            weights = stack.enter_context(self._access.weights(bound.unit, visit))
+            yield bound, visit, stack.enter_context(bound.bound(weights))
+
+    def _resume(self, item: TrunkOutput) -> None:
+        """Continue a micro-batch where its trunk ended: its random stream, and the progress shown."""
+        self._activity.micro_batch = item.micro_batch + 1
+        self._random.set(item.random_state)
 
     def _run_one(
         self,
@@ -392,7 +370,7 @@ class ChunkedHead:
         return losses, crossing, grads
 
     def _auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """Run the head once on a row without a label: what is left of the loss is the auxiliary term."""
+        """Run the head once on a row without a label: the loss is the auxiliary term alone."""
         outer: list[Tensor] = []
         inner: list[Tensor] = []
 
@@ -409,8 +387,8 @@ class ChunkedHead:
         full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
         for key, value in rest.items():
             full[key] = value
-        nothing = torch.full((1,), -100, dtype=torch.long, device=hidden.device)
-        loss = self._loss(item, full, nothing, num_items)
+        unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
+        loss = self._loss(item, full, unlabelled, num_items)
         if loss.requires_grad and inner:
             found = optional_gradients([loss], [torch.ones_like(loss)], inner)
             for tensor, gradient in zip(outer, found, strict=True):
@@ -431,17 +409,38 @@ class ChunkedHead:
 
 
 def _bare_output(output: Any) -> Any:
-    """Return a copy of a trunk's output without what only the auxiliary loss uses."""
+    """Return a copy of a trunk's output without differentiable tensors that only the auxiliary loss uses."""
     bare = copy.copy(output)
     for key, value in output.items():
-        differentiable = False
-
-        def look(leaf: Any) -> Any:
-            nonlocal differentiable
-            differentiable = differentiable or (isinstance(leaf, Tensor) and leaf.requires_grad)
-            return leaf
-
-        tree_map(value, look)
-        if differentiable and key != "last_hidden_state":
+        if key != "last_hidden_state" and has_differentiable(value):
             bare[key] = None
     return bare
+
+
+@contextmanager
+def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """Switch the routers' auxiliary loss off: it is computed once per micro-batch, not per piece."""
+    configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
+    try:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, False)
+        yield
+    finally:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, True)
+
+
+def _has_auxiliary_loss(model: nn.Module) -> bool:
+    """Return whether the loss has an auxiliary term of the routers."""
+    return any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
+
+
+def accepts_use_cache(model: nn.Module) -> bool:
+    """Return whether the model's forward takes `use_cache`."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config: Any = model.config
+    return [config, config.get_text_config()]

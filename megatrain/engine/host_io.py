@@ -1,4 +1,8 @@
-"""What crosses between host and device in a step: pinned staging, readback, a host mirror of integer inputs."""
+"""Numbers that cross between host and compute device in a step, with one host sync at its end.
+
+`Staging` copies inputs to the device through pinned memory, `read_numbers` reads all scalars of a step at once, and
+`HostMirror` answers a model that reads values of its integer inputs (does the mask have padding?) from host copies.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ __all__ = [
     "HostMirror",
     "MicroBatches",
     "Staging",
-    "looks_are_waits",
+    "reads_sync_host",
     "read_numbers",
 ]
 
@@ -27,36 +31,37 @@ Name = TypeVar("Name")
 _ALIGNMENT_BYTES = 64
 
 
-def looks_are_waits(device: torch.device) -> bool:
-    """Return whether a look at a value on the device makes the host wait for all that is queued there."""
+def reads_sync_host(device: torch.device) -> bool:
+    """Return whether reading a value of a tensor waits for all work queued on the device."""
     return device.type == "cuda"
 
 
 class MicroBatches:
-    """Brings the micro-batches of a pass to the compute device.
+    """Copies the micro-batches of a pass to the compute device.
 
     Args:
         device: Compute device.
 
     Attributes:
-        mirror: Knows what was brought; None where the model may as well look for itself.
+        mirror: Host mirror of the copied tensors; None where reads from the device cost nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._staging = Staging(device)
-        self.mirror = HostMirror() if looks_are_waits(device) else None
+        self.mirror = HostMirror() if reads_sync_host(device) else None
 
     def place(
         self, micro_batches: Mapping[int, Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
     ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[Tensor, Tensor]]]:
-        """Return micro-batches, and their rows with a label, on the compute device; the host does not wait.
+        """Return micro-batches, and their rows with a label, on the compute device. No host sync.
 
         Args:
-            micro_batches: By number, on the host. All of a pass at once: a second call waits for the first's copies.
+            micro_batches: By number, on the host. All of a pass at once: a second call waits for the copies of the
+                first.
             shifted: By the same numbers, the shifted labels [B * S].
 
         Returns:
-            By number the micro-batch, and the positions that have a label with their labels.
+            By number the micro-batch, and the positions with a label and their labels.
         """
         host = {(number, key): value for number, batch in micro_batches.items() for key, value in batch.items()}
         labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
@@ -70,20 +75,20 @@ class MicroBatches:
         return batches, {number: (placed[number, 0], placed[number, 1]) for number in labelled}
 
     def forget(self) -> None:
-        """Let go of the host's tensors: the pass is over."""
+        """Drop the host copies: the pass is over."""
         if self.mirror is not None:
             self.mirror.forget()
 
 
 class Staging:
-    """Page-locked memory that the tensors of one step's micro-batches are copied through. Used by one thread.
+    """Pinned memory through which the micro-batches of a step are copied to the device. Used by one thread.
 
-    It grows to the largest step, in powers of two of 1 MiB, so that rows of changing length make few of them: a few
-    bytes per token, outside of the RAM tier as the micro-batches themselves are.
+    It grows to the largest step, to a power of two of at least 1 MiB, so that rows of changing length seldom allocate.
+    A few bytes per token, outside of the RAM tier like the micro-batches themselves.
 
     Args:
         device: Compute device.
-        make_slab: Returns page-locked memory of at least that many bytes.
+        make_slab: Returns pinned memory of at least that many bytes.
     """
 
     def __init__(self, device: torch.device, make_slab: Callable[[int], HostSlab] | None = None) -> None:
@@ -94,13 +99,12 @@ class Staging:
         self._copied: Any = None  # event after the copies out of the slab
 
     def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Return the tensors on the compute device; the host does not wait for the copies.
+        """Return the tensors on the compute device, valid for work queued on the current stream. No host sync.
 
-        They are there for whatever is queued on the current stream afterwards. The slab is written again by the next
-        call: that one waits first until these copies have left it, which the end of a step has long awaited.
+        The next call reuses the slab and waits for these copies first; the end of a step has synced with them long ago.
 
         Args:
-            tensors: On the host; not kept.
+            tensors: On the host; not referenced afterwards.
         """
         if not self._is_staged:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
@@ -119,7 +123,7 @@ class Staging:
 
     def _room(self, need_bytes: int) -> HostSlab:
         if self._copied is not None:
-            # The device reads the slab until then; after an interrupted step too, whose end nobody awaited.
+            # The device may still read the slab: an interrupted step did not sync at its end.
             self._copied.synchronize()
         if self._slab is None or self._slab.nbytes < need_bytes:
             if self._slab is not None:
@@ -138,7 +142,7 @@ def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars in double precision, those on a device with one copy and one wait for all that came before.
+    """Return scalars in double precision; those on a device with one copy and one host sync.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
@@ -150,7 +154,7 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     if stacked.is_cuda:
         host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
         host.copy_(stacked, non_blocking=True)
-        # An event that the host sleeps on, not a wait for the stream: what is queued behind is none of its business.
+        # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
         arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         arrived.record()
         arrived.synchronize()
@@ -159,8 +163,8 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     return [float(next(found)) if isinstance(value, Tensor) else float(value) for value in values]
 
 
-#: Operations whose result the host computes too. Each is a function of its arguments alone, and exact on integers; an
-#: operation that is not here only ends the mirroring of its result.
+#: Operations that the mirror repeats on the host: functions of their arguments alone, exact on integers. The result of
+#: any other operation is not mirrored, and reading it syncs.
 _EXACT_NAMES = """
     __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
     __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
@@ -168,22 +172,24 @@ _EXACT_NAMES = """
     min ne reshape squeeze sub sum to unsqueeze view
 """
 _EXACT = frozenset(_EXACT_NAMES.split())
-#: Makes tensors out of numbers: no argument is a tensor.
+#: Operations that create tensors from numbers.
 _CREATED = frozenset({"arange", "full", "ones", "zeros"})
-_LOOKS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
+#: Operations that read values.
+_READS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
 _NOT_MIRRORED = object()
 
 
 class HostMirror(TorchFunctionMode):
-    """While it is entered, torch functions of known tensors run on the host too, and looks are answered from there.
+    """Host mirror of integer tensors: avoids host syncs where a model's own code reads their values.
 
-    Masks of [B, 1, S, S] are not mirrored: only what is not larger than the largest input. A tensor that was changed in
-    place is no longer known. Where nothing is known, everything is as without the mirror, waiting included.
+    While it is entered, torch functions of mirrored tensors also run on their host copies, and reads are answered from
+    those. Results larger than the largest input (masks of [B, 1, S, S]) are not mirrored, nor are tensors that were
+    changed in place. What is not mirrored is read from the device, with a sync: the same values either way.
 
     Used by one thread; entered and left at every switch between a model's forward and the engine.
 
     Attributes:
-        num_answers: Looks that were answered without the device.
+        num_answers: Reads that were answered from the host.
     """
 
     def __init__(self) -> None:
@@ -194,14 +200,14 @@ class HostMirror(TorchFunctionMode):
         self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # on the device
 
     def know(self, tensor: Tensor, host: Tensor) -> None:
-        """Note that a device tensor has the contents of a host tensor, which nobody may change from now on."""
+        """Mirror a device tensor by a host tensor with the same contents, which must not change from now on."""
         if not _is_exact(tensor):
             return
         self._max_elements = max(self._max_elements, host.numel())
         self._known[tensor] = (host, tensor._version)
 
     def forget(self) -> None:
-        """Let go of all host tensors."""
+        """Drop all host tensors."""
         self._known = WeakIdKeyDictionary()
         self._max_elements = 0
 
@@ -212,12 +218,12 @@ class HostMirror(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if not self._max_elements or name not in _HANDLED:
             return func(*args, **kwargs)
-        if name in _LOOKS:
+        if name in _READS:
             host = self._host_of(args[0])
             if not isinstance(host, Tensor) or any(isinstance(arg, Tensor) for arg in args[1:]):
                 return func(*args, **kwargs)
             self.num_answers += 1
-            return _look(name, host, func, args[1:])
+            return _read(name, host, func, args[1:])
         if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self._known:
             args = (args[0], self._with_lists_on(args[0].device, args[1]))
         result = func(*args, **kwargs)
@@ -230,7 +236,7 @@ class HostMirror(TorchFunctionMode):
         if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
             return
         if any(result is arg for arg in args):
-            return  # `to` and the like that had nothing to do
+            return  # a no-op, as `to` may be
         if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_of(arg) for arg in args]
@@ -243,7 +249,7 @@ class HostMirror(TorchFunctionMode):
             self._known[result] = (func(*host_args, **host_kwargs), result._version)
 
     def _with_lists_on(self, device: torch.device, index: Any) -> Any:
-        """Return an index whose lists are tensors of the device, made once: torch would copy them there, and wait."""
+        """Return an index with its lists as device tensors, made once: torch would copy each list, and sync."""
         if not isinstance(index, tuple):
             return index
         return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
@@ -256,7 +262,7 @@ class HostMirror(TorchFunctionMode):
         return self._lists[key]
 
     def _host_of(self, value: Any) -> Any:
-        """Return what stands for an argument on the host, or `_NOT_MIRRORED`."""
+        """Return an argument for the host's copy of an operation, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
             if value not in self._known:
                 return _NOT_MIRRORED
@@ -267,7 +273,7 @@ class HostMirror(TorchFunctionMode):
         if isinstance(value, tuple | list):
             return self._host_of_items(value)
         if isinstance(value, str):
-            return "cpu"  # of the operations above, only those that name a device take a string
+            return "cpu"  # the only strings that these operations take are names of devices
         if isinstance(value, slice) and any(isinstance(part, Tensor) for part in (value.start, value.stop, value.step)):
             return _NOT_MIRRORED
         return value
@@ -279,7 +285,7 @@ class HostMirror(TorchFunctionMode):
         return tuple(items) if isinstance(values, tuple) else items
 
 
-_HANDLED = _EXACT | _CREATED | _LOOKS
+_HANDLED = _EXACT | _CREATED | _READS
 
 
 def _is_list_of_int(value: Any) -> bool:
@@ -290,14 +296,14 @@ def _is_exact(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _look(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
-    """Return what `func` would, given the host tensor; by numpy, so that a count of looks at tensors misses it."""
+def _read(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
+    """Return the result of `func` on the host tensor; through numpy, so that tests can count reads of tensors."""
     values = host.numpy()
     if name == "tolist":
         return values.tolist()
     if name == "__contains__":
         return bool((values == rest[0]).any())
     if values.size != 1:
-        return func(host, *rest)  # raises as it would have
+        return func(host, *rest)  # raises, as on the device
     value = values.item()
     return value if name == "item" else bool(value) if name == "__bool__" else int(value)

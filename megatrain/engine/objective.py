@@ -1,4 +1,4 @@
-"""What training minimises beside plain cross entropy: smoothed labels, and noise on the embeddings (NEFTune)."""
+"""The training objective: cross entropy, label smoothing, and noise on the embeddings (NEFTune)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
     from megatrain.config.schema import TrainingConfig
 
-__all__ = ["CrossEntropy", "Objective", "causal_lm_loss", "replaced_loss"]
+__all__ = ["IGNORED_LABEL", "CrossEntropy", "Objective", "causal_lm_loss", "replaced_loss"]
 
-_IGNORED = -100
+IGNORED_LABEL = -100
+"""Label of a position that is not trained, as in transformers."""
 
 
 class CrossEntropy(Protocol):
-    """Computes cross entropy in the place of torch's function."""
+    """Cross entropy by another kernel than torch's."""
 
     def __call__(self, logits: Tensor, labels: Tensor, num_items: int, ignored: int, /) -> Tensor:
         """Return the sum over rows of ``-log softmax(logits)[label] / num_items``; it may overwrite ``logits``.
@@ -38,11 +39,11 @@ class CrossEntropy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Changes of the training objective; an evaluation knows none of them.
+    """Changes of the training objective; evaluations use plain cross entropy.
 
     Attributes:
-        label_smoothing_factor: share of every target that is spread evenly over the vocabulary; 0: none. Only where the
-            head runs in pieces.
+        label_smoothing_factor: share of every target that is spread evenly over the vocabulary; 0: none. Needs a
+            chunked head.
         neftune_noise_alpha: uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a row
             x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
     """
@@ -57,7 +58,7 @@ class Objective:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let the model's own forward compute this objective, inside the ``with`` block alone."""
+        """Have the model's own forward compute this objective inside the ``with`` block."""
         with ExitStack() as stack:
             if self.label_smoothing_factor:
                 stack.enter_context(replaced_loss(model, _smoothed(self.label_smoothing_factor)))
@@ -69,7 +70,7 @@ class Objective:
 
 
 def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Return a forward hook that adds noise. It runs again in a recompute, from the same random state."""
+    """Return a forward hook that adds noise; a recompute draws the same noise, from the same random state."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))  # as transformers
@@ -79,10 +80,11 @@ def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
 
 
 def causal_lm_loss(cross_entropy: CrossEntropy, *, keeps_logits: bool) -> Callable[..., Tensor]:
-    """Return a function in the place of transformers' ``ForCausalLMLoss``, for labels that are shifted already.
+    """Return a replacement of transformers' ``ForCausalLMLoss`` for labels that are shifted already.
 
     Args:
-        keeps_logits: Hand over a copy of the logits, as the model needs them once more.
+        cross_entropy: may overwrite its logits.
+        keeps_logits: pass it a copy of the logits, as the model reads them again.
     """
 
     def loss(
@@ -91,7 +93,7 @@ def causal_lm_loss(cross_entropy: CrossEntropy, *, keeps_logits: bool) -> Callab
         vocab_size: int,
         num_items_in_batch: int,
         shift_labels: Tensor,
-        ignore_index: int = _IGNORED,
+        ignore_index: int = IGNORED_LABEL,
         **rest: Any,
     ) -> Tensor:
         rows = logits.reshape(-1, vocab_size)
@@ -111,7 +113,7 @@ def _smoothed(factor: float) -> Callable[..., Tensor]:
         total = nn.functional.cross_entropy(
             logits.float().view(-1, vocab_size),
             shift_labels.view(-1),
-            ignore_index=_IGNORED,
+            ignore_index=IGNORED_LABEL,
             reduction="sum",
             label_smoothing=factor,
         )
@@ -122,7 +124,7 @@ def _smoothed(factor: float) -> Callable[..., Tensor]:
 
 @contextmanager
 def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Put another function in the place of the loss that transformers chose for a model."""
+    """Replace the loss function that transformers chose for a model."""
     own = model.__dict__.get("_loss_function")
     model.__dict__["_loss_function"] = function
     try:

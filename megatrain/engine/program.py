@@ -1,26 +1,55 @@
-"""The program of one training step: which blocks exist, and which are used at which tick.
+"""The program of one training step: its blocks, and its ticks in order, each with the blocks that it uses.
 
-The planner counts bytes with it, the prefetcher looks ahead with it, and the engine executes it, so that
-the planned traffic and the moved traffic are one thing.
+Every unit call of a forward is a *visit*. A step has one tick per visit forward, one for the head, one per visit
+backward, and one per group of weights to update:
+
+    update 0, forward 0, update 1, forward 1, ..., head, ..., backward 1, backward 0
+
+A trace (`trace.py`) tells which units a model visits and what each visit saves for its backward; `ProgramBuilder` makes
+the program of it. The planner counts bytes with the program and finds a home for every block; `tape.compile_step` turns
+both into the leases of a step; the engine asks for them through `BlockAccess` while the model runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from tiered import Access, Mode, Schedule
 
 if TYPE_CHECKING:
-    from megatrain.models.graph import ModelGraph
-
-if TYPE_CHECKING:
-    from megatrain.models.graph import ModelGraph
+    from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.layout import UnitLayout
     from megatrain.optim.base import StateKind
+
+__all__ = [
+    "KINDS",
+    "BlockAccess",
+    "BlockPlan",
+    "GradientSink",
+    "Kind",
+    "Phase",
+    "ProgramBuilder",
+    "Stays",
+    "StepProgram",
+    "Tick",
+    "TracedVisit",
+    "VisitTrace",
+    "activation_key",
+    "activations_of",
+    "evaluation_program",
+    "gradient_key",
+    "keeping_graphs",
+    "layouts_of_unit",
+    "state_key",
+    "uses_of_layouts",
+    "weight_key",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +59,17 @@ class TracedVisit:
     Attributes:
         unit: Index of the unit.
         is_head: Whether it runs in the head phase, piece by piece.
-        has_backward: Whether the backward runs the unit again. False where nothing that is trained comes before its
-            output, and where the loss does not depend on it: announced, but no weights are asked for.
-        saved: `(shape, dtype)` of every activation that is put away for the backward.
-        held_nbytes: Live besides weights and gradient accumulators when the visit begins: the stream of activations,
-            masks, tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
+        has_backward: Whether the backward recomputes the unit. False where nothing trained comes before its output, and
+            where the loss does not depend on it: the visit is announced then, but no weights are leased.
+        saved: `(shape, dtype)` of every activation that is offloaded until the backward.
+        held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
+            tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
         forward_flops: Floating-point operations of the forward.
         backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
-        graph_nbytes: What the graph of the forward holds if it is kept for the backward: all that autograd saves, the
-            inputs, and weights cast to other dtypes; not the weights themselves, nor what visits share.
+        graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
+            and weights cast to other dtypes; not the weights themselves, nor what visits share.
     """
 
     unit: int
@@ -61,12 +90,12 @@ class VisitTrace:
 
     Attributes:
         visits: All visits.
-        shared_nbytes: What one micro-batch keeps by reference from forward to backward: masks, rotary tables, ids.
+        shared_nbytes: Held by reference by one micro-batch from forward to backward: masks, rotary tables, ids.
         head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
-        guesses: What had to be made up, where and why, a sentence each: counts are estimates then.
-        uncounted: Operators whose FLOPs nobody knows, and why; byte counts do not depend on it.
+        guesses: Values that the trace made up, where and why, a sentence each: counts are estimates then.
+        uncounted: Operators without a FLOP formula, and why; byte counts do not depend on it.
         head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
         num_tokens: Tokens of the micro-batch.
     """
@@ -82,23 +111,24 @@ class VisitTrace:
 
     @property
     def exact(self) -> bool:
-        """Whether byte counts are those of the model, and not estimates."""
+        """Whether byte counts are exact: no value was made up."""
         return not self.guesses
 
 
 Phase = Literal["forward", "head", "backward", "update"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
 
-#: (tick, key) -> the tick of its next use, until which the copy stays; in the next step if it is not later.
+#: (tick, key) of a use -> tick of the block's next use, until which the copy stays pinned. A tick that is not later is
+#: one of the next step.
 Stays = Mapping[tuple[int, str], int]
 
-#: Order in which kinds are shown, and preferred for the faster tier when they save equally much.
+#: Order in which kinds are shown, and preferred for the faster tier where they save equally many bytes.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """A block that the run will register: a flat tensor of ``num_elements`` of ``dtype``."""
+    """A block of the run: a flat tensor of ``num_elements`` of ``dtype``."""
 
     key: str
     kind: Kind
@@ -112,14 +142,14 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What the engine holds at one point of the step.
+    """One position in a step, with the blocks that it uses.
 
     Attributes:
-        phase: forward, head, backward (on the compute tier) or update (where ``StepProgram.tier_of`` says).
+        phase: forward, head and backward use the compute tier, update the one that ``StepProgram.tier_of`` names.
         visit: ordinal of the unit call for the first three; index of the layout for ``update``.
-        held: (key, mode) leased together for the whole tick.
-        passing: (key, mode) leased one after the other within it (activations of the micro-batches).
-        spent: keys whose contents are dead after the tick: dropped, never written back.
+        held: (key, mode) of blocks leased together for the whole tick.
+        passing: (key, mode) of blocks leased one after the other within it: activations of the micro-batches.
+        spent: keys whose contents are dead after the tick: discarded, never written back.
     """
 
     phase: Phase
@@ -133,15 +163,18 @@ class Tick:
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
 
-    Deferred ``update`` ticks finish the step before: a block group is updated just before the forward that needs it,
-    when the global norm is long known. So the first step lacks them, and after the last one only they are left. No
-    forward ever sees weights that are not updated. Updates that are not deferred follow the backward that fills their
-    gradient.
+    Deferred ``update`` ticks finish the step before: clipping needs the global norm, which is known only after the
+    whole backward, so each group is updated in the next step, just before the forward that first reads its weights.
+    The first step lacks these ticks; after the last one only they are left. Updates that are not deferred follow the
+    backward that completes their gradient.
 
     Attributes:
+        blocks: by key.
+        ticks: in order.
         compute_tier: where layers run.
+        defers_updates: whether the norm of the whole step decides about its updates.
         updates_in_compute_tier: whether the optimizer can update blocks there.
-        kept: visits whose graphs wait for their backward; their inputs are no blocks.
+        kept: visits whose graphs are kept for the backward; their inputs are no blocks.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -155,8 +188,8 @@ class StepProgram:
         """Return the ticks of a step in order, by position.
 
         Args:
-            updates: with the ticks that finish the step before.
-            passes: with its own, forward and backward.
+            updates: include the deferred updates, which finish the step before.
+            passes: include its own ticks: forward, head, backward.
         """
         return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
@@ -164,10 +197,10 @@ class StepProgram:
         return self.defers_updates and tick.phase == "update"
 
     def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
-        """Return the tier whose copies a tick uses.
+        """Return the tier of a tick's leases.
 
-        An update runs where layers run if all that outlives it, weights and state, is at home there; else in RAM. So
-        homes alone decide, and no copy of state ever goes up to be updated.
+        An update runs in the compute tier if weights and state are at home there, else in RAM: homes alone decide, and
+        optimizer state is never fetched to the compute tier.
         """
         if tick.phase != "update":
             return self.compute_tier
@@ -183,15 +216,46 @@ class StepProgram:
                 yield Access(number, key, tier, mode)
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
-        """Return the schedule of ``num_steps`` steps from ``first_step`` on, and of the updates that end them.
-
-        Reads at home need no foresight. Writes do, wherever they happen: a copy must not be fetched before them.
-        """
+        """Return the schedule of ``num_steps`` steps from ``first_step`` on, and of the updates that end them."""
+        # Reads at home move nothing. Writes at home count: the prefetcher must not fetch a copy elsewhere before them.
         streamed = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
         deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
         start, end = first_step * period, (first_step + num_steps) * period
         return Schedule(streamed, period, end, start=start, deferred=deferred)
+
+
+class BlockAccess(Protocol):
+    """Blocks of one step, as the running model asks for them: in the order of the program. Used by one thread.
+
+    A unit that is called twice in a forward has two visits, and each visit is a use site with its own accumulators.
+    """
+
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+        """Go to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
+
+        A visit that the loss does not depend on is announced too, and its accumulators and activations are leased
+        unused, so that the order of ticks depends on the model alone, never on data.
+        """
+
+    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Lease a unit's weights: owner's full parameter name -> tensor in the compute dtype on the compute device."""
+
+    def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
+        """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
+        """Copy an activation into its block; the caller's tensor is not referenced afterwards."""
+
+    def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
+        """Lease an activation, once: the same shape, dtype and bits. Its contents are dead on exit."""
+
+
+class GradientSink(Protocol):
+    """fp32 gradient accumulators of one use site."""
+
+    def add(self, name: str, gradient: Tensor, /) -> None:
+        """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
 
 
 def activations_of(program: StepProgram) -> dict[int, set[str]]:
@@ -204,7 +268,7 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
 
 
 def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
-    """Return the program in which these visits keep their graphs: no activations are written for them, or read."""
+    """Return the program in which these visits keep their graphs: no activations are written or read for them."""
     dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
     ticks = tuple(
         replace(tick, passing=(), spent=tick.spent - dropped)
@@ -217,9 +281,9 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
-    """Return the program of one pass of an evaluation: the forward and the head of a step, weights and nothing else.
+    """Return the program of one evaluation pass: forward and head of a step, with the weights as its only blocks.
 
-    However many micro-batches pass, each unit's weights are leased once.
+    Each unit's weights are leased once, for all micro-batches of the pass.
     """
     passes: dict[tuple[Phase, int], Tick] = {}
     for tick in program.ticks:
@@ -230,16 +294,16 @@ def evaluation_program(program: StepProgram) -> StepProgram:
 
 
 class ProgramBuilder:
-    """Builds the program of a step from a model's units and the order of their visits.
+    """Builds the program of a step from a model's units and the trace of their visits.
 
     Args:
         graph: units and layouts.
-        trace: visits of one forward, with what each keeps for its backward.
+        trace: visits of one forward, with what each saves for its backward.
         num_micro_batches: micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
         compute_tier: name of the tier that layers run in.
         compute_dtype: of the weight blocks.
-        state_kinds: what the optimizer keeps, the weight block too.
+        state_kinds: kinds of block that the optimizer updates, the weight among them.
         grad_dtype: of gradients at rest.
         defer_updates: see ``StepProgram``.
         updates_in_compute_tier: see ``StepProgram``.
@@ -266,7 +330,7 @@ class ProgramBuilder:
         self._grad_dtype, self._defer_updates = grad_dtype, defer_updates
         self._updates_in_compute_tier = updates_in_compute_tier
         self._uses = uses_of_layouts(graph, trace)
-        # A device computes while the host updates what comes next; on the CPU both take turns.
+        # One tick ahead where a device computes meanwhile: the host updates the next unit's weights beside it.
         self._lead = 0 if compute_tier == "ram" else 1
 
     def build(self) -> StepProgram:
@@ -295,11 +359,11 @@ class ProgramBuilder:
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
     def _is_trained(self, layout: UnitLayout) -> bool:
-        """Frozen parameters own no gradient and no state; nor do those whose module the model never calls."""
+        """Return whether a layout has gradients and state: it is not frozen, and the model calls its module."""
         return layout.trainable and bool(self._uses[layout.name])
 
     def _slot_of(self, micro_batch: int) -> int:
-        """Return which set of activation blocks a micro-batch uses: one at a time needs only one set."""
+        """Return the number of a micro-batch's activation blocks: one set for all where they run one at a time."""
         return micro_batch if self._order == "layer" else 0
 
     # -- ticks -------------------------------------------------------------------------------------------------
@@ -322,12 +386,12 @@ class ProgramBuilder:
             yield tick
             filled = {key for key, mode in tick.held if mode != "r"}
             for index, layout in enumerate(self._graph.layouts.values()):
-                # Of several use sites the first one is filled last: it takes up the sums of the others.
+                # A shared layout has several use sites; backward reaches the first one last and sums the others there.
                 if self._is_trained(layout) and gradient_key(layout.name, 0) in filled:
                     yield self._update(index, layout)
 
     def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the first pass, each preceded by the updates of what it or the next ones use first."""
+        """Yield the ticks of the first pass, each after the updates of the weights that it, or the next, uses first."""
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
@@ -347,7 +411,7 @@ class ProgramBuilder:
         if head:
             held = [item for visit in head for item in self._weights(visit)]
             held += [item for visit in head for item in self._gradients(visit, is_first=is_first, is_last=is_last)]
-            yield Tick("head", head[0], tuple(dict(held).items()), spent=self._merged_away(head, is_last=is_last))
+            yield Tick("head", head[0], tuple(dict(held).items()), spent=self._summed_elsewhere(head, is_last=is_last))
         for visit in reversed(trunk):
             activations = self._activations(visit, group, "r")
             yield Tick(
@@ -356,7 +420,7 @@ class ProgramBuilder:
                 (self._weights(visit) if self._trace.visits[visit].has_backward else ())
                 + self._gradients(visit, is_first=is_first, is_last=is_last),
                 activations,
-                frozenset(key for key, _ in activations) | self._merged_away([visit], is_last=is_last),
+                frozenset(key for key, _ in activations) | self._summed_elsewhere([visit], is_last=is_last),
             )
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
@@ -370,7 +434,7 @@ class ProgramBuilder:
         return tuple((weight_key(name), "r") for name in self._layouts_of(visit))
 
     def _gradients(self, visit: int, *, is_first: bool, is_last: bool) -> tuple[tuple[str, Mode], ...]:
-        """Return the accumulators of a visit; the last one to be filled also takes up those of the other uses."""
+        """Return the accumulators of a visit; the first use site, which backward fills last, reads the others' too."""
         items: list[tuple[str, Mode]] = []
         for name in self._layouts_of(visit):
             if not self._graph.layouts[name].trainable:
@@ -381,7 +445,8 @@ class ProgramBuilder:
                 items += [(gradient_key(name, use), "r") for use in range(1, len(uses))]
         return tuple(items)
 
-    def _merged_away(self, visits: Sequence[int], *, is_last: bool) -> frozenset[str]:
+    def _summed_elsewhere(self, visits: Sequence[int], *, is_last: bool) -> frozenset[str]:
+        """Return the accumulators that are added to another one in this tick, and dead afterwards."""
         if not is_last:
             return frozenset()
         return frozenset(

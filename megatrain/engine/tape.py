@@ -1,7 +1,8 @@
-"""The tape of a step: every lease in order, and what becomes of the copy when it ends. Compiled once.
+"""The tape of a step: every lease in order, and what becomes of the copy when it ends.
 
-The engine executes it, the simulator replays it in virtual time, and planned traffic is a sum over it. So what is
-planned is what moves: there is one place that decides whether a copy is fetched, kept, written back or dropped.
+`compile_step` makes it from a program and a placement. The engine executes it, the simulator replays it on a virtual
+clock, and planned traffic is a sum over it. So planned traffic is moved traffic by construction: `follow` alone decides
+whether a copy is fetched, pinned, written back or dropped.
 """
 
 from __future__ import annotations
@@ -15,38 +16,45 @@ if TYPE_CHECKING:
     from megatrain.engine.program import Phase, Stays, StepProgram
     from tiered import Mode, TieredStore
 
+__all__ = ["Access", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "compile_step", "follow"]
+
 
 class Release(enum.Enum):
     """What becomes of a copy when its lease ends."""
 
-    STAY = "stay"  # it is the home copy
-    KEEP = "keep"  # pinned until its next use, so that it does not cross a link twice
-    EVICT = "evict"  # dropped, after it was written back where it changed
-    DISCARD = "discard"  # its contents are dead: dropped, never written back
+    HOME = "home"  # it is the home copy: nothing
+    PIN = "pin"  # cached until its next use, so that it does not cross a link twice
+    EVICT = "evict"  # written back if it changed, then dropped
+    DISCARD = "discard"  # dropped without a write-back: its contents are dead
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of a block, as the program has it.
+    """One use of a block in a program.
 
     Attributes:
         tick: position in the step.
         mode: of the lease.
-        tier: where it is used.
+        tier: of the lease.
         is_last: its contents are dead afterwards.
-        is_kept: its copy waits in ``tier`` for the next use.
+        is_pinned: its copy is to stay in ``tier`` until the next use.
     """
 
     tick: int
     mode: Mode
     tier: str
     is_last: bool
-    is_kept: bool
+    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A copy away from home that waits for its next use. ``is_newer``: home does not have its contents."""
+class Pinned:
+    """A copy away from home that is pinned until its next use.
+
+    Attributes:
+        tier: of the copy.
+        is_newer: it changed, and home still has the contents of before.
+    """
 
     tier: str
     is_newer: bool
@@ -57,47 +65,53 @@ class Use:
     """One lease of a block, with all that it moves.
 
     Attributes:
-        was_kept: the copy waited here for this use.
+        key: of the block.
+        mode: of the lease.
+        was_pinned: the copy was pinned for this use.
         fetches: the contents come from home.
-        release: what follows.
+        release: what becomes of the copy afterwards.
         writes_back: the contents go home when the lease ends.
     """
 
     key: str
     mode: Mode
-    was_kept: bool
+    was_pinned: bool
     fetches: bool
     release: Release
     writes_back: bool
 
 
-def follow(key: str, accesses: Sequence[Access], home: str, kept: Kept | None = None) -> tuple[list[Use], Kept | None]:
-    """Follow the copy of one block through its uses in a step. This is the one rule of what moves.
+def follow(
+    key: str, accesses: Sequence[Access], home: str, pinned: Pinned | None = None
+) -> tuple[list[Use], Pinned | None]:
+    """Follow the copy of one block through its uses in a step: the one rule of what moves.
 
     Args:
+        key: of the block.
         accesses: in order.
         home: tier of the block.
-        kept: the copy that an earlier step left for the first use.
+        pinned: the copy that an earlier step left for the first use.
 
     Returns:
-        A use for every access, and the copy that waits when the step is over.
+        A use for every access, and the copy that is still pinned when the step is over.
     """
     uses = []
     for access in accesses:
         if access.tier == home:
-            # A copy that waits elsewhere would be stale after a write, and none is planned beside a use at home.
-            assert kept is None, (key, access, kept)
-            uses.append(Use(key, access.mode, False, False, Release.DISCARD if access.is_last else Release.STAY, False))
+            # A write at home would make a copy elsewhere stale: no placement pins one across a use at home.
+            assert pinned is None, (key, access, pinned)
+            release = Release.DISCARD if access.is_last else Release.HOME
+            uses.append(Use(key, access.mode, False, False, release, False))
             continue
-        was_kept = kept is not None
-        assert kept is None or kept.tier == access.tier, (key, access, kept)
-        is_newer = access.mode != "r" or (kept is not None and kept.is_newer)
-        # Contents that are dead are neither kept nor written back, whatever else was planned for the copy.
-        release = Release.DISCARD if access.is_last else Release.KEEP if access.is_kept else Release.EVICT
-        fetches = access.mode != "w" and not was_kept
-        uses.append(Use(key, access.mode, was_kept, fetches, release, is_newer and release is Release.EVICT))
-        kept = Kept(access.tier, is_newer) if release is Release.KEEP else None
-    return uses, kept
+        was_pinned = pinned is not None
+        assert pinned is None or pinned.tier == access.tier, (key, access, pinned)
+        is_newer = access.mode != "r" or (pinned is not None and pinned.is_newer)
+        # Dead contents are neither pinned nor written back, whatever the placement wants for the copy.
+        release = Release.DISCARD if access.is_last else Release.PIN if access.is_pinned else Release.EVICT
+        fetches = access.mode != "w" and not was_pinned
+        uses.append(Use(key, access.mode, was_pinned, fetches, release, is_newer and release is Release.EVICT))
+        pinned = Pinned(access.tier, is_newer) if release is Release.PIN else None
+    return uses, pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +119,10 @@ class Op:
     """One tick of a step.
 
     Attributes:
-        tick: its position in the step, by which the schedule knows it.
-        phase: what runs; see ``Tick``.
-        visit: what runs; see ``Tick``.
-        tier: where its blocks are used.
+        tick: position in the step; the schedule numbers it the same.
+        phase: as in ``Tick``.
+        visit: as in ``Tick``.
+        tier: of its leases.
         held: leased together for the whole tick.
         passing: leased one after the other within it.
     """
@@ -128,10 +142,15 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """The ops of a step in order. ``kept``: copies that wait for the next step when it is over."""
+    """The ops of a step in order.
+
+    Attributes:
+        ops: in order.
+        pinned: by key, the copies that are pinned for the next step when this one is over.
+    """
 
     ops: tuple[Op, ...]
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    pinned: Mapping[str, Pinned] = field(default_factory=dict)
 
     def transfers(self, homes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         """Yield (key, source, destination) of everything that the tape moves between tiers, in order."""
@@ -150,16 +169,17 @@ def compile_step(
     *,
     updates: bool = True,
     passes: bool = True,
-    kept: Mapping[str, Kept] | None = None,
+    pinned: Mapping[str, Pinned] | None = None,
 ) -> Tape:
     """Return the tape of one step.
 
     Args:
+        program: of the step.
         homes: of the placement.
         stays: of the placement.
-        updates: with the ticks that finish the step before.
-        passes: with its own, forward and backward.
-        kept: copies that the tape before left.
+        updates: include the deferred updates, which finish the step before.
+        passes: include its own ticks: forward, head, backward.
+        pinned: copies that the previous tape left.
     """
     chosen = program.chosen_ticks(updates=updates, passes=passes)
     tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
@@ -167,15 +187,15 @@ def compile_step(
     for number, tick in chosen.items():
         for key, mode in (*tick.held, *tick.passing):
             stop = stays.get((number, key))
-            # A stay into the next step: only updates can be left of that, and they come right after the passes.
-            is_kept = stop is not None and (stop in chosen if stop > number else passes)
-            accesses.setdefault(key, []).append(Access(number, mode, tiers[number], key in tick.spent, is_kept))
-    waiting = dict(kept or {})
+            # Into the next step: it may consist of updates alone, but those always follow the passes.
+            is_pinned = stop is not None and (stop in chosen if stop > number else passes)
+            accesses.setdefault(key, []).append(Access(number, mode, tiers[number], key in tick.spent, is_pinned))
+    left = dict(pinned or {})
     uses: dict[tuple[int, str], Use] = {}
     for key, of_key in accesses.items():
-        found, last = follow(key, of_key, homes[key], waiting.pop(key, None))
+        found, last = follow(key, of_key, homes[key], left.pop(key, None))
         if last is not None:
-            waiting[key] = last
+            left[key] = last
         uses.update(((access.tick, key), use) for access, use in zip(of_key, found, strict=True))
     ops = (
         Op(
@@ -188,51 +208,53 @@ def compile_step(
         )
         for number, tick in chosen.items()
     )
-    return Tape(tuple(ops), waiting)
+    return Tape(tuple(ops), left)
 
 
 class TapeStore:
-    """Carries out on a store what the tape says of copies. Used by the thread that runs the step.
+    """Carries out on a store what a tape says of copies. Used by the thread that runs the step.
 
     Args:
+        store: of the blocks.
         homes: block key -> tier.
     """
 
     def __init__(self, store: TieredStore, homes: Mapping[str, str]) -> None:
         self._store, self._homes = store, homes
-        self._kept: dict[str, str] = {}  # key -> tier in which its copy is pinned
+        self._pinned: dict[str, str] = {}  # key -> tier of its pinned copy
 
     def leased(self, uses: Iterable[Use]) -> None:
-        """Note that leases were given: copies that waited for them are pinned no longer."""
+        """Unpin the copies that were pinned for these uses. Call it inside their leases: those hold the copies now."""
         for use in uses:
-            if use.was_kept:
-                self._store.unpin(use.key, self._kept.pop(use.key))
+            if use.was_pinned:
+                self._store.unpin(use.key, self._pinned.pop(use.key))
 
     def released(self, use: Use, tier: str) -> None:
-        """Let go of a copy after its lease, as the tape says.
+        """Release a copy as the tape says. Call it after the lease has ended.
 
         Args:
+            use: of the copy.
             tier: of the op.
         """
         key = use.key
         if use.release is Release.DISCARD:
             self._store.discard(key)
-        elif use.release is not Release.STAY:
+        elif use.release is not Release.HOME:
             passed_ram = tier == "gpu" and self._homes[key] == "nvme" and not self._store.is_linked("nvme", "gpu")
-            if passed_ram and not use.was_kept:
-                # The middle copy first: with it still there, the prefetcher could bring the next use from it. One that
-                # waited has none: what is in RAM then was fetched for a use there.
+            if passed_ram and not use.was_pinned:
+                # The copy in RAM, on the way between drive and GPU, first: while it is there, the prefetcher could
+                # fetch the next use from it. A pinned copy left none: one in RAM then was fetched for a use there.
                 self._store.evict(key, "ram")
-            if use.release is Release.KEEP:
-                # Pinned, so that nothing else decides about it and its room is counted as taken.
+            if use.release is Release.PIN:
+                # A pin also keeps the room: the store evicts nothing that is pinned, and counts its bytes as taken.
                 self._store.pin(key, tier)
-                self._kept[key] = tier
+                self._pinned[key] = tier
             else:
                 self._store.evict(key, tier)
 
-    def evict_kept(self) -> None:
-        """Let go of all copies that wait for a use that will not come."""
-        for key, tier in self._kept.items():
+    def evict_pinned(self) -> None:
+        """Evict all pinned copies: the uses that they were pinned for will not come."""
+        for key, tier in self._pinned.items():
             self._store.unpin(key, tier)
             self._store.evict(key, tier)
-        self._kept.clear()
+        self._pinned.clear()

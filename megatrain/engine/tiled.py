@@ -1,7 +1,11 @@
-"""Position-wise submodules run over a few rows at a time, forward and backward, for long sequences.
+"""MLPs of a model run over a few rows at a time, forward and backward, for long sequences.
 
-A row is the hidden state of one token. What a submodule computes inside is there for the rows of one piece only: the
-forward keeps its input, and the backward runs each piece again before it takes that piece's gradients.
+A row is the hidden state of one token. A submodule that computes each row by itself can run in pieces: its forward
+saves its input alone, and its backward recomputes one piece after another. So what it computes inside is in memory for
+the rows of one piece.
+
+Which submodules are position-wise is tried out, whatever they are called, on a small copy of the model with random
+weights: outputs and gradients of a whole input and of its pieces must agree.
 """
 
 from __future__ import annotations
@@ -11,24 +15,31 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from megatrain.engine.suspend import RandomStates, ThreadModes
+from megatrain.engine.state import RandomStates, ThreadModes, without_saved_tensors
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.position_wise import find_position_wise
+from megatrain.models.graph import find_layers
+from megatrain.models.small import small_model
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["TiledForward", "tile_mlps"]
+__all__ = ["TiledForward", "find_position_wise", "is_position_wise", "tile_mlps"]
+
+_TOKENS = (2, 7)  # rows and tokens of the input that is tried
+_PIECES = (1, 5, 3, 5)
+_RTOL, _ATOL = 1e-3, 1e-5  # fp32 sums in another order
+_FEWEST_MATRICES = 2  # into the MLP and out of it; a single projection holds little memory inside
+
+#: What a layer consists of: (path, class) of its larger submodules. Layers of one signature are taken to be alike.
+_Signature = tuple[tuple[str, str], ...]
 
 
 def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
-    """Let the MLPs of all layers run over ``rows`` rows at a time; return their names.
+    """Replace the forward of all layers' MLPs by one over ``rows`` rows at a time; return their names.
 
     Their weights' gradients are sums over pieces, in fp32, rounded once: other bits than without, the same ones
     wherever blocks live and whatever memory there is.
@@ -65,7 +76,7 @@ class TiledForward:
         ]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run the module; what has no more rows than a piece runs as a whole."""
+        """Run the module; an input of no more rows than a piece runs whole."""
         if hidden.numel() // hidden.shape[-1] <= self._rows:
             return self._whole(hidden)
         if not torch.is_grad_enabled():
@@ -75,7 +86,7 @@ class TiledForward:
         return out
 
     def pieces(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows of each piece and the piece, shaped as the module takes it: [1, rows, H], or [rows, H]."""
+        """Yield the rows of each piece, and the piece in the rank of `hidden`: [1, rows, H] or [rows, H]."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         for start in range(0, len(flat), self._rows):
             part = slice(start, min(start + self._rows, len(flat)))
@@ -85,7 +96,7 @@ class TiledForward:
         """Run one piece; return its rows [rows, H].
 
         Raises:
-            UnsupportedModelError: something inside tells the model about the tokens, and would do so once per piece.
+            UnsupportedModelError: an output recorder of the model collects values inside, and would once per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -113,7 +124,7 @@ class TiledForward:
 
     @contextmanager
     def bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Put ``weights`` into the module for a time."""
+        """Bind ``weights`` to the module's parameters."""
         saved = [parameters[leaf] for parameters, leaf in self._slots]
         try:
             for (parameters, leaf), weight in zip(self._slots, weights, strict=True):
@@ -125,7 +136,7 @@ class TiledForward:
 
 
 class _TiledFunction(torch.autograd.Function):
-    """Keeps a module's input and nothing else."""
+    """Saves a module's input and weights for the backward, and nothing that it computes inside."""
 
     @staticmethod
     def forward(ctx: Any, tiled: TiledForward, hidden: Tensor, *weights: Tensor) -> Tensor:
@@ -134,8 +145,8 @@ class _TiledFunction(torch.autograd.Function):
         ctx.random_state = ctx.random.get()
         ctx.modes = ThreadModes.current(hidden.device.type)
         ctx.save_for_backward(hidden, *weights)
-        # In grad mode as the backward's run, for the same kernels; what autograd would keep is dropped.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped):
+        # In grad mode, as the recompute is: both must pick the same kernels.
+        with torch.enable_grad(), without_saved_tensors():
             return tiled.in_pieces(hidden)
 
     @staticmethod
@@ -149,7 +160,12 @@ class _TiledFunction(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(wanted)
         grads = grad_out.reshape(-1, grad_out.shape[-1])
         grad_hidden = hidden.new_empty(len(grads), hidden.shape[-1]) if needs_hidden else None
-        with _as_in_forward(ctx), tiled.bound(leaves):
+        with (
+            ctx.modes.applied(),
+            ctx.random.continued_from(ctx.random_state),
+            torch.enable_grad(),
+            tiled.bound(leaves),
+        ):
             for part, piece in tiled.pieces(hidden):
                 leaf = piece.detach().requires_grad_(needs_hidden)
                 out = tiled.piece(leaf)
@@ -180,23 +196,121 @@ def _accumulate(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> No
             total.add_(gradient)
 
 
-@contextmanager
-def _as_in_forward(ctx: Any) -> Iterator[None]:
-    """Run with the random stream and the autocast of the forward."""
-    outer, random_state = ThreadModes.current(ctx.modes.autocast[-1][0]), ctx.random.get()
-    ctx.modes.restore()
-    ctx.random.set(ctx.random_state)
+# -- which submodules are position-wise ---------------------------------------------------------------------------
+
+
+def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
+    """Return the names of the outermost position-wise submodules of the layers that hold matrices.
+
+    Raises:
+        UnsupportedModelError: there are none, or a kind of layer is missing in the small copy that they are tried on.
+    """
+    small = small_model(graph.config, "auto", seed=0)
+    proven = _position_wise_paths(small)
+    names: list[str] = []
+    for unit in graph.units:
+        if not unit.is_layer:
+            continue
+        paths = proven.get(_signature(unit.module))
+        if paths is None:
+            raise UnsupportedModelError(
+                unit.name,
+                "model.mlp_rows: the small copy of the model, on which MLPs are tried, has no layer like it. "
+                "Write mlp_rows = 0",
+            )
+        names += [f"{unit.name}.{path}" for path in paths]
+    if not names:
+        raise UnsupportedModelError(
+            type(graph.model).__name__,
+            "model.mlp_rows: no submodule of its layers computes each token by itself, so none can be run over a few "
+            "rows at a time. Write mlp_rows = 0",
+        )
+    return tuple(names)
+
+
+def _position_wise_paths(model: Any) -> dict[_Signature, tuple[str, ...]]:
+    """Return the position-wise submodules by signature of their layer, as paths in the layer."""
+    layers = find_layers(model)
+    calls = _call_widths(model, layers.values())
+    found: dict[_Signature, tuple[str, ...]] = {}
+    for layer in layers.values():
+        found[_signature(layer)] = tuple(_outermost(layer, "", calls))
+    return found
+
+
+def _outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | None]]) -> Iterator[str]:
+    for leaf, child in module.named_children():
+        child_path = f"{path}.{leaf}" if path else leaf
+        if not _has_matrices(child):
+            continue
+        widths = calls.get(child, [])
+        if len(widths) == 1 and widths[0] is not None and is_position_wise(child, widths[0]):
+            yield child_path
+        else:
+            yield from _outermost(child, child_path, calls)
+
+
+def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
+    """Run the model once; return the width of the input of each submodule's calls.
+
+    None stands for a call that does not take and return one tensor of hidden states.
+    """
+    seen: dict[nn.Module, list[int | None]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+        is_hidden = is_plain and args[0].dim() >= 2 and output.shape[:-1] == args[0].shape[:-1]
+        seen.setdefault(module, []).append(args[0].shape[-1] if is_hidden else None)
+
+    modules = [module for layer in layers for module in layer.modules() if module is not layer]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules if _has_matrices(module)]
     try:
-        with torch.enable_grad():
-            yield
+        with torch.no_grad():
+            model(input_ids=torch.arange(8)[None], use_cache=False)
     finally:
-        ctx.random.set(random_state)
-        outer.restore()
+        for hook in hooks:
+            hook.remove()
+    return seen
 
 
-def _drop(tensor: Tensor) -> None:
-    """Keep nothing: each piece is run again in the backward."""
+def is_position_wise(module: nn.Module, width: int) -> bool:
+    """Return whether a module computes the same for a whole input as for its pieces, gradients included.
+
+    Args:
+        module: takes hidden states [B, S, width], with real weights on the CPU. It must draw no random numbers.
+        width: last dimension of the input.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(*_TOKENS, width, generator=generator)
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    try:
+        whole = _run(module, [hidden], generator.manual_seed(1))
+        pieces = list(hidden.reshape(1, -1, width).split_with_sizes(_PIECES, dim=1))
+        parts = _run(module, pieces, generator.manual_seed(1))
+    except Exception:  # whatever fails on pieces cannot be run on them
+        return False
+    same = all(torch.allclose(a, b, rtol=_RTOL, atol=_ATOL) for a, b in zip(whole, parts, strict=True))
+    return same and all(torch.equal(a, b) for a, b in zip(buffers, module.buffers(), strict=True))
 
 
-def _unpack_dropped(_: object) -> Tensor:
-    raise AssertionError("the graph of a piece's first run was used; only its recompute has one")
+def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Run a module on some inputs; return its outputs joined [tokens, H], and the gradients of a random sum of them."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        outputs = [module(leaf) for leaf in leaves]
+        out = torch.cat([output.reshape(-1, output.shape[-1]) for output in outputs])
+        factors = torch.randn(out.shape, generator=generator)
+        found = torch.autograd.grad((out * factors).sum(), [*leaves, *weights], allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip([*leaves, *weights], found, strict=True)]
+    own = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in grads[: len(leaves)]])
+    return [out.detach(), own, *grads[len(leaves) :]]
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return sum(parameter.dim() >= 2 for parameter in module.parameters()) >= _FEWEST_MATRICES
+
+
+def _signature(layer: nn.Module) -> _Signature:
+    own = [(path, type(module).__name__) for path, module in layer.named_modules() if path and _has_matrices(module)]
+    return (("", type(layer).__name__), *own)

@@ -1,8 +1,8 @@
-"""Running one forward and backward without memory, to learn what a step will need.
+"""Traces one forward and backward without computing: which units a model visits, and the memory and FLOPs of each.
 
-The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. Where a model looks at values
-(a mixture of experts that loops over the experts that were hit), the values are made up and the trace says that its
-byte counts are estimates.
+The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. Its `BlockAccess` is the tracer,
+which reads the counters at every tick. Where a model reads values (a mixture of experts that loops over the experts
+that were hit), the trace makes them up and says that its byte counts are estimates.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
+from megatrain.engine.forward import LayerRunner, move_buffers
 from megatrain.engine.program import TracedVisit, VisitTrace
+from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.kept import reads_more_than_text
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
@@ -31,153 +32,16 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedModel
 
-    from megatrain.engine.forward import LayerRunner
     from megatrain.engine.objective import Objective
     from megatrain.engine.visit import BoundUnit
     from megatrain.models.graph import ModelGraph, Unit
 
-__all__ = [
-    "Ledger",
-    "LedgerError",
-    "StepFlops",
-    "TracedVisit",
-    "VisitTrace",
-    "count_flops",
-    "step_flops",
-    "trace_visits",
-]
+__all__ = ["CountingError", "CountingMode", "StepFlops", "count_flops", "step_flops", "trace_visits"]
 
-_RAISES = 2  # mode of torch in which an operation without a deterministic kernel raises
-
-
-class LedgerError(RuntimeError):
-    """The trace failed at counting. Not the model's fault: a plan from here on would be wrong."""
-
-
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs and the bytes of live storages, and answers the questions about values that fake tensors cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_nbytes = 0
-        self.peak_nbytes = 0
-        self.num_flops = 0
-        self.uncounted: list[str] = []  # operators whose FLOPs nobody knows, and why
-        self.where = "the model"  # the unit that runs
-        self._guesses: dict[str, list[str]] = {}
-        self.new_nbytes: dict[int, int] = {}  # by storage: those alive that were made since this was cleared
-        self._known: dict[int, int] = {}
-        self._paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is made inside: it is accounted for as blocks."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        """Note guesses as those of a unit."""
-        before, self.where = self.where, name
-        try:
-            yield
-        finally:
-            self.where = before
-
-    def guess(self, what: str) -> None:
-        """Note that something is not as it will be, and why; said once, however many units it is in."""
-        names = self._guesses.setdefault(what, [])
-        if self.where not in names:
-            names.append(self.where)
-
-    @property
-    def guesses(self) -> tuple[str, ...]:
-        """What was guessed and why, with where: a sentence each."""
-        return tuple(
-            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
-            for what, names in self._guesses.items()
-        )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = self._result(func, args, kwargs)
-        try:
-            self._book(func, args, kwargs, result)
-        except Exception as error:
-            raise LedgerError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
-        return result
-
-    def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator returns: fake tensors, or a number that is made up."""
-        aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default:
-            if (known := getattr(args[0], "constant", None)) is not None:
-                return known.item()
-            self.guess("a number that it looks at is not known before it runs; taken as 0, a yes or no as yes")
-            if args[0].dtype == torch.bool:
-                return True  # validity checks pass
-            return 0.0 if args[0].is_floating_point() else 0
-        if func is aten.nonzero.default:
-            self.guess("how many elements it finds is not known before it runs; taken as the longest side")
-            found = max(args[0].shape, default=1)
-            return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
-        if func is aten.rand.default and not args[0]:
-            # One number, drawn to leave out a layer by chance where it is below a rate. The plan is for all layers.
-            return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
-        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # torch knows the shape of the result for bf16 alone; the kernel itself takes fp32 too.
-            with self.paused():
-                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
-                shape = func(*lowered, *args[2:], **kwargs).shape
-            return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
-        return func(*args, **kwargs)
-
-    def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        self._count_flops(func, args, kwargs, result)
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, Tensor):
-                self._count(item)
-        attention = None if self._paused else AttentionCall.of(func, args, kwargs)
-        if attention is not None:
-            is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
-            hidden = attention.hidden_nbytes(args[0].device, is_deterministic=is_deterministic)
-            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
-
-    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add the FLOPs of a call. A formula of torch's that fails costs figures of speed, and no plan."""
-        try:
-            self.num_flops += count_flops(func, args, kwargs, result)
-        except Exception as error:
-            reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if reason not in self.uncounted:
-                self.uncounted.append(reason)
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        nbytes = 0 if self._paused else storage.nbytes()
-        self._known[key] = self.new_nbytes[key] = nbytes
-        weakref.finalize(storage, self._forget, key)
-        self.live_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
-
-    def _forget(self, key: int) -> None:
-        self.live_nbytes -= self._known.pop(key)
-        self.new_nbytes.pop(key, None)
-
-
-#: Allocators give memory in units of so many bytes.
-_ALIGNMENT_BYTES = 512
-
-_TRACED_PIECES = 3  # of the head: the first, which begins the gradient, and others, which add to it
-_LOSS_NBYTES = 4  # what is left of a piece until the end of the step
+_RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
+_ALIGNMENT_BYTES = 512  # allocators round sizes up to it
+_TRACED_PIECES = 3  # of the head: the first begins the gradient, the others add to it
+_LOSS_NBYTES = 4  # what each piece leaves until the end of the step
 
 
 def trace_visits(
@@ -191,66 +55,51 @@ def trace_visits(
     objective: Objective | None = None,
     padded: bool = True,
 ) -> VisitTrace:
-    """Learn the visits of a micro-batch of `batch_size` x `seq_len` tokens; all of them have a label.
+    """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
     Args:
-        graph: The model; it stays as it is, and nothing is put on `device`.
+        graph: The model; unchanged, and nothing is allocated on `device`.
         batch_size: Rows of the micro-batch.
         seq_len: Tokens per row.
         compute_dtype: Must be the graph's.
-        device: Compute device; kernels, and so workspaces, differ between devices.
+        device: Compute device: kernels and their workspaces differ between devices.
         head_rows: As for the runner.
         objective: As for the runner.
-        padded: Whether the attention mask tells of padding or documents. If not, each row is one document.
+        padded: Whether the attention mask shows padding or documents. If not, each row is one document.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatrain.engine.forward import LayerRunner
-
-    device = _numbered(torch.device(device))
-    access = _TraceAccess(graph, compute_dtype, device)
+    device = _with_index(torch.device(device))
     num_tokens = batch_size * seq_len
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
-        runner = LayerRunner(
-            graph,
-            access,
-            device=device,
-            compute_dtype=compute_dtype,
-            head_rows=head_rows,
-            objective=objective,
-            random_enabled=False,
-        )
-        access.runner = runner
-        for bound in runner.bounds:
-            bound.forward = _measured(_guessing(bound, access.ledger), access)
-        with fake, access.ledger:
-            with access.ledger.paused():
+        tracer = _Tracer(graph, compute_dtype, device, head_rows, objective)
+        with fake, tracer.counts:
+            with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-                num_rows = min(num_tokens, _TRACED_PIECES * runner.head_rows) or num_tokens  # all pieces are alike
+                # All pieces of the head are alike: a few are traced, the rest is added below.
+                num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
             with nullcontext() if padded else rows_are_documents(), _texts_explained(graph.model):
-                runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
-            access.close()
-    return _with_all_pieces(access.trace(), num_rows, num_tokens)
+                tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
+            tracer.close()
+    return _with_all_pieces(tracer.trace(), num_rows, num_tokens)
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """Return the device with its number, which fake tensors and their operators must not ask a driver for."""
-    if device != torch.device("cuda"):  # which has none
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device with its index: without one, operators on fake tensors would ask the driver for it."""
+    if device != torch.device("cuda"):
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 @contextmanager
 def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> Iterator[None]:
-    """Have a model's buffers on the compute device for a time, without memory there."""
-    from megatrain.engine.forward import move_buffers
-
+    """Have fake copies of a model's buffers on the compute device."""
     before = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         with fake:
@@ -263,12 +112,12 @@ def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) 
 
 @contextmanager
 def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
-    """Say it plainly if a model that reads images as well does not run on a text without any."""
+    """Explain it if a model that also reads images does not run on text alone."""
     try:
         yield
     except UnsupportedModelError:
         raise
-    except Exception as error:  # the code of every family raises its own kinds
+    except Exception as error:  # every family's code raises other types
         if not reads_more_than_text(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -296,58 +145,10 @@ def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> Visit
     )
 
 
-def _guessing(bound: BoundUnit, ledger: Ledger) -> Callable[..., Any]:
-    """Return the unit's forward; where made-up values break a layer, its output is taken to be like its input.
-
-    The gradients of its parameters are counted all the same; what it computes inside is not.
-    """
-    forward = bound.forward
-
-    def guess(*args: Any, **kwargs: Any) -> Any:
-        with ledger.inside(bound.unit.name):
-            return run(*args, **kwargs)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except (UnsupportedModelError, LedgerError):
-            raise
-        except Exception as error:
-            stream = args[0] if args else kwargs.get("hidden_states")
-            if not bound.unit.is_layer or not isinstance(stream, Tensor):
-                raise
-            ledger.guess(
-                f"its forward failed on tensors without numbers ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}); planned as if its output were like its input, without what it "
-                "takes inside"
-            )
-            return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
-
-    return guess
-
-
-def _measured(forward: Callable[..., Any], access: _TraceAccess) -> Callable[..., Any]:
-    """Return a unit's forward that tells how much the graph holds which a recompute builds."""
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        if not access.is_in_backward:
-            return forward(*args, **kwargs)
-        saved: set[int] = set()
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.add(tensor.untyped_storage()._cdata)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            value = forward(*args, **kwargs)
-        access.note_graph(value, saved)
-        return value
-
-    return measured
-
-
 @dataclass(slots=True)
 class _Phase:
+    """Counts of one tick."""
+
     name: str
     visit: int
     held_nbytes: int
@@ -355,12 +156,18 @@ class _Phase:
     num_flops: int = 0
 
 
-class _TraceAccess:
-    """`BlockAccess` that gives fake weights, keeps shapes, and reads the ledger at every announcement."""
+class _Tracer:
+    """Runs the engine on fake tensors, as its `BlockAccess`: hands out fake weights, reads the counts at every tick."""
 
-    def __init__(self, graph: ModelGraph, dtype: torch.dtype, device: torch.device) -> None:
-        self.ledger = Ledger()
-        self.runner: LayerRunner | None = None
+    def __init__(
+        self,
+        graph: ModelGraph,
+        dtype: torch.dtype,
+        device: torch.device,
+        head_rows: int | None,
+        objective: Objective | None,
+    ) -> None:
+        self.counts = CountingMode()
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._dtype, self._device = dtype, device
         self._phases: list[_Phase] = []
@@ -369,56 +176,45 @@ class _TraceAccess:
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
         self._shared_nbytes = 0
+        self.runner = LayerRunner(
+            graph,
+            self,
+            device=device,
+            compute_dtype=dtype,
+            head_rows=head_rows,
+            objective=objective,
+            random_enabled=False,
+        )
+        for bound in self.runner.bounds:
+            bound.forward = self._measured(self._guessing(bound))
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
-            self._note_visits()
-        self.ledger.peak_nbytes, self.ledger.num_flops = self.ledger.live_nbytes, 0
-        self.ledger.new_nbytes.clear()
-        self._phases.append(_Phase(phase, visit, self.ledger.live_nbytes, 0))
+            self._note_visits()  # the forward is over, and the backward has not yet freed what visits share
+        self.counts.peak_nbytes, self.counts.num_flops = self.counts.live_nbytes, 0
+        self.counts.new_nbytes.clear()
+        self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0))
 
     def close(self) -> None:
-        """Read the peak and the FLOPs of the phase that ends."""
+        """Read the peak and the FLOPs of the tick that ends."""
         if self._phases:
-            self._phases[-1].peak_nbytes = self.ledger.peak_nbytes - self._phases[-1].held_nbytes
-            self._phases[-1].num_flops = self.ledger.num_flops
+            self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
+            self._phases[-1].num_flops = self.counts.num_flops
 
     def _note_visits(self) -> None:
-        assert self.runner is not None
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
         shared = {id(t.untyped_storage()): t for visit in self.runner.visits for t in visit.shared_tensors()}
         by_storage = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in shared.values()}
         self._shared_nbytes = sum(by_storage.values())
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether the backward of a visit is under way."""
-        return bool(self._phases) and self._phases[-1].name == "backward"
-
-    def note_graph(self, value: Any, saved: set[int]) -> None:
-        """Note what is alive of all that a visit made since its backward began: its graph, and what it returned.
-
-        Args:
-            value: What it returned. The rest of the model holds that, the graph only what it saved of it.
-            saved: Storages that autograd saved.
-        """
-        alive = dict(self.ledger.new_nbytes)
-
-        def forget(leaf: Any) -> None:
-            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in saved:
-                alive.pop(key, None)
-
-        tree_map(value, forget)
-        visit = self._phases[-1].visit
-        inputs = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.get(visit, ()))
-        self._graph_nbytes[visit] = inputs + sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
+    # -- blocks ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
         if self._phases[-1].name != "forward":
             self._with_backward.add(visit)
-        with self.ledger.paused():
+        with self.counts.paused():
             tensors = {
                 owner: torch.empty(self._shapes[owner], dtype=self._dtype, device=self._device)
                 for _, owner, _ in unit.params
@@ -430,7 +226,7 @@ class _TraceAccess:
         yield _NoSink()
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
-        with self.ledger.paused():
+        with self.counts.paused():
             self._saved.setdefault(visit, []).append(tensor.clone())
         assert index == len(self._saved[visit]) - 1, (visit, index)
 
@@ -438,9 +234,75 @@ class _TraceAccess:
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
         yield self._saved[visit][index]
 
+    # -- the units' forwards ------------------------------------------------------------------------------------
+
+    def _guessing(self, bound: BoundUnit) -> Callable[..., Any]:
+        """Return the unit's forward; a layer that fails on made-up values is taken to return its input.
+
+        The gradients of its parameters are counted all the same, but nothing of what it computes inside.
+        """
+        forward = bound.forward
+
+        def guess(*args: Any, **kwargs: Any) -> Any:
+            with self.counts.inside(bound.unit.name):
+                try:
+                    return forward(*args, **kwargs)
+                except (UnsupportedModelError, CountingError):
+                    raise
+                except Exception as error:
+                    stream = args[0] if args else kwargs.get("hidden_states")
+                    if not bound.unit.is_layer or not isinstance(stream, Tensor):
+                        raise
+                    self.counts.guess(
+                        f"its forward failed on tensors without values ({type(error).__name__}: "
+                        f"{str(error).partition(chr(10))[0]}); planned as if it returned its input, without the memory "
+                        "it uses inside"
+                    )
+                    return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
+
+        return guess
+
+    def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a unit's forward that, in a recompute, measures the graph it builds."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if not self._phases or self._phases[-1].name != "backward":
+                return forward(*args, **kwargs)
+            saved: set[int] = set()
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.add(tensor.untyped_storage()._cdata)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                value = forward(*args, **kwargs)
+            self._note_graph(value, saved)
+            return value
+
+        return measured
+
+    def _note_graph(self, value: Any, saved: set[int]) -> None:
+        """Note the size of a recompute's graph: what is alive of all that the visit made since its backward began.
+
+        Args:
+            value: Its result, which the rest of the model holds; the graph holds what autograd saved of it.
+            saved: Storages that autograd saved.
+        """
+        alive = dict(self.counts.new_nbytes)
+
+        def forget(leaf: Any) -> None:
+            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in saved:
+                alive.pop(key, None)
+
+        tree_map(value, forget)
+        visit = self._phases[-1].visit
+        inputs = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.get(visit, ()))
+        self._graph_nbytes[visit] = inputs + sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
+
+    # -- the result --------------------------------------------------------------------------------------------
+
     def trace(self) -> VisitTrace:
-        """Put together what was seen."""
-        assert self.runner is not None
+        """Return the trace."""
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
         first_head = len(self._units) - num_head
@@ -450,28 +312,162 @@ class _TraceAccess:
             forward = phases.get(("forward", number)) or phases["head", first_head]
             backward = phases.get(("backward", number)) or phases["head", first_head]
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
-            again = number in self._with_backward
+            has_backward = number in self._with_backward
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
             graph_nbytes = self._graph_nbytes.get(number, 0)
-            visits.append(TracedVisit(unit, is_head, again, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes))
+            visits.append(
+                TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes)
+            )
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
         return VisitTrace(
             visits=tuple(visits),
             shared_nbytes=self._shared_nbytes,
             head_nbytes=head.peak_nbytes,
             head_rows=self.runner.head_rows,
-            guesses=self.ledger.guesses,
-            uncounted=tuple(self.ledger.uncounted),
+            guesses=self.counts.guesses,
+            uncounted=tuple(self.counts.uncounted),
             head_flops=head.num_flops,
         )
 
 
 class _NoSink:
-    """Gradients of a trace go nowhere."""
+    """Drops the gradients of a trace."""
 
     def add(self, name: str, gradient: Tensor, /) -> None:
-        """Let go of it."""
+        """Do nothing."""
+
+
+class CountingError(RuntimeError):
+    """The trace failed at counting, not the model at running: its counts are wrong."""
+
+
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs and the bytes of live storages, and makes up the values that fake tensors do not have.
+
+    Attributes:
+        live_nbytes: of the storages alive now.
+        peak_nbytes: largest ``live_nbytes`` since this was reset.
+        num_flops: since this was reset.
+        new_nbytes: by storage, of those alive that were made since this was cleared.
+        uncounted: operators without a FLOP formula, and why.
+        where: name of the unit that runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self.num_flops = 0
+        self.uncounted: list[str] = []
+        self.where = "the model"
+        self._guesses: dict[str, list[str]] = {}
+        self.new_nbytes: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is made inside: those bytes are in blocks."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Note guesses under the name of a unit."""
+        before, self.where = self.where, name
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def guess(self, what: str) -> None:
+        """Note a made-up value, and why; reported once for all units that have it."""
+        names = self._guesses.setdefault(what, [])
+        if self.where not in names:
+            names.append(self.where)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """Where values were made up, which and why: a sentence each."""
+        return tuple(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
+            for what, names in self._guesses.items()
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self._result(func, args, kwargs)
+        try:
+            self._book(func, args, kwargs, result)
+        except Exception as error:
+            raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
+        return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator: fake tensors, or a made-up number."""
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            if (known := getattr(args[0], "constant", None)) is not None:
+                return known.item()
+            self.guess("it reads a value that is not known before it runs; taken as 0, or as true")
+            if args[0].dtype == torch.bool:
+                return True  # validity checks pass
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is aten.nonzero.default:
+            self.guess("the number of nonzero elements is not known before it runs; taken as the longest side")
+            found = max(args[0].shape, default=1)
+            return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
+        if func is aten.rand.default and not args[0]:
+            # Layer drop: a layer is left out where this number is below a rate. The plan is for all layers.
+            return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # torch's fake kernel takes bf16 alone; the real one takes fp32 too.
+            with self.paused():
+                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
+                shape = func(*lowered, *args[2:], **kwargs).shape
+            return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **kwargs)
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        self._count_flops(func, args, kwargs, result)
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self._count(item)
+        attention = None if self._paused else AttentionCall.of(func, args, kwargs)
+        if attention is not None:
+            is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
+            hidden = attention.hidden_nbytes(args[0].device, is_deterministic=is_deterministic)
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
+
+    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Add the FLOPs of a call. Where torch's formula fails, only MFU is lost: the plan goes on."""
+        try:
+            self.num_flops += count_flops(func, args, kwargs, result)
+        except Exception as error:
+            reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if reason not in self.uncounted:
+                self.uncounted.append(reason)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = 0 if self._paused else storage.nbytes()
+        self._known[key] = self.new_nbytes[key] = nbytes
+        weakref.finalize(storage, self._forget, key)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_nbytes -= self._known.pop(key)
+        self.new_nbytes.pop(key, None)
 
 
 _NO_FLOPS = 0
@@ -479,14 +475,14 @@ _NO_FLOPS = 0
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """Floating-point operations of one optimizer step; 0 where the trace cannot tell.
+    """Floating-point operations of one optimizer step; 0 where the trace has estimates.
 
     Matrix products, convolutions and attention are counted, two for each multiplication and addition; causal attention
     in full, as kernels are rated; the optimizer not.
 
     Attributes:
         model: of one forward and one backward of the tokens that are not padding.
-        hardware: of all that was computed: the second forward of layers that are recomputed and the padding too.
+        hardware: of all that was computed, recomputed forwards and padding included.
     """
 
     model: int = _NO_FLOPS
@@ -503,26 +499,26 @@ def step_flops(
 ) -> StepFlops:
     """Return the FLOPs of a step from those of the micro-batch that was traced.
 
-    Layers cost the same for each place of a row, the head for each trained token; attention costs what it does in rows
-    of the traced length, and so less than is counted where rows are shorter.
+    Layers cost the same for each place of a row, the head for each trained token. Attention is counted as in rows of
+    the traced length, which is too much where rows are shorter.
 
     Args:
         trace: of the model.
         num_places: tokens of all micro-batches, padding included.
-        num_real_tokens: of them without padding; with a label.
-        num_trained_tokens: of them without padding; with a label.
-        kept: visits whose graphs are kept: they are not run again.
+        num_real_tokens: those without padding.
+        num_trained_tokens: those with a label.
+        kept: visits whose graphs are kept: they are not recomputed.
     """
     if not trace.exact or trace.uncounted or not trace.num_tokens:
         return StepFlops()
     trunk = [visit for visit in trace.visits if not visit.is_head]
     forward = sum(visit.forward_flops for visit in trunk)
     backward = sum(visit.backward_flops for visit in trunk)
-    again = sum(visit.forward_flops for visit in trunk if visit.has_backward)
+    recomputed = sum(visit.forward_flops for visit in trunk if visit.has_backward)
     saved = sum(v.forward_flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
     head = trace.head_flops * num_trained_tokens
     return StepFlops(
-        model=((forward + backward - again) * num_real_tokens + head) // trace.num_tokens,
+        model=((forward + backward - recomputed) * num_real_tokens + head) // trace.num_tokens,
         hardware=((forward + backward - saved) * num_places + head) // trace.num_tokens,
     )
 
@@ -537,7 +533,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 @cache
 def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return operator -> formula: torch's, and those of operators that it has none for."""
+    """Return operator -> formula: torch's, and ours where it has none."""
     from torch.utils import flop_counter
 
     counter: Any = flop_counter  # its functions carry no types
@@ -546,7 +542,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """Products of groups of rows [M, K] with one matrix each [E, K, N], or what their backward makes of it."""
+    """FLOPs of groups of rows [M, K] times one matrix each [E, K, N], or of their backward."""
     rows, inner = a.shape[-2:]
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return int(2 * groups * rows * inner * b.shape[-1])

@@ -1,4 +1,12 @@
-"""One visit of a unit: its weights are bound for as long as its forward, recompute and backward run."""
+"""One visit of a unit: its weights are leased and bound while its forward, its recompute and its backward run.
+
+The engine's activation checkpointing, unit by unit. Forward: the unit runs once for every micro-batch that waits at it,
+without saving anything for autograd; its inputs are offloaded. Backward: the inputs come back, the unit runs again, and
+its graph gives the gradients. Outside of both its parameters are placeholders without memory. A visit whose graph is
+kept (`StepProgram.kept`) skips the offload and the recompute.
+
+`UnitVisit` is the mechanism; `BoundUnit` binds weights to an unmodified module and runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_not
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.program import BlockAccess, GradientSink
+from megatrain.engine.state import without_saved_tensors
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -21,392 +31,21 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from megatrain.config.schema import ModelConfig
-    from megatrain.engine.suspend import RandomStates, SuspendedForward, ThreadModes
+    from megatrain.engine.state import RandomStates, ThreadModes
+    from megatrain.engine.suspend import SuspendedForward
     from megatrain.models.graph import Unit
 
 __all__ = [
     "AbsentWeight",
-    "BlockAccess",
     "BoundUnit",
-    "GradientSink",
     "KeptGraph",
     "LayerCompiler",
     "UnitVisit",
+    "VisitSequence",
     "absent_weight",
-    "collected_records",
     "installed_stubs",
     "optional_gradients",
 ]
-
-
-class GradientSink(Protocol):
-    """fp32 accumulators of one use site."""
-
-    def add(self, name: str, gradient: Tensor, /) -> None:
-        """Add one micro-batch's gradient (compute dtype, the parameter's shape); the first one of a step is copied."""
-
-
-class BlockAccess(Protocol):
-    """Blocks of one training step, in the order in which the engine asks for them. Used by one thread.
-
-    A *visit* is the ordinal of a unit call inside one forward; a unit that is called twice has two visits, and each
-    visit is a use site with gradient accumulators of its own.
-    """
-
-    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
-        """Announce the next piece of work: forward visits 0.., the head (its first visit), backward ..0.
-
-        A visit that the loss does not depend on is announced too, and its accumulators and activations are opened
-        and closed unused, so that the order of announcements depends on the model alone.
-        """
-
-    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Owner's full parameter name -> tensor in the compute dtype on the compute device, valid inside."""
-
-    def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
-        """Accumulators of the unit's trainable parameters at this use site; asked for only if there are any."""
-
-    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
-        """Copy a tensor away; it must not be kept."""
-
-    def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """The same shape, dtype and bits back, once; dead after exit."""
-
-
-_QUESTIONS = frozenset(
-    {
-        "__get__",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "__len__",
-        "__repr__",
-        "__hash__",
-    }
-)
-
-
-class AbsentWeight(Tensor):
-    """Answers for a weight's shape, dtype and device, and refuses to be computed with.
-
-    Model code may ask these of a weight at any time; the numbers are there only while the engine runs the unit.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if getattr(func, "__name__", "") not in _QUESTIONS:
-            raise UnsupportedModelError(
-                "the model",
-                f"its code uses a weight outside of the weight's own module ({getattr(func, '__name__', func)}); "
-                "such a weight cannot be streamed",
-            )
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
-    """Return a stand-in with the shape and dtype of `parameter` on `device`; it takes the memory of one number."""
-    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
-    standing_in = Tensor._make_subclass(AbsentWeight, nan.expand(parameter.shape))
-    assert isinstance(standing_in, AbsentWeight)
-    return standing_in
-
-
-#: Kinds of one class of layers: shapes of micro-batches, training and evaluation, windows. torch's own limit is 8.
-_MOST_KINDS = 64
-_LONGEST_REASON = 300
-
-
-class LayerCompiler:
-    """Makes compiled forwards of layers. The first call of each kind compiles, which takes seconds to minutes.
-
-    Forward and recompute run the same compiled code, under grad mode both, so they compute the same bits.
-
-    Args:
-        backend: of ``torch.compile``.
-    """
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self._backend = backend
-        self._by_class: dict[type, Callable[..., Any]] = {}
-
-    @classmethod
-    def of(cls, table: ModelConfig) -> LayerCompiler | None:
-        """Return the compiler that a config asks for, or None."""
-        return cls(table.compile_backend) if table.compile else None
-
-    def forward_of(self, unit: Unit) -> Callable[..., Any]:
-        """Return the compiled forward of a layer.
-
-        It raises ``UnsupportedModelError`` where it cannot be compiled as one graph.
-        """
-        module = unit.module
-        compiled = self._by_class.get(type(module))
-        if compiled is None:
-            # One graph or nothing: behind a break, code would run eagerly, and nobody would notice.
-            compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
-            self._by_class[type(module)] = compiled
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # Compiled code belongs to a state of autocast, whose cache forward and recompute have different uses for.
-            is_cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)
-            try:
-                with naming_failures(unit):
-                    return compiled(module, *args, **kwargs)
-            finally:
-                torch.set_autocast_cache_enabled(is_cached)
-
-        return forward
-
-
-@contextmanager
-def naming_failures(unit: Unit) -> Iterator[None]:
-    """Run compiled code of a layer, and say which layer it was whose code cannot be compiled.
-
-    Around the backward, too, which is compiled when it first runs.
-    """
-    import torch._dynamo as dynamo
-
-    failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
-    try:
-        with dynamo.config.patch(recompile_limit=_MOST_KINDS):
-            yield
-    except failures as error:
-        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # advice that is none here
-        reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
-        raise UnsupportedModelError(
-            f"{unit.name} ({type(unit.module).__name__})",
-            f"torch.compile cannot compile its forward and backward as one graph ({type(error).__name__}: {reason}). "
-            "Write model.compile = false",
-        ) from error
-
-
-def _drop(tensor: Tensor) -> None:
-    """Keep nothing of what autograd would save: the unit is run again in the backward."""
-
-
-def _unpack_dropped(_: object) -> Tensor:
-    raise AssertionError("the graph of a unit's first run was used; only its recompute has one")
-
-
-class BoundUnit:
-    """A unit's module, its parameter slots, and its own `forward`.
-
-    Args:
-        unit: The unit; its module must not be stubbed yet.
-        device: Compute device.
-        compiler: Of layers; None: they run as they are.
-    """
-
-    def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
-        self.unit = unit
-        self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
-        self._is_compiled = compiler is not None and unit.is_layer
-        if compiler is not None and unit.is_layer:
-            self.forward = compiler.forward_of(unit)
-        self._modules = tuple(unit.module.modules())
-        self._slots: list[tuple[dict[str, Any], str, str]] = []
-        self._trainable: dict[str, bool] = {}
-        self._declared_dtype: dict[str, torch.dtype] = {}
-        self._absent: dict[str, Tensor] = {}
-        for local, owner, _ in unit.params:
-            path, _, leaf = local.rpartition(".")
-            parameters = unit.module.get_submodule(path)._parameters
-            parameter = parameters[leaf]
-            assert parameter is not None, local
-            self._slots.append((parameters, leaf, owner))
-            self._trainable[owner] = parameter.requires_grad
-            self._declared_dtype[owner] = parameter.dtype
-            self._absent[owner] = absent_weight(parameter, device)
-        self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
-
-    def _own_parameters(self) -> dict[str, Tensor]:
-        """Forward of a container: copies of its parameters, which outlive the visit."""
-        return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
-
-    @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Put stand-ins in the place of the parameters: right shape, dtype and device, no memory."""
-        saved = [(parameters, leaf, parameters[leaf]) for parameters, leaf, _ in self._slots]
-        try:
-            for parameters, leaf, owner in self._slots:
-                parameters[leaf] = self._absent[owner]
-            yield
-        finally:
-            for parameters, leaf, parameter in saved:
-                parameters[leaf] = parameter
-
-    @contextmanager
-    def bound(self, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Put `weights` (owner's name -> tensor) in the place of the parameters; yield the trainable ones as leaves."""
-        leaves = {
-            owner: weights[owner].detach().to(self._declared_dtype[owner]).requires_grad_(trains)
-            for owner, trains in self._trainable.items()
-        }
-        saved = [(parameters, leaf, parameters[leaf]) for parameters, leaf, _ in self._slots]
-        try:
-            for parameters, leaf, owner in self._slots:
-                parameters[leaf] = leaves[owner]
-            yield {owner: leaves[owner] for owner in self.trainable}
-        finally:
-            for parameters, leaf, parameter in saved:
-                parameters[leaf] = parameter
-
-    def in_backward(self) -> AbstractContextManager[None]:
-        """Return what the backward of a run is to be in: compiled code is made when it is first called."""
-        return naming_failures(self.unit) if self._is_compiled else nullcontext()
-
-    def run(
-        self,
-        captured: CapturedArguments,
-        tensors: list[Tensor | None],
-        record_keys: tuple[str, ...],
-        *,
-        keep_graph: bool,
-    ) -> CapturedResult:
-        """Run the unit once for one micro-batch, in the current grad mode.
-
-        Args:
-            captured: The call.
-            tensors: Its tensors, with leaves in the place of the activations.
-            record_keys: Keys of the output recorders that are active.
-            keep_graph: True in the recompute; False drops everything that autograd would save.
-        """
-        rebuilt = captured.rebuild(tensors)
-        records: dict[str, list[Any]] = {key: [] for key in record_keys}
-        with self._attributes_restored(), collected_records(records):
-            if keep_graph:
-                value = self.forward(*rebuilt.args, **rebuilt.kwargs)
-            else:
-                # In grad mode all the same: attention picks its kernel by requires_grad, and another kernel in
-                # the recompute could flip a router's choice.
-                with torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped):
-                    value = self.forward(*rebuilt.args, **rebuilt.kwargs)
-        captured.check_opaque()
-        return CapturedResult(value, rebuilt, records)
-
-    @contextmanager
-    def _attributes_restored(self) -> Iterator[None]:
-        """Undo what the forward stored in attributes: it would leak into the next micro-batch and the recompute."""
-        attributes = [dict(module.__dict__) for module in self._modules]
-        buffers = [
-            (module, leaf, buffer, buffer._version)
-            for module in self._modules
-            for leaf, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        try:
-            yield
-        finally:
-            for module, before in zip(self._modules, attributes, strict=True):
-                now = module.__dict__
-                if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
-                    now.clear()
-                    now.update(before)
-        for module, leaf, buffer, version in buffers:
-            if module._buffers.get(leaf) is not buffer or buffer._version != version:
-                raise UnsupportedModelError(
-                    f"{self.unit.name} ({type(module).__name__})",
-                    f"its forward changes the buffer '{leaf}', and would change it a second time when the layer is "
-                    "run again for the backward",
-                )
-
-
-@contextmanager
-def collected_records(records: dict[str, list[Any]]) -> Iterator[None]:
-    """Let Hugging Face's output recorders inside write to `records`."""
-    if not records:
-        yield
-        return
-    from transformers.utils.output_capturing import _active_collector
-
-    token = _active_collector.set(records)
-    try:
-        yield
-    finally:
-        _active_collector.reset(token)
-
-
-@contextmanager
-def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of modules for a time."""
-    own = {module: module.__dict__.get("forward") for module in stubs}
-    try:
-        for module, stub in stubs.items():
-            module.__dict__["forward"] = stub
-        yield
-    finally:
-        for module, forward in own.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
-
-
-class KeptGraph:
-    """The graph of one micro-batch's run of a unit, from its forward to its backward.
-
-    It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
-
-    Args:
-        streams: The inputs that belong to the stream of activations: leaves of this graph.
-        outputs: What the run gave that needs a gradient.
-    """
-
-    def __init__(self, streams: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        self.requires_grad = tuple(stream.requires_grad for stream in streams)
-        self.wanted = [stream for stream in streams if stream.requires_grad]
-        self.edges = [get_gradient_edge(output) for output in outputs]
-        self.num_outputs = len(self.edges)
-        self._inside = [_counter(output) for output in outputs]
-        self._outside: list[Tensor] = []
-
-    def handed_out(self, aliases: Sequence[Tensor]) -> None:
-        """Note the aliases of the outputs that the rest of the model works with; it may change these in place."""
-        self._outside = [_counter(alias) for alias in aliases]
-
-    def check(self) -> None:
-        """Let autograd see what was changed in place since: it refuses the backward if the graph needs that tensor.
-
-        The graph and the rest of the model share the outputs' memory but not their version counters. So a change that
-        plain PyTorch refuses is refused here too, and every other one is allowed.
-        """
-        for inside, outside in zip(self._inside, self._outside, strict=True):
-            if outside._version:
-                increment_version(inside)
-
-
-def _counter(tensor: Tensor) -> Tensor:
-    """Return an empty tensor that shares the version counter of `tensor`, and nothing else."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter
-
-
-@dataclass(slots=True)
-class _MicroBatch:
-    """What the backward of one micro-batch needs to run the unit again, besides its activations."""
-
-    number: int
-    captured: CapturedArguments
-    record_keys: tuple[str, ...]
-    random_state: tuple[Tensor, ...]
-    modes: ThreadModes
-    requires_grad: tuple[bool, ...]
-    num_outputs: int
 
 
 class UnitVisit:
@@ -415,13 +54,16 @@ class UnitVisit:
     Args:
         number: Ordinal of the visit in the forward.
         bound: The unit.
-        access: Where weights come from, and where gradients and activations go.
+        access: Weights, gradient accumulators and activations.
         random: Random state of the compute device.
-        announce_backward: Called with the visit's number before its backward asks for anything.
-        anchor: A scalar that requires grad: ties outputs of units without differentiable inputs to the graph.
-        keeps_graph: Whether the graph of the forward waits for the backward, so that nothing is put away and run again.
-            The weights must then stay where they are, unchanged, until that backward.
-        activity: Told of every micro-batch.
+        visits: The pass that this visit belongs to.
+        anchor: A scalar that requires grad: ties the outputs of units without differentiable inputs to the graph.
+        keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
+            weights must then stay in place, unchanged, until that backward.
+        activity: Progress within the step, for status.
+
+    Attributes:
+        pending_outputs: Outputs of the forward, on their way into the outer graph.
     """
 
     def __init__(
@@ -430,7 +72,7 @@ class UnitVisit:
         bound: BoundUnit,
         access: BlockAccess,
         random: RandomStates,
-        announce_backward: Callable[[int], None],
+        visits: VisitSequence,
         anchor: Tensor,
         keeps_graph: bool = False,
         activity: Activity | None = None,
@@ -439,7 +81,7 @@ class UnitVisit:
         self.bound = bound
         self._access = access
         self._random = random
-        self._announce_backward = announce_backward
+        self._visits = visits
         self._anchor = anchor
         self._keeps_graph = keeps_graph
         self._activity = activity or Activity()
@@ -449,14 +91,14 @@ class UnitVisit:
         self.pending_outputs: list[Tensor] = []
 
     def shared_tensors(self) -> list[Tensor]:
-        """Return what the backward keeps by reference: masks, rotary tables, ids."""
-        again = [item for item in self._micro_batches if isinstance(item, _MicroBatch)]
-        return [tensor for item in again for tensor in item.captured.tensors if tensor is not None]
+        """Return the tensors that are held by reference until the backward: masks, rotary tables, ids."""
+        recomputed = [item for item in self._micro_batches if isinstance(item, _MicroBatch)]
+        return [tensor for item in recomputed for tensor in item.captured.tensors if tensor is not None]
 
     # -- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
-        """Run the unit for every waiting forward; return what each of them resumes with."""
+        """Run the unit for every forward that waits at it; return what each of them resumes with."""
         self._access.begin("forward", self.number)
         self._first_micro_batch = forwards[0].micro_batch
         inputs: list[Tensor] = []
@@ -471,16 +113,16 @@ class UnitVisit:
                 captured = CapturedArguments(self.bound.unit.name, call.args, call.kwargs)
                 tensors, originals = list(captured.tensors), captured.originals
                 captured.forget_contents()
-                result, differentiable = self._run_first(forward, captured, tensors)
+                result, differentiable = self._forward_one(forward, captured, tensors)
                 start = len(self.pending_outputs)
                 if differentiable:
                     inputs.extend(tensor for i in captured.activations if (tensor := tensors[i]) is not None)
                     # `.data` makes an alias that is no view, so that the model may change it in place.
                     self.pending_outputs.extend(output.data for output in result.outputs)
                     if isinstance(kept := self._micro_batches[-1], KeptGraph):
-                        kept.handed_out(self.pending_outputs[start:])
+                        kept.note_aliases(self.pending_outputs[start:])
                 stop = len(self.pending_outputs)
-                result.outputs = []
+                result.outputs = []  # drops the inner graph, unless it is kept
                 results.append((result, tensors, forward, slice(start, stop), originals))
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
@@ -492,10 +134,10 @@ class UnitVisit:
             for result, tensors, forward, part, originals in results
         ]
 
-    def _run_first(
+    def _forward_one(
         self, forward: SuspendedForward, captured: CapturedArguments, tensors: list[Tensor | None]
     ) -> tuple[CapturedResult, bool]:
-        """Run one micro-batch, keeping its inputs or its graph."""
+        """Run one micro-batch and save its inputs, or keep its graph; return also whether it has a backward."""
         call = forward.call
         assert call is not None
         streams = [tensors[i] for i in captured.activations]
@@ -506,16 +148,18 @@ class UnitVisit:
         if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
                 assert stream is not None
+                # Before the run: a unit may change its input in place.
                 self._access.put_activation(self.number, forward.micro_batch, index, stream.detach())
         leaves = list(tensors)
         for i, requires in zip(captured.activations, requires_grad, strict=True):
             tensor = tensors[i]
             assert tensor is not None
-            # Contiguous, as it will come back for the recompute: kernels may round differently for other strides.
+            # Contiguous, as the recompute gets it from its block: kernels may round differently for other strides.
             leaves[i] = tensor.detach().contiguous().requires_grad_(requires and differentiable)
         random_state = forward.random_state
-        # A cast of a weight that autocast remembers would be one node of the graph for several uses: other sums.
-        with _modes(forward.modes, cache_enabled=False if keeps_graph else None):
+        # Without autocast's cache: a cached cast of a weight is one node of the graph for all its uses, and its
+        # gradients are added in another order than in the recompute, which has no cache.
+        with forward.modes.applied(cache_enabled=False if keeps_graph else None):
             self._random.set(random_state)
             result = self.bound.run(captured, leaves, keys, keep_graph=keeps_graph)
             forward.random_state = self._random.get()
@@ -541,8 +185,8 @@ class UnitVisit:
     # -- backward ----------------------------------------------------------------------------------------------
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the unit again unless its graphs were kept; send parameter gradients out, return those of the inputs."""
-        self._announce_backward(self.number)
+        """Recompute the unit unless its graphs were kept; accumulate its gradients, return those of its inputs."""
+        self._visits.begin_backward(self.number)
         self._activity.micro_batch = self._first_micro_batch
         grad_inputs: list[Tensor | None] = []
         start = 0
@@ -552,7 +196,7 @@ class UnitVisit:
             sink: GradientSink | None = None
             if leaves:
                 sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
-            # One after the other out of the list, so that each graph is gone before the next one is used.
+            # Popped one by one, so that each graph is freed before the next one is built or used.
             waiting, self._micro_batches = self._micro_batches[::-1], []
             while waiting:
                 item = waiting.pop()
@@ -567,7 +211,7 @@ class UnitVisit:
         return grad_inputs
 
     def skip_backward(self) -> None:
-        """Close accumulators and activations that this step's loss does not depend on."""
+        """Lease accumulators and activations, unused: this step's loss does not depend on the visit."""
         if self.bound.trainable:
             with self._access.gradients(self.bound.unit, self.number):
                 pass
@@ -603,13 +247,13 @@ class UnitVisit:
             tensors = list(captured.tensors)
             streams: list[Tensor] = []
             for index, i in enumerate(captured.activations):
-                kept = stack.enter_context(self._access.get_activation(self.number, item.number, index))
-                streams.append(kept.detach().requires_grad_(item.requires_grad[index]))
+                saved = stack.enter_context(self._access.get_activation(self.number, item.number, index))
+                streams.append(saved.detach().requires_grad_(item.requires_grad[index]))
                 tensors[i] = streams[-1]
             if all(gradient is None for gradient in grad_outputs):
                 return [None] * len(streams)
             wanted = [stream for stream in streams if stream.requires_grad]
-            with _modes(item.modes, cache_enabled=False):
+            with item.modes.applied(cache_enabled=False):
                 self._random.set(item.random_state)
                 result = self.bound.run(captured, tensors, item.record_keys, keep_graph=True)
             outputs = result.outputs
@@ -621,23 +265,23 @@ class UnitVisit:
             return [next(grads) if stream.requires_grad else None for stream in streams]
 
 
-def _add_gradients(sink: GradientSink | None, names: Iterable[str], gradients: Sequence[Tensor | None]) -> None:
-    if sink is not None:
-        for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None:
-                sink.add(name, gradient)
+class _UnitFunction(torch.autograd.Function):
+    """One node per visit in the outer graph, from the inputs of all micro-batches to their outputs.
 
+    The outer graph is the model's own code between units. Autograd runs this node's backward when the gradients of all
+    micro-batches are there: that order makes the weights of a unit come once for all of them.
+    """
 
-def optional_gradients(
-    outputs: Sequence[Tensor | GradientEdge], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients of `inputs`: None where no output with a gradient depends on one."""
-    pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
-    if not inputs:
-        return []
-    roots: list[Any] = [out for out, _ in pairs]  # torch takes tensors and edges
-    found = torch.autograd.grad(roots, list(inputs), [grad for _, grad in pairs], allow_unused=True)
-    return list(found)
+    @staticmethod
+    def forward(ctx: Any, visit: UnitVisit, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.visit = visit
+        ctx.set_materialize_grads(False)
+        return tuple(visit.pending_outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        visit: UnitVisit = ctx.visit
+        return (None, None, *visit.backward(grad_outputs))
 
 
 def _delivery(
@@ -653,29 +297,397 @@ def _delivery(
     return lambda: result.deliver(outputs, tensors, originals, collector)
 
 
+def _add_gradients(sink: GradientSink | None, names: Iterable[str], gradients: Sequence[Tensor | None]) -> None:
+    if sink is not None:
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None:
+                sink.add(name, gradient)
+
+
+def optional_gradients(
+    outputs: Sequence[Tensor | GradientEdge], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of `inputs`; None for one that no output with a gradient depends on."""
+    pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    if not inputs:
+        return []
+    roots: list[Any] = [out for out, _ in pairs]  # torch takes tensors and edges
+    found = torch.autograd.grad(roots, list(inputs), [grad for _, grad in pairs], allow_unused=True)
+    return list(found)
+
+
+class VisitSequence:
+    """The visits of one pass over a group of micro-batches, in forward order; their backwards come in reverse.
+
+    Autograd never calls a visit that the loss does not depend on. So each backward first closes those that are due
+    before it: ticks come in the order of the program whatever autograd leaves out.
+
+    Args:
+        access: Blocks of the step.
+    """
+
+    def __init__(self, access: BlockAccess) -> None:
+        self._access = access
+        self._visits: list[UnitVisit] = []
+        self._next = -1  # due in the backward
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    def __iter__(self) -> Iterator[UnitVisit]:
+        return iter(self._visits)
+
+    def append(self, visit: UnitVisit) -> None:
+        """Add the next visit of the forward."""
+        self._visits.append(visit)
+
+    def clear(self) -> None:
+        """Forget the visits of a pass. They refer to this object: without this, only the collector frees them."""
+        self._visits.clear()
+
+    def start_backward(self) -> None:
+        """Begin with the last visit."""
+        self._next = len(self._visits) - 1
+
+    def begin_backward(self, visit: int) -> None:
+        """Announce the backward of a visit, after closing those before it that the loss does not depend on."""
+        self._close_until(visit)
+        assert self._next == visit, (self._next, visit)
+        self._access.begin("backward", visit)
+        self._next -= 1
+
+    def end_backward(self) -> None:
+        """Close the visits that are left."""
+        self._close_until(-1)
+
+    def _close_until(self, visit: int) -> None:
+        while self._next > visit:
+            self._access.begin("backward", self._next)
+            self._visits[self._next].skip_backward()
+            self._next -= 1
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """What the recompute of one micro-batch needs besides its activations."""
+
+    number: int
+    captured: CapturedArguments
+    record_keys: tuple[str, ...]
+    random_state: tuple[Tensor, ...]
+    modes: ThreadModes
+    requires_grad: tuple[bool, ...]
+    num_outputs: int
+
+
+class KeptGraph:
+    """The graph of one micro-batch's run of a unit, kept from its forward to its backward.
+
+    It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
+
+    Args:
+        streams: The activations among the inputs: leaves of this graph.
+        outputs: Differentiable outputs of the run.
+    """
+
+    def __init__(self, streams: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.requires_grad = tuple(stream.requires_grad for stream in streams)
+        self.wanted = [stream for stream in streams if stream.requires_grad]
+        self.edges = [get_gradient_edge(output) for output in outputs]
+        self.num_outputs = len(self.edges)
+        self._inside = [_counter(output) for output in outputs]
+        self._outside: list[Tensor] = []
+
+    def note_aliases(self, aliases: Sequence[Tensor]) -> None:
+        """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
+        self._outside = [_counter(alias) for alias in aliases]
+
+    def check(self) -> None:
+        """Let autograd refuse the backward if the graph needs an output that was changed in place since.
+
+        The graph and the rest of the model share the outputs' memory but not their version counters: bumping the
+        inner ones makes autograd refuse what it refuses in plain PyTorch, and nothing else.
+        """
+        for inside, outside in zip(self._inside, self._outside, strict=True):
+            if outside._version:
+                increment_version(inside)
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """Return an empty tensor that shares the version counter of `tensor`, and nothing else."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
+class BoundUnit:
+    """An unmodified module with slots for its parameters: binds weights to it and runs its `forward`.
+
+    Args:
+        unit: The unit; its module must not be stubbed yet.
+        device: Compute device.
+        compiler: Of layers; None: they run eagerly.
+
+    Attributes:
+        unit: The unit.
+        forward: Its module's own forward, or the compiled one.
+        trainable: Full names of its trainable parameters.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
+        self.unit = unit
+        self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
+        self._is_compiled = compiler is not None and unit.is_layer
+        if compiler is not None and unit.is_layer:
+            self.forward = compiler.forward_of(unit)
+        self._modules = tuple(unit.module.modules())
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        self._trainable: dict[str, bool] = {}
+        self._declared_dtype: dict[str, torch.dtype] = {}
+        self._absent: dict[str, Tensor] = {}
+        for local, owner, _ in unit.params:
+            path, _, leaf = local.rpartition(".")
+            parameters = unit.module.get_submodule(path)._parameters
+            parameter = parameters[leaf]
+            assert parameter is not None, local
+            self._slots.append((parameters, leaf, owner))
+            self._trainable[owner] = parameter.requires_grad
+            self._declared_dtype[owner] = parameter.dtype
+            self._absent[owner] = absent_weight(parameter, device)
+        self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """Forward of a container: copies of its parameters, which outlive the visit."""
+        return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
+
+    @contextmanager
+    def with_placeholders(self) -> Iterator[None]:
+        """Replace the parameters by placeholders: right shape, dtype and device, no memory."""
+        with self._in_slots(self._absent):
+            yield
+
+    @contextmanager
+    def bound(self, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Bind `weights` (owner's name -> tensor) to the parameters; yield the trainable ones, leaves of the graph."""
+        leaves = {
+            owner: weights[owner].detach().to(self._declared_dtype[owner]).requires_grad_(trains)
+            for owner, trains in self._trainable.items()
+        }
+        with self._in_slots(leaves):
+            yield {owner: leaves[owner] for owner in self.trainable}
+
+    @contextmanager
+    def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Have tensors (owner's name -> tensor) in the module's parameter slots."""
+        saved = [(parameters, leaf, parameters[leaf]) for parameters, leaf, _ in self._slots]
+        try:
+            for parameters, leaf, owner in self._slots:
+                parameters[leaf] = tensors[owner]
+            yield
+        finally:
+            for parameters, leaf, parameter in saved:
+                parameters[leaf] = parameter
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return the context for the backward of a run, which `torch.compile` compiles when it first runs."""
+        return _naming_failures(self.unit) if self._is_compiled else nullcontext()
+
+    def run(
+        self,
+        captured: CapturedArguments,
+        tensors: list[Tensor | None],
+        record_keys: tuple[str, ...],
+        *,
+        keep_graph: bool,
+    ) -> CapturedResult:
+        """Run the unit once for one micro-batch, in the current grad mode.
+
+        Args:
+            captured: The call.
+            tensors: Its tensors, with leaves for the activations.
+            record_keys: Keys of the active output recorders.
+            keep_graph: False where the unit is recomputed: autograd saves nothing then.
+        """
+        rebuilt = captured.rebuild(tensors)
+        records: dict[str, list[Any]] = {key: [] for key in record_keys}
+        saving = nullcontext() if keep_graph else without_saved_tensors()
+        with self._attributes_restored(), _collected_records(records), saving:
+            value = self.forward(*rebuilt.args, **rebuilt.kwargs)
+        captured.check_opaque()
+        return CapturedResult(value, rebuilt, records)
+
+    @contextmanager
+    def _attributes_restored(self) -> Iterator[None]:
+        """Undo attributes that the forward sets: they would leak into the next micro-batch and the recompute."""
+        attributes = [dict(module.__dict__) for module in self._modules]
+        buffers = [
+            (module, leaf, buffer, buffer._version)
+            for module in self._modules
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for module, before in zip(self._modules, attributes, strict=True):
+                now = module.__dict__
+                if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
+                    now.clear()
+                    now.update(before)
+        for module, leaf, buffer, version in buffers:
+            if module._buffers.get(leaf) is not buffer or buffer._version != version:
+                raise UnsupportedModelError(
+                    f"{self.unit.name} ({type(module).__name__})",
+                    f"its forward changes the buffer '{leaf}', and would change it a second time when the layer is "
+                    "run again for the backward",
+                )
+
+
 @contextmanager
-def _modes(modes: ThreadModes, *, cache_enabled: bool | None = None) -> Iterator[None]:
-    """Run under a suspended forward's grad mode and autocast."""
-    outer = type(modes).current(modes.autocast[-1][0])
-    modes.restore()
-    if cache_enabled is not None:
-        torch.set_autocast_cache_enabled(cache_enabled)
+def _collected_records(records: dict[str, list[Any]]) -> Iterator[None]:
+    """Let Hugging Face's output recorders (router logits and the like) write to `records`."""
+    if not records:
+        yield
+        return
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set(records)
     try:
         yield
     finally:
-        outer.restore()
+        _active_collector.reset(token)
 
 
-class _UnitFunction(torch.autograd.Function):
-    """Ties a visit's outputs to its inputs in the outer graph."""
+@contextmanager
+def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the `forward` of modules, on the instances; the classes stay as they are."""
+    own = {module: module.__dict__.get("forward") for module in stubs}
+    try:
+        for module, stub in stubs.items():
+            module.__dict__["forward"] = stub
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
 
-    @staticmethod
-    def forward(ctx: Any, visit: UnitVisit, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.visit = visit
-        ctx.set_materialize_grads(False)
-        return tuple(visit.pending_outputs)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        visit: UnitVisit = ctx.visit
-        return (None, None, *visit.backward(grad_outputs))
+#: Tensor methods that need no values.
+_METADATA = frozenset(
+    {
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "ndimension",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "__len__",
+        "__repr__",
+        "__hash__",
+    }
+)
+
+
+class AbsentWeight(Tensor):
+    """Placeholder of a weight that is not bound: it has shape, dtype and device, and refuses to be computed with.
+
+    Model code may ask for these at any time; values are there only while the engine runs the unit.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _METADATA:
+            raise UnsupportedModelError(
+                "the model",
+                f"its code uses a weight outside of the weight's own module ({getattr(func, '__name__', func)}); "
+                "such a weight cannot be streamed",
+            )
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
+    """Return a placeholder with the shape and dtype of `parameter` on `device`, in the memory of one element."""
+    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+    placeholder = Tensor._make_subclass(AbsentWeight, nan.expand(parameter.shape))
+    assert isinstance(placeholder, AbsentWeight)
+    return placeholder
+
+
+#: Compiled variants of one class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.
+_MOST_KINDS = 64
+_LONGEST_REASON = 300
+
+
+class LayerCompiler:
+    """Compiles the forwards of layers. The first call of each variant takes seconds to minutes.
+
+    Forward and recompute run the same compiled code, under grad mode both, so they compute the same bits.
+
+    Args:
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self._backend = backend
+        self._by_class: dict[type, Callable[..., Any]] = {}
+
+    @classmethod
+    def of(cls, table: ModelConfig) -> LayerCompiler | None:
+        """Return the compiler that a config asks for, or None."""
+        return cls(table.compile_backend) if table.compile else None
+
+    def forward_of(self, unit: Unit) -> Callable[..., Any]:
+        """Return the compiled forward of a layer.
+
+        It raises ``UnsupportedModelError`` where it cannot be compiled as one graph.
+        """
+        module = unit.module
+        compiled = self._by_class.get(type(module))
+        if compiled is None:
+            # One graph or an error: after a graph break, code would silently run eagerly.
+            compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
+            self._by_class[type(module)] = compiled
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code is specialised on autocast's cache, which is on in the forward and off in the recompute.
+            is_cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            try:
+                with _naming_failures(unit):
+                    return compiled(module, *args, **kwargs)
+            finally:
+                torch.set_autocast_cache_enabled(is_cached)
+
+        return forward
+
+
+@contextmanager
+def _naming_failures(unit: Unit) -> Iterator[None]:
+    """Name the layer in errors of `torch.compile`: in a forward, and in a backward, compiled when it first runs."""
+    import torch._dynamo as dynamo
+
+    failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
+    try:
+        with dynamo.config.patch(recompile_limit=_MOST_KINDS):
+            yield
+    except failures as error:
+        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # advice that does not help here
+        reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+        raise UnsupportedModelError(
+            f"{unit.name} ({type(unit.module).__name__})",
+            f"torch.compile cannot compile its forward and backward as one graph ({type(error).__name__}: {reason}). "
+            "Write model.compile = false",
+        ) from error

@@ -250,7 +250,7 @@ def export_model(
     copy_from: Path | str | None = None,
     record: Mapping[str, int] | None = None,
     origin: Origin | None = None,
-    kept_checksum: str | None = None,
+    carried_checksum: str | None = None,
 ) -> Path:
     """Write the model as a Hugging Face folder that ``from_pretrained`` opens.
 
@@ -268,14 +268,14 @@ def export_model(
             copied from here if there is none.
         record: more keys for ``export.json``, e.g. the step.
         origin: the folder that the weights were loaded from; None: there is none.
-        kept_checksum: of what is kept in the origin (``KeptTensors.checksum``), when training began.
+        carried_checksum: of what is carried over from the origin (``CarriedTensors.checksum``), when training began.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
         ExportError: ``out_dir`` holds something else, the disk has too little room, writing or checking failed, or the
-            kept tensors of the origin are gone or no longer those that training began with.
+            carried tensors of the origin are gone or no longer those that training began with.
         ConversionError: the weights cannot be brought into the form of the model's checkpoints.
     """
     out = Path(out_dir).absolute()
@@ -288,7 +288,7 @@ def export_model(
     steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
     tensors = {name: value for step in steps for name, value in step.targets.items()}
     if origin is not None:
-        records = [origin.folder.records[name] for name in origin.kept.names]
+        records = [origin.folder.records[name] for name in origin.carried.names]
         tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
     shards = plan_shards(tensors, max_shard_nbytes)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +300,7 @@ def export_model(
         for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
             _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
         if origin is not None:
-            _copy_kept(origin, writer, kept_checksum)
+            _copy_carried(origin, writer, carried_checksum)
         _write_config(partial, model, dtype, origin)
         folders = [origin.folder.path] if origin is not None else []
         _write_companions(partial, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
@@ -332,7 +332,7 @@ def _plan(
         for names in tied_groups(model):
             dropped.update(names if any(name in by_target for name in names) else names[1:])
         dropped -= set(origin.trained)
-        dropped.update(name for name in places if name not in parameters and name in by_target)  # they are kept
+        dropped.update(name for name in places if name not in parameters and name in by_target)  # they are carried
     dtypes = dtypes_when_loaded(model, dtype)
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
@@ -391,18 +391,18 @@ def _write_group(
                 writer.write(target, outputs.pop(target))
 
 
-def _copy_kept(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
-    """Copy what is kept, and see that it is what training began with."""
-    kept = origin.kept
+def _copy_carried(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
+    """Copy the carried tensors, and see that they are those that training began with."""
+    carried = origin.carried
     try:
-        for name in kept.names:
+        for name in carried.names:
             writer.copy(name, origin.folder)
     except ModelFolderError as error:
-        raise ExportError(f"{kept}. That folder is needed for the export: {error}") from error
-    if checksum is not None and kept.joined(writer.checksums) != checksum:
+        raise ExportError(f"{carried}. That folder is needed for the export: {error}") from error
+    if checksum is not None and carried.joined(writer.checksums) != checksum:
         raise ExportError(
-            f"{origin.folder.path}: {kept}, but they are no longer those that the run began with. Bring the original "
-            "files back, or name a copy of the folder: megatrain-tier export --model FOLDER"
+            f"{origin.folder.path}: {carried}, but they are no longer those that the run began with. Bring the "
+            "original files back, or name a copy of the folder: megatrain-tier export --model FOLDER"
         )
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.kept import kept_modules
 from megatrain.models.layout import UnitLayout, build_layout
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -289,10 +289,10 @@ def _layouts(path: str, own: Mapping[str, nn.Parameter]) -> list[UnitLayout]:
 
 
 def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:
-    kept = kept_modules(model)
+    carried = carried_modules(model)
     for pattern in patterns:
         matched = [p for p, aliases in names if any(fnmatchcase(alias, pattern) for alias in aliases)]
-        if not matched and kept is not None and any(fnmatchcase(name, pattern) for name in kept.names):
+        if not matched and carried is not None and any(fnmatchcase(name, pattern) for name in carried.names):
             continue  # never trained
         if not matched:
             everything = [alias for _, aliases in names for alias in aliases]

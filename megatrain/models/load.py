@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from megatrain.models.carried import CarriedTensors, carried_modules
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
 from megatrain.models.folder import ModelFolder, ModelFolderError, some
 from megatrain.models.initialize import initialize_tensors
-from megatrain.models.kept import KeptTensors, kept_modules
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,13 +38,13 @@ class Origin:
     Attributes:
         folder: its tensors.
         plan: how they fill the model.
-        kept: those that an export copies.
+        carried: those that an export copies.
         trained: names of the model's tensors that an export writes, under each name that a file has.
     """
 
     folder: ModelFolder
     plan: LoadPlan
-    kept: KeptTensors
+    carried: CarriedTensors
     trained: tuple[str, ...]
 
 
@@ -78,8 +78,8 @@ class WeightLoader:
         on_meta = {
             name: torch.empty(record.shape, dtype=record.dtype, device="meta") for name, record in records.items()
         }
-        kept = kept_modules(model)
-        with kept.registered() if kept is not None else nullcontext():
+        carried = carried_modules(model)
+        with carried.registered() if carried is not None else nullcontext():
             try:
                 plan = plan_load(model, on_meta)
             except ConversionError as error:
@@ -164,9 +164,9 @@ class WeightLoader:
         return None
 
     def _account(self, plan: LoadPlan) -> Origin:
-        """Tell what is trained from what is kept; see that an export can give all of it back."""
-        modules = kept_modules(self._model)
-        paths, kept_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
+        """Sort the folder into trained and carried tensors; check that an export can write all of them back."""
+        modules = carried_modules(self._model)
+        paths, carried_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         owners: dict[str, str] = {}
         trained: list[str] = []
@@ -178,10 +178,10 @@ class WeightLoader:
                 raise ModelFolderError(self._folder.path, f"{text}. Such a model is not supported")
             trained += inside
             for name in () if inside else step.source_names:
-                owners[name] = _owner(step.first_target, paths) if step.first_target in kept_names else "buffers"
+                owners[name] = _owner(step.first_target, paths) if step.first_target in carried_names else "buffers"
         owners.update((name, _owner(name, ())) for name in plan.ignorable)
         names = tuple(name for name in self._folder.records if name in owners)
-        origin = Origin(self._folder, plan, KeptTensors(self._folder, names, owners), tuple(sorted(trained)))
+        origin = Origin(self._folder, plan, CarriedTensors(self._folder, names, owners), tuple(sorted(trained)))
         places = self._model.state_dict(keep_vars=True)
         try:
             steps = plan_export(self._model, {name: places[name].to("meta") for name in trained}, plan)
@@ -257,7 +257,7 @@ class WeightLoader:
 
 
 def _owner(name: str, paths: tuple[str, ...]) -> str:
-    """Return what a kept tensor belongs to, for people: a module, or the beginning of its name."""
+    """Return what a carried tensor belongs to, for people: a module, or the beginning of its name."""
     for path in paths:
         if name == path or name.startswith(f"{path}."):
             return path

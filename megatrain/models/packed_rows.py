@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.kept import kept_modules
 from megatrain.models.small import small_model
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None
         graph: of the model.
         attn_implementation: as in transformers, or "auto".
     """
-    if kept_modules(graph.model) is not None:
+    if carried_modules(graph.model) is not None:
         return f"as it reads images as well, {_MIXES_PERHAPS}"  # the copy is of causal language models only
     attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # which no CPU has
     kinds = _kinds(graph.model)

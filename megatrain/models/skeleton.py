@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatrain.models.carried import detach_non_text_modules, reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.kept import keep_what_text_never_reaches, reads_more_than_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -67,7 +67,7 @@ def build_skeleton(
     """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
 
     It is the causal language model, or the class that `config.json` names if that one takes images or sounds as well:
-    what of it a text never reaches is then kept out of the model (`kept_modules`).
+    what of it a text never reaches is then kept out of the model (`carried_modules`).
 
     Args:
         config: Used by the model as it is, and changed by it: give a copy.
@@ -99,7 +99,7 @@ def build_skeleton(
     with torch.device("meta"):
         model.tie_weights()
     if type(model) is beyond_text:
-        keep_what_text_never_reaches(model)
+        detach_non_text_modules(model)
     _keep_fp32(model, dtype)
     _make_buffers(model)
     model.train()

@@ -168,7 +168,7 @@ class _Parameter:
 
     def update_vector(self) -> None:
         """Update a parameter of fewer than two dimensions."""
-        from megatrain.optim import adafactor_kernels as kernels
+        from megatrain.optim import kernels
 
         block, eps, (weight, low) = kernels.NORM_BLOCK_ELEMENTS, np.float32(self._config.eps), self._master
         sums = np.zeros(-(-self._grad.size // block))
@@ -195,7 +195,7 @@ class _Parameter:
 
     def update_matrices(self, shape: tuple[int, int, int]) -> None:
         """Update a parameter of two or more dimensions, `shape` being matrices, rows and columns."""
-        from megatrain.optim import adafactor_kernels as kernels
+        from megatrain.optim import kernels
 
         num_matrices, num_rows, num_columns = shape
         num_row_means = num_matrices * num_rows
@@ -238,7 +238,7 @@ class _Parameter:
 
     def _update_means(self, shape: tuple[int, int, int], rows: Array, columns: Array) -> None:
         """Bring the mean squares of rows and columns up to date, in place."""
-        from megatrain.optim import adafactor_kernels as kernels
+        from megatrain.optim import kernels
 
         num_matrices, num_rows, num_columns = shape
         block = rows_per_block(num_rows, num_columns)

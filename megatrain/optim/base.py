@@ -1,4 +1,4 @@
-"""What an optimizer is to the engine: the state it keeps per parameter, and one update of one block group."""
+"""The contract between engine and optimizer: its kinds of state, and the update of one block group."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
-"""What a gradient block may hold. bf16 is widened exactly as it is read, so arithmetic is in fp32 either way."""
+"""Dtypes of a gradient block. bf16 is widened exactly when it is read, so arithmetic is in fp32 either way."""
 
 Format = tuple[bool, torch.dtype]
-"""What kernels are compiled for: whether the master is split, and the dtype of the gradient block."""
+"""A variant of a kernel: whether the master is split, and the dtype of the gradient block."""
 FORMATS: tuple[Format, ...] = tuple((is_split, dtype) for is_split in (False, True) for dtype in GRADIENT_DTYPES)
 
 _STATE_ALIGNMENT_ELEMENTS = 16
-"""State of its own length starts at a multiple of this within the block: a cache line in fp32."""
+"""Parameters start at multiples of this in a block of `elements_of`: a cache line in fp32."""
 _BLOCK_ALIGNMENT_ELEMENTS = 1024
-"""The length of every block is a multiple of this, as that of the weights is."""
+"""The length of every block is a multiple of this, as a weight block's is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class StateKind:
     Attributes:
         name: Kind of the block: the part of its key after the unit's name.
         dtype: Element type.
-        elements_of: Elements that a parameter has in the block, which then holds them one parameter after another.
-            None: one per element of the parameter, at the same offsets as in the weight block.
+        elements_of: Returns the number of elements of a parameter in the block, which holds them one parameter after
+            another. None: one per element of the parameter, at the same offsets as in the weight block.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Segment:
         stop: One past the last element; the padding after it is never touched.
         weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
         lr_scale: Factor on the learning rate of the step.
-        shape: Shape of the parameter, for optimizers that look at it; `()` stands for a vector.
-        state_starts: Kind -> first element of the parameter in that block, for kinds of their own length.
+        shape: Shape of the parameter, for optimizers that need it; `()` stands for a vector.
+        state_starts: Kind -> first element of the parameter in that block, for kinds with `elements_of`.
     """
 
     start: int
@@ -122,7 +122,7 @@ class Optimizer(Protocol):
     """
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return every kind of block that `update` needs, the master weight first. Names tell blocks apart.
+        """Return every kind of block that `update` needs, the master weight first. Names are unique.
 
         Args:
             split_master: The master is a bf16 `weight` and an int16 `low` block; otherwise one fp32 `weight` block.
@@ -146,10 +146,10 @@ class Optimizer(Protocol):
         ...
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels, so that no step pays for it. Safe to call twice and from any thread.
+        """Compile or load the kernels before the first step. May be called twice, from any thread.
 
         Args:
-            formats: Those that will be updated; all that there are costs seconds more, most of all on a GPU.
+            formats: Variants that will be used; all of them take seconds more, most of all on a GPU.
         """
         ...
 
@@ -166,7 +166,7 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
 
     Args:
         kinds: Kinds of blocks.
-        layout: Whose blocks, padding included. None: without padding; kinds of their own length then count as nothing.
+        layout: Count its blocks, padding included. None: no padding; kinds with `elements_of` count as nothing.
     """
     if layout is None:
         return sum(kind.dtype.itemsize for kind in kinds if kind.elements_of is None)
@@ -178,9 +178,9 @@ class ParameterGroup:
     """Parameters with settings of their own.
 
     Attributes:
-        globs: Matched against full parameter names, upper and lower case told apart.
+        globs: Matched against full parameter names, case-sensitively.
         lr_scale: Factor on the learning rate of the step.
-        weight_decay: Instead of the optimizer's, for those of them that decay; None: the optimizer's.
+        weight_decay: Of those that decay; None: the optimizer's.
     """
 
     globs: tuple[str, ...]
@@ -188,19 +188,19 @@ class ParameterGroup:
     weight_decay: float | None = None
 
     def matches(self, name: str) -> bool:
-        """Tell whether a parameter is in the group."""
+        """Return whether a parameter is in the group."""
         return any(fnmatchcase(name, glob) for glob in self.globs)
 
 
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
-    """Tell whether weight decay applies to a parameter.
+    """Return whether weight decay applies to a parameter.
 
-    Biases and the weights of norms are vectors in every architecture, whatever their names, so only parameters of two
-    or more dimensions decay; `exclude` takes out more by name.
+    Only parameters of two or more dimensions decay: biases and weights of norms are vectors in every architecture,
+    whatever their names. `exclude` takes out more by name.
 
     Args:
         entry: The parameter.
-        exclude: Globs matched against its full name, upper and lower case told apart.
+        exclude: Globs matched against its full name, case-sensitively.
     """
     return len(entry.shape) >= 2 and not any(fnmatchcase(entry.name, glob) for glob in exclude)
 
@@ -215,11 +215,11 @@ def build_segments(
     """Return one segment per parameter of a block group, in the order of the block.
 
     Args:
-        layout: Where each parameter lies.
+        layout: Offsets of the parameters.
         weight_decay: Decay of the parameters that decay.
         exclude: Globs of parameter names that do not.
         groups: Settings by name; the first group that matches a parameter counts.
-        kinds: What the optimizer keeps; needed where a kind has a length of its own.
+        kinds: Kinds of the optimizer; needed where one has `elements_of`.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []

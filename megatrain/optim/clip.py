@@ -1,8 +1,8 @@
-"""Gradients as a whole: their sum over use sites, their exact global norm and the clip coefficient.
+"""Gradients as a whole: sums over use sites, the exact global norm and the clip coefficient.
 
-The norm is the square root of a sum in fp64 whose order depends only on the layout: 65,536 elements at a time inside a
-block group, then block group after block group. So it is the same whatever the placement and the number of threads, and
-it is ready before the first update: the coefficient is a scalar of the update, never a pass over the gradients.
+The norm is the square root of a sum in fp64 whose order depends on the layout alone: 65,536 elements at a time inside a
+block group, then block group after block group. So it is the same for every placement and number of threads. Clipping
+takes no pass over the gradients: the coefficient is a scalar of the update.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EPS = 1e-6
 """Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
 _CALLER = KernelThreads(1)
 _PIECE_ELEMENTS = 1 << 22
-"""Of a gradient on a device: bounds the fp64 temporaries, 32 MiB each."""
+"""Piece of a gradient on a device: bounds the fp64 temporaries, 32 MiB each."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
@@ -113,11 +113,11 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
 
 
 def device_squared_norm(gradient: Tensor) -> Tensor:
-    """Return the fp64 sum of squares of one block group's gradient as a scalar where the gradient is; nothing waits.
+    """Return the fp64 sum of squares of one block group's gradient, a scalar on its device. No host sync.
 
-    Its own order of addition: a few last bits away from `squared_norm`, and the same wherever blocks live. The pieces
-    are cut by position alone, and what torch adds up are temporaries of its own, aligned alike for every gradient:
-    where the gradient itself lies does not decide how a kernel groups its sums.
+    Sums in another order than `squared_norm`, so the last bits may differ; the same bits wherever blocks live: pieces
+    are cut by position, and torch sums fresh fp64 temporaries, all aligned alike, so the address of the gradient does
+    not decide how its kernel groups the sums.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
@@ -136,13 +136,13 @@ def global_norm(squared_norms: Iterable[float]) -> float:
 
 
 def clip_coefficient(norm: float, max_grad_norm: float) -> float:
-    """Return the factor that brings a gradient of this norm down to `max_grad_norm`; 1 where it is shorter.
+    """Return the factor that scales a gradient of this norm down to `max_grad_norm`; 1 where it is shorter.
 
     Computed in fp64 as `torch.nn.utils.clip_grad_norm_` does in fp32. 0 means no clipping.
 
     Args:
         norm: Global norm. It must be finite: a step with a non-finite gradient is not an update.
-        max_grad_norm: Largest norm that is let through.
+        max_grad_norm: Largest norm after clipping.
     """
     assert math.isfinite(norm) and norm >= 0, norm
     assert max_grad_norm >= 0, max_grad_norm
@@ -150,7 +150,7 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 
 def warm_up() -> None:
-    """Compile or load the kernels of this file, so that no step pays for it."""
+    """Compile or load the kernels of this file before the first step."""
     for dtype in GRADIENT_DTYPES:
         sum_gradients(torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
         squared_norm(torch.zeros(1, dtype=dtype))

@@ -1,4 +1,4 @@
-"""What optimizers share whose elements never meet: one kernel over ranges of a block, on any kind of master."""
+"""AdamW, Lion and SGD: elementwise updates, by one kernel each over ranges of a block, for both kinds of master."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-#: Arrays of each dtype as the kernels see it.
+#: Empty arrays: numba takes the types of a kernel's arguments from them.
 _EXAMPLES: dict[torch.dtype, Array] = {
     torch.float32: np.empty(0, np.float32),
     torch.bfloat16: np.empty(0, np.uint16),
@@ -44,15 +44,15 @@ _SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch
 class ElementwiseOptimizer(ABC):
     """An optimizer over flat CPU blocks whose kernel takes `(weight, low, *state, grad, *scalars)`.
 
-    A subclass names its kernel and its state and computes the scalars; see `megatrain.optim.base.Optimizer` for the
-    contract of the methods.
+    A subclass names its kernel and its state, and computes the scalars. See `megatrain.optim.base.Optimizer` for the
+    contract.
 
     Args:
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
 
     kernel_name: ClassVar[str]
-    """Name of the loop in `megatrain.optim.kernels`."""
+    """Name of the kernel in `megatrain.optim.kernels`."""
 
     def __init__(self, threads: KernelThreads | None = None) -> None:
         self.threads = KernelThreads() if threads is None else threads
@@ -61,11 +61,11 @@ class ElementwiseOptimizer(ABC):
     @property
     @abstractmethod
     def state(self) -> tuple[StateKind, ...]:
-        """What is kept besides the master, in the order of the kernel's arguments."""
+        """State besides the master, in the order of the kernel's arguments."""
 
     @abstractmethod
     def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return the kernel's scalars for one segment: computed in fp64, rounded to fp32 once."""
+        """Return the kernel's scalars for one segment, computed in fp64 and rounded to fp32 once."""
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the master and the state."""
@@ -84,19 +84,20 @@ class ElementwiseOptimizer(ABC):
     def calls(
         self, arrays: Mapping[str, Array | None], gradient: Array, segments: Sequence[Segment], update: Update
     ) -> Iterator[Callable[[], None]]:
-        """Yield the calls that make up an update: in any order, on any threads, beside those of other updates.
+        """Yield the kernel calls of an update; they may run in any order, on any threads, beside other updates.
 
         Args:
-            arrays: by kind, as `flat_master` and `flat_block` give them.
-            gradient: as `flat_gradient` gives it.
+            arrays: by kind, from `flat_master` and `flat_block`.
+            gradient: from `flat_gradient`.
+            segments: ranges to update.
+            update: numbers of the step.
         """
-        from megatrain.optim import kernels  # numba takes half a second to import: only a run that updates pays it
+        from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
 
         assert update.step >= 1, update.step
         kernel: Callable[..., None] = getattr(kernels, self.kernel_name)
-        flats = [arrays["weight"], arrays["low"], *(arrays[kind.name] for kind in self.state)]
-        flats += [None] * (self.num_state_arguments - len(self.state))
-        flats.append(gradient)
+        state = [None if kind is None else arrays[kind.name] for kind in self.state_arguments]
+        flats = [arrays["weight"], arrays["low"], *state, gradient]
         for segment in segments:
             assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
             scalars = self._scalars_now(segment, update)
@@ -108,32 +109,31 @@ class ElementwiseOptimizer(ABC):
 
     @property
     def rows_kinds(self) -> tuple[str | None, ...]:
-        """What the columns of a table of rows hold the addresses of; gradient and size follow. None: nothing."""
-        missing = self.num_state_arguments - len(self.state)
-        return ("weight", "low", *(kind.name for kind in self.state), *(None for _ in range(missing)))
+        """Kinds whose addresses are the columns of a table of rows, before gradient and size; None: an unused one."""
+        return ("weight", "low", *(None if kind is None else kind.name for kind in self.state_arguments))
 
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return what updates the parameters of some rows that share their settings; on any thread.
+        """Return the function that updates the parameters of some rows, which share their settings; on any thread.
 
         Args:
-            split_master: see `state_kinds`.
+            split_master: as for `state_kinds`.
             gradient: dtype of the gradients.
-            segment: how all of them are updated; its range does not matter.
+            segment: settings of all rows; its range does not matter.
+            update: numbers of the step.
         """
         from megatrain.optim import kernels
 
         weight, low = _SPLIT if split_master else _WHOLE
-        likes = [weight, low, *(_EXAMPLES[kind.dtype] for kind in self.state)]
-        likes += [None] * (self.num_state_arguments - len(self.state))
-        likes.append(_EXAMPLES[gradient])
+        state = [None if kind is None else _EXAMPLES[kind.dtype] for kind in self.state_arguments]
+        likes = [weight, low, *state, _EXAMPLES[gradient]]
         kernel: Callable[..., None] = getattr(kernels, f"{self.kernel_name}_rows")
         scalars = self._scalars_now(segment, update)
         return lambda rows: kernel(rows, *likes, scalars)
 
     def _scalars_now(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return ``scalars``, those of the last call where nothing has changed: most parameters share them."""
+        """Return ``scalars``, cached from the last call: most parameters share them."""
         wanted = (segment.weight_decay, segment.lr_scale, update)
         known, scalars = self._last_scalars
         if known != wanted:
@@ -149,12 +149,17 @@ class ElementwiseOptimizer(ABC):
 
     @property
     def num_state_arguments(self) -> int:
-        """State arguments of the kernel; those beyond `state` are None."""
+        """State arguments of the kernel, at least as many as `state` has."""
         return len(self.state)
+
+    @property
+    def state_arguments(self) -> tuple[StateKind | None, ...]:
+        """State arguments of the kernel; None for one that these settings do not use."""
+        return (*self.state, *(None for _ in range(self.num_state_arguments - len(self.state))))
 
 
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:
-    """Return `(weight, low)` as the kernels take a master: `low` is None where the weight is fp32."""
+    """Return the arrays `(weight, low)` of a master; `low` is None where the weight is fp32."""
     kinds = master_kinds("low" in blocks)
     flats = [flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements) for kind in kinds]
     return flats[0], flats[1] if len(flats) > 1 else None
@@ -170,10 +175,10 @@ def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int)
     """Return a block's memory as numpy; bf16, which numpy lacks, as its 16 bits.
 
     Args:
-        name: Kind of the block, for what is said when it does not fit.
+        name: Kind of the block, for assertions.
         tensor: 1-D contiguous CPU tensor.
-        dtype: What it must hold.
-        num_elements: How long it must be.
+        dtype: Expected.
+        num_elements: Expected.
     """
     tensor = tensor.detach()
     assert tensor.dtype == dtype, (name, tensor.dtype, dtype)

@@ -1,4 +1,4 @@
-"""The compiled loops of the optimizers. Importing this file imports numba; nothing is compiled before the first call.
+"""The numba kernels of the optimizers. Importing this file imports numba; kernels are compiled at their first call.
 
 Rules that make the bits the same for every cut of a block, every thread count and every CPU:
 
@@ -27,9 +27,14 @@ from numpy.typing import NDArray
 __all__ = [
     "NORM_BLOCK_ELEMENTS",
     "NORM_LANES",
+    "adafactor_columns",
+    "adafactor_square_sums",
+    "adafactor_vector",
     "adamw",
     "adamw_rows",
     "add_in_place",
+    "apply_factored",
+    "apply_vector",
     "lion",
     "lion_rows",
     "sgd",
@@ -54,7 +59,7 @@ Rows = NDArray[np.int64]
 
 def as_float32(value: Any) -> Any:
     """Return an element of a gradient block: fp32 as it is, bf16 bits widened exactly."""
-    raise NotImplementedError("only compiled code calls this")  # overloaded below, by type
+    raise NotImplementedError("only compiled code calls this")  # overloaded below by type, as numba wants it
 
 
 @overload(as_float32)
@@ -107,7 +112,7 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
         low[i] = np.int16(bits)
 
 
-# -- updates whose elements never meet: all arrays 1-D, contiguous and equally long, changed in place ------------
+# -- elementwise updates: all arrays 1-D, contiguous and equally long, changed in place --------------------------
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -187,7 +192,10 @@ def sgd(
         store_master(weight, low, i, w - direction * lr)
 
 
-# -- many updates in one call --------------------------------------------------------------------------------------
+# -- many small updates in one call ------------------------------------------------------------------------------
+#
+# One row per parameter: addresses of its arrays, then its size. The arrays in the arguments are empty: only dtypes.
+# Three loops, not one that is given its kernel: numba compiles such a loop, or a closure, anew in every process.
 
 
 @intrinsic
@@ -201,7 +209,7 @@ def _pointer(context: Any, address: Any) -> Any:
 
 
 def array_at(address: int, size: int, like: Any) -> Any:
-    """Return the array of `size` elements at an address, of the dtype of `like`; None for None."""
+    """Return the array of `size` elements at an address, with the dtype of `like`; None for None."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -218,7 +226,7 @@ def _array_at(address: int, size: int, like: Any) -> Any:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def adamw_rows(rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, scalars: Any) -> None:
-    """Run `adamw` for each row: addresses of weight, low, m, v and gradient, then their size. Arrays give dtypes."""
+    """Run `adamw` for each row: weight, low, m, v, gradient, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         adamw(
@@ -233,7 +241,7 @@ def adamw_rows(rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, sca
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def lion_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any) -> None:
-    """Run `lion` for each row; see `adamw_rows`."""
+    """Run `lion` for each row: weight, low, m, gradient, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         lion(
@@ -247,7 +255,7 @@ def lion_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def sgd_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any) -> None:
-    """Run `sgd` for each row; see `adamw_rows`."""
+    """Run `sgd` for each row: weight, low, m, gradient, size."""
     for i in range(rows.shape[0]):
         row = rows[i]
         sgd(
@@ -303,7 +311,162 @@ def squared_norms(grad: Gradient, partials: Float64) -> None:
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
-    """Run `squared_norms` for each row: address of a gradient, its size, where its partial sums begin and end."""
+    """Run `squared_norms` for each row: gradient, size, first of its partial sums, one past its last."""
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])
+
+
+# -- Adafactor -----------------------------------------------------------------------------------------------------
+#
+# Row sums are in the lanes of `squared_norms`, whose loops are repeated here so that each kernel reads a gradient once.
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64, column_sums: Float64) -> None:
+    """Write the sums of squares over each row and each column, in fp64.
+
+    Column sums add rows in order. Row sums are in the lanes of `squared_norms`.
+
+    Args:
+        grad: `matrices x rows x columns`.
+        grad_scale: factor, applied in fp32.
+        row_sums: `matrices x rows`, written.
+        column_sums: `matrices x columns`, written.
+    """
+    num_matrices, num_rows, num_columns = grad.shape
+    lanes = np.empty(NORM_LANES, np.float64)
+    column_sums[:, :] = 0.0
+    for matrix in range(num_matrices):
+        sums = column_sums[matrix]
+        for row in range(num_rows):
+            values = grad[matrix, row]
+            lanes[:] = 0.0
+            num_whole = num_columns // NORM_LANES
+            for whole in range(num_whole):
+                part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                sums_part = sums[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                for lane in range(NORM_LANES):
+                    value = np.float64(as_float32(part[lane]) * grad_scale)
+                    square = value * value
+                    lanes[lane] += square
+                    sums_part[lane] += square
+            for column in range(num_whole * NORM_LANES, num_columns):
+                value = np.float64(as_float32(values[column]) * grad_scale)
+                square = value * value
+                lanes[column - num_whole * NORM_LANES] += square
+                sums[column] += square
+            row_sums[matrix, row] = sum_lanes(lanes)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adafactor_square_sums(
+    grad: Gradient, grad_scale: np.float32, row_factor: Float32, column_factor: Float32, sums: Float64
+) -> None:
+    """Write the sum of squares of the update of each row, in fp64 and in the lanes of `squared_norms`.
+
+    Args:
+        grad: `matrices x rows x columns`.
+        row_factor: `matrices x rows`.
+        column_factor: `matrices x columns`.
+        sums: `matrices x rows`, written.
+    """
+    num_matrices, num_rows, num_columns = grad.shape
+    lanes = np.empty(NORM_LANES, np.float64)
+    for matrix in range(num_matrices):
+        factors = column_factor[matrix]
+        for row in range(num_rows):
+            values = grad[matrix, row]
+            factor = row_factor[matrix, row]
+            lanes[:] = 0.0
+            num_whole = num_columns // NORM_LANES
+            for whole in range(num_whole):
+                part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                factors_part = factors[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+                for lane in range(NORM_LANES):
+                    update = np.float64((as_float32(part[lane]) * grad_scale) * (factor * factors_part[lane]))
+                    lanes[lane] += update * update
+            for column in range(num_whole * NORM_LANES, num_columns):
+                update = np.float64((as_float32(values[column]) * grad_scale) * (factor * factors[column]))
+                lanes[column - num_whole * NORM_LANES] += update * update
+            sums[matrix, row] = sum_lanes(lanes)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def apply_factored(
+    weight: Master,
+    low: Low,
+    grad: Gradient,
+    grad_scale: np.float32,
+    row_factor: Float32,
+    column_factor: Float32,
+    decay: np.float32,
+    step_size: np.float32,
+) -> None:
+    """Apply Adafactor's update to matrices, in place.
+
+    Args:
+        weight: 1-D, as many elements as `grad`.
+        low: likewise, or None.
+        grad: `matrices x rows x columns`.
+        row_factor: `matrices x rows`.
+        column_factor: `matrices x columns`.
+    """
+    num_matrices, num_rows, num_columns = grad.shape
+    for matrix in range(num_matrices):
+        factors = column_factor[matrix]
+        for row in range(num_rows):
+            start = (matrix * num_rows + row) * num_columns
+            weights = weight[start : start + num_columns]
+            lows = None if low is None else low[start : start + num_columns]
+            values = grad[matrix, row]
+            factor = row_factor[matrix, row]
+            for column in range(num_columns):
+                decayed = load_master(weights, lows, column) * decay
+                update = (as_float32(values[column]) * grad_scale) * (factor * factors[column])
+                store_master(weights, lows, column, decayed - update * step_size)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adafactor_vector(
+    v: Float32,
+    grad: Gradient,
+    grad_scale: np.float32,
+    eps: np.float32,
+    beta2: np.float32,
+    one_minus_beta2: np.float32,
+    sums: Float64,
+) -> None:
+    """Update the second moment of a vector parameter; write the sum of squares of its update.
+
+    Args:
+        v: 1-D.
+        grad: 1-D, as long as `v`.
+        sums: one per NORM_BLOCK_ELEMENTS, each summed in order in fp64; written.
+    """
+    for block in range(sums.size):
+        total = 0.0
+        for i in range(block * NORM_BLOCK_ELEMENTS, min((block + 1) * NORM_BLOCK_ELEMENTS, grad.size)):
+            g = as_float32(grad[i]) * grad_scale
+            v_new = v[i] * beta2 + (g * g + eps) * one_minus_beta2
+            v[i] = v_new
+            update = np.float64(g / np.sqrt(v_new))
+            total += update * update
+        sums[block] = total
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def apply_vector(
+    weight: Master,
+    low: Low,
+    v: Float32,
+    grad: Gradient,
+    grad_scale: np.float32,
+    decay: np.float32,
+    step_size: np.float32,
+) -> None:
+    """Apply Adafactor's update to a vector parameter, in place."""
+    for i in range(grad.size):
+        decayed = load_master(weight, low, i) * decay
+        update = (as_float32(grad[i]) * grad_scale) / np.sqrt(v[i])
+        store_master(weight, low, i, decayed - update * step_size)

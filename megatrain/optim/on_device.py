@@ -1,4 +1,4 @@
-"""Which optimizer makes the updates of blocks that live in the memory of a compute device."""
+"""Updates of blocks in the memory of a compute device, with the bits of the host's optimizer."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ __all__ = [
 
 
 class DeviceKernelError(RuntimeError):
-    """Updates on a GPU were asked for, and there is no kernel, or what compiles it is missing."""
+    """Updates on a GPU are impossible: there is no kernel, or Triton is missing."""
 
 
 class TritonOptimizer:
     """An optimizer over flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
-    The arithmetic is that of the host's optimizer, bit for bit, so a block group may be updated here or there. Only
-    the payload of a NaN is up to the processor. What differs from the contract: `update` queues the work on the
-    current stream of the blocks' device and returns; it is done in the order of that stream, as with every operation
-    of torch.
+    Same bits as the host's optimizer, so a block group may be updated here or there; only the payload of a NaN depends
+    on the processor. Unlike the contract, `update` queues the work on the current stream of the blocks' device and
+    returns before it is done.
 
     Args:
-        host: Kinds of state, and scalars rounded as it rounds them. Its kernel has one of the same name here.
+        host: The host's optimizer: its kinds of state, its scalars, and the name of its kernel.
 
     Raises:
         DeviceKernelError: Triton is not installed, or this optimizer has no kernel here.
@@ -51,7 +50,7 @@ class TritonOptimizer:
             )
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the host's optimizer: the same blocks can be updated by either."""
+        """Return the kinds of the host's optimizer."""
         return self._host.state_kinds(split_master)
 
     def update(
@@ -68,9 +67,8 @@ class TritonOptimizer:
         num_elements = gradient.numel()
         kinds = {kind.name: kind.dtype for kind in self.state_kinds("low" in blocks)}
         known = {name: _flat(name, blocks[name], dtype, gradient) for name, dtype in kinds.items()}
-        flats = [known["weight"], known.get("low"), *(known[kind.name] for kind in self._host.state)]
-        flats += [None] * (self._host.num_state_arguments - len(self._host.state))
-        flats.append(_flat("gradient", gradient, gradient.dtype, gradient))
+        state = [None if kind is None else known[kind.name] for kind in self._host.state_arguments]
+        flats = [known["weight"], known.get("low"), *state, _flat("gradient", gradient, gradient.dtype, gradient)]
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
         with torch.accelerator.device_index(gradient.device.index):  # launches go to the current device
@@ -102,7 +100,7 @@ class TritonOptimizer:
 
 
 def _import_kernels() -> ModuleType:
-    """Import the file that needs Triton; only a run that updates on a GPU pays for it."""
+    """Import the kernels, and with them Triton, only in runs that update on a GPU."""
     try:
         from megatrain.optim import triton_kernels
     except ImportError as error:
@@ -124,14 +122,14 @@ def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor) -> Te
 
 
 def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """Return what updates blocks on a device with the bits of the host's `optimizer`.
+    """Return the optimizer for blocks on a device, with the same bits as the host's.
 
     Args:
         optimizer: The host's.
-        device: Where the blocks are: a CUDA device, or the CPU, which stands in for one (`advanced.emulate_gpu`).
+        device: Of the blocks: a CUDA device, or the CPU that emulates one (`advanced.emulate_gpu`).
 
     Raises:
-        DeviceKernelError: Only the host can make these updates; the text says why.
+        DeviceKernelError: This optimizer runs on the host alone; the text says why.
     """
     if not isinstance(optimizer, ElementwiseOptimizer):
         raise DeviceKernelError(f"{type(optimizer).__name__} has no kernel for a GPU")

@@ -1,4 +1,4 @@
-"""Cuts a flat block into ranges and runs a kernel over them on a few threads."""
+"""Threads that run kernels over ranges of flat blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from typing import Any
 __all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads", "elements_per_call", "share_out"]
 
 RANGE_ELEMENTS = 1 << 20
-"""Elements one thread takes at a time: long enough to hide the call, short enough to share out evenly."""
-
+"""Elements of one call: enough to hide its overhead, few enough for an even load of the threads."""
 
 _FEWEST_ELEMENTS = 1 << 16
 _CALLS_PER_THREAD = 4
@@ -36,7 +35,7 @@ def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple
 
 
 def elements_per_call(num_elements: int, num_threads: int) -> int:
-    """Return how many elements a call takes where many small arrays are shared out; at least 1."""
+    """Return how many elements a call takes where many small arrays are updated; at least 1."""
     if num_threads == 1:
         return max(1, num_elements)
     return min(RANGE_ELEMENTS, max(_FEWEST_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
@@ -67,9 +66,9 @@ class KernelThreads:
 
     Args:
         num_threads: Threads that compute, at least 1; 1 computes on the calling thread. None: one per usable CPU.
-        among_operations: The calls come between operations of torch on the CPU. Its OpenMP threads wait for their next
-            operation without sleeping, for milliseconds: so they make the calls, where the OpenMP library allows it,
-            instead of keeping the cores busy.
+        among_operations: Calls come between torch's operations on the CPU, whose OpenMP threads spin for milliseconds
+            before they sleep: run the calls on those threads, where the OpenMP library allows it, instead of competing
+            with them.
     """
 
     def __init__(self, num_threads: int | None = None, *, among_operations: bool = False) -> None:
@@ -80,9 +79,9 @@ class KernelThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Make every call and return when all are done. The first error is raised, after the others have ended.
+        """Run every call and return when all are done; then raise the first error.
 
-        Calls are taken one by one, by the threads that make them: preparing one goes on beside the others.
+        Threads take calls one by one from the iterator: the next is prepared while others run.
         """
         remaining, lock = iter(calls), threading.Lock()
         ahead = list(islice(remaining, self.num_threads))
@@ -106,19 +105,19 @@ class KernelThreads:
 
     def _run_on_pool(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         futures = [self._executor().submit(worker) for _ in range(num_threads - 1)]
-        errors = _errors_of(worker)  # the calling thread is one of the workers: a step never waits for an idle pool
+        errors = _errors_of(worker)  # the calling thread works too, and never waits for the pool to start
         return errors + [error for future in futures if (error := future.exception()) is not None]
 
     def _run_on_openmp(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         errors: list[BaseException] = []
         call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
         assert self._openmp is not None
-        with _interrupts_held():
+        with _interrupts_deferred():
             self._openmp(call, None, num_threads, 0)  # returns when every thread of the team is done
         return errors
 
     def close(self) -> None:
-        """End the threads. A later `run` starts them again."""
+        """Stop the threads. A later `run` starts them again."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -132,13 +131,13 @@ class KernelThreads:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Answer a Ctrl-C that comes inside at the end: what it raises in a function that C calls is printed and lost.
+def _interrupts_deferred() -> Iterator[None]:
+    """Defer Ctrl-C to the end: an exception in a callback from C is printed and lost.
 
-    Only the main thread answers signals; in another one there is nothing to hold.
+    Python handles signals in the main thread alone; in another one there is nothing to defer.
     """
-    answer = signal.getsignal(signal.SIGINT)
-    if not callable(answer) or threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[tuple[int, FrameType | None]] = []
@@ -146,9 +145,9 @@ def _interrupts_held() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, answer)
+        signal.signal(signal.SIGINT, handler)
         if came:
-            answer(*came[0])
+            handler(*came[0])
 
 
 _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -156,9 +155,9 @@ _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _openmp_parallel() -> Any:
-    """Return the entry of the OpenMP library that torch has loaded: body, its argument, threads, flags. None: has none.
+    """Return `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library; None: it has none.
 
-    GCC's library and LLVM's both have it, under this name.
+    GCC's library and LLVM's both export it.
     """
     import torch
 

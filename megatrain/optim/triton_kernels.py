@@ -1,12 +1,12 @@
-"""The optimizers' loops for a GPU. Importing this file imports triton; nothing is compiled before the first launch.
+"""The Triton kernels of the optimizers. Importing this file imports triton; kernels are compiled at first launch.
 
 The same operations as in `megatrain.optim.kernels`, in the same order, each one rounded to fp32:
 
-* every launch says `enable_fp_fusion=False` (see `LAUNCH_OPTIONS`), or a product and a sum would become one operation;
+* every launch has `enable_fp_fusion=False` (`LAUNCH_OPTIONS`): no product and sum are fused;
 * division and square root are those that round to nearest: `/` and `tl.sqrt` on fp32 are approximations;
 * nothing flushes denormal numbers to zero, and scalars arrive in fp32, rounded once from fp64 by the caller.
 
-bf16 comes as its 16 bits, as on the CPU: a bf16 gradient and the high half of a split master are int16 tensors.
+As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient and the high half of a split master are int16 tensors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def lion(
     m_old = tl.load(m + at, mask=inside)
 
     direction = m_old * beta1 + g * one_minus_beta1
-    minus_lr = lr * -1.0  # exact; triton may compile `-lr` to 0 - lr, which is +0 where -lr is -0
+    minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
     step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
 
     tl.store(m + at, m_old * beta2 + g * one_minus_beta2, mask=inside)

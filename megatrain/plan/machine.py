@@ -628,15 +628,15 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
     return ""
 
 
-def kept_tensors(config: RunConfig, graph: ModelGraph) -> str:
+def carried_tensors(config: RunConfig, graph: ModelGraph) -> str:
     """Say what the model's folder has beside what is trained; "": nothing, or it has no weights that can be used."""
     if config.model.train_from_scratch:
         return ""
     try:
-        kept = WeightLoader(config.model.model_name_or_path, graph.model).origin.kept
+        carried = WeightLoader(config.model.model_name_or_path, graph.model).origin.carried
     except (ModelFolderError, OSError):
         return ""  # `check` says what is wrong
-    return f"{kept}; they take no memory" if kept.names else ""
+    return f"{carried}; they take no memory" if carried.names else ""
 
 
 def model_facts(name: str, folder: Path | None) -> ModelFacts:

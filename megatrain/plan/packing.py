@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.graph import build_graph
-from megatrain.models.kept import kept_modules
 from megatrain.models.packed_rows import why_documents_mix
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def settle_packing(config: RunConfig, graph: ModelGraph) -> tuple[RunConfig, str
         UnsupportedModelError: the config asks for packing, and the model would mix documents.
     """
     packing = config.data.packing
-    if not packing or (packing == "concat" and kept_modules(graph.model) is None):
+    if not packing or (packing == "concat" and carried_modules(graph.model) is None):
         return config, ""
     problem = why_documents_mix(graph, config.model.attn_implementation)
     if problem is None:

@@ -35,9 +35,9 @@ class Traffic:
     ) -> None:
         self._blocks, self._order, self._homes, self._direct = program.blocks, order, homes, direct
         self._first = compile_step(program, homes, stays, updates=False)
-        kept = compile_step(program, homes, stays, kept=self._first.kept).kept
-        self._step = compile_step(program, homes, stays, kept=kept)
-        self._last = compile_step(program, homes, stays, passes=False, kept=kept)
+        pinned = compile_step(program, homes, stays, pinned=self._first.pinned).pinned
+        self._step = compile_step(program, homes, stays, pinned=pinned)
+        self._last = compile_step(program, homes, stays, passes=False, pinned=pinned)
 
     def of_first_step(self) -> dict[str, int]:
         """Return what a step moves that finds nothing waiting and nothing to update."""
@@ -54,9 +54,9 @@ class Traffic:
     def of_last_updates(self) -> dict[str, int]:
         """Return what the updates after the last step move, and what is left then on its way home."""
         moved = self._count(self._last)
-        for key, kept in self._last.kept.items():
-            if kept.is_newer:
-                self._add(moved, key, kept.tier, self._homes[key])
+        for key, pinned in self._last.pinned.items():
+            if pinned.is_newer:
+                self._add(moved, key, pinned.tier, self._homes[key])
         return moved
 
     def _count(self, tape: Tape, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
@@ -284,8 +284,8 @@ class ResidentChooser:
         for n, (number, mode) in enumerate(uses):
             is_last = key in program.ticks[number].spent
             follows = n + 1 < len(uses) and uses[n + 1][0] == number + 1
-            is_kept = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
-            accesses.append(Access(number, mode, tiers[n], is_last, is_kept))
+            is_pinned = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
+            accesses.append(Access(number, mode, tiers[n], is_last, is_pinned))
         found, _ = follow(key, accesses, homes[key])
         # What moves between RAM and a drive does not cross the bus.
         lives_there = homes[key] == self._tier

@@ -198,7 +198,7 @@ class Plan:
         copies: whole copies of checkpoints that ``output_dir`` holds at most.
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
-        kept_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
+        carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
         packing: ``data.packing`` as it will be, which for some models is not the default.
         packing_warning: why ``packing`` is not the default; "": it is, or is what the config says.
     """
@@ -223,7 +223,7 @@ class Plan:
     copies: int = 0
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
-    kept_tensors: str = ""
+    carried_tensors: str = ""
     packing: bool | Literal["concat"] = True
     packing_warning: str = ""
 
@@ -296,7 +296,7 @@ class Plan:
     def _messages_of_moves(self) -> tuple[str, ...]:
         compute = self.program.compute_tier
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        updates: tuple[str, ...] = (self.kept_tensors,) if self.kept_tensors else ()
+        updates: tuple[str, ...] = (self.carried_tensors,) if self.carried_tensors else ()
         updates += () if compute == "ram" else (self._where_updates_are_made(),)
         if self.copies and self.checkpoint_bytes_on_drives:
             size = format_size(self.checkpoint_bytes_on_drives)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.engine.tape import Kept, Op, TapeStore, compile_step
+from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
@@ -150,7 +150,7 @@ class _Replay:
                 self.store.evict(key, tier)
         self.store.wait_idle()
         self._copies = TapeStore(self.store, homes)
-        self._kept: Mapping[str, Kept] = {}  # what the tape before left
+        self._pinned: Mapping[str, Pinned] = {}  # left by the previous tape
         for tier, nbytes in plan.placement.workspace_bytes.items():
             self.store.reserve(tier, nbytes)
         self.store.set_schedule(plan.program.schedule(homes, _NUM_WARM_STEPS + _NUM_STEPS + 1))
@@ -171,8 +171,8 @@ class _Replay:
     def step(self, number: int) -> None:
         """Replay one step: the tape that the engine executes."""
         program, placement = self._plan.program, self._plan.placement
-        tape = compile_step(program, placement.homes, placement.stays, updates=number > 0, kept=self._kept)
-        self._kept = tape.kept
+        tape = compile_step(program, placement.homes, placement.stays, updates=number > 0, pinned=self._pinned)
+        self._pinned = tape.pinned
         for op in tape.ops:
             num_copies = self._num_copies
             self.store.advance(number * len(program.ticks) + op.tick)

@@ -50,7 +50,7 @@ class SomePlan:
     objections: tuple[Objection, ...] = ()
     graph: None = None
     packing_warning: str = ""
-    kept_tensors: str = ""
+    carried_tensors: str = ""
 
 
 METRICS = StepMetrics(
@@ -100,7 +100,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = ModuleType("megatrain.trainer")
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
-    monkeypatch.setattr("megatrain.plan.machine.kept_tensors", lambda config, graph: "")
+    monkeypatch.setattr("megatrain.plan.machine.carried_tensors", lambda config, graph: "")
     return asked
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatrain.engine.suspend import micro_batch_seed
+from megatrain.engine.state import micro_batch_seed
 
 
 @dataclass

@@ -11,9 +11,9 @@ import torch
 
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
+from megatrain.models.carried import carried_modules, reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph
-from megatrain.models.kept import kept_modules, reads_more_than_text
 from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
 from oracles.huggingface import train_step
 from oracles.memory_access import MemoryAccess
@@ -73,11 +73,11 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
             buffer.copy_(buffers[name])
         assert torch.equal(buffer, buffers[name]), name
     loaded = {name: p for name, p in model.named_parameters() if name in graph.trainable_parameters}
-    kept = kept_modules(graph.model)
-    if kept is not None:
-        unaccounted = set(dict(model.named_parameters())) - set(loaded) - kept.names - set(graph.owner_of)
+    carried = carried_modules(graph.model)
+    if carried is not None:
+        unaccounted = set(dict(model.named_parameters())) - set(loaded) - carried.names - set(graph.owner_of)
         assert not unaccounted
-        assert not kept.names & set(expected.gradients), "what is kept has no gradient"
+        assert not carried.names & set(expected.gradients), "what is kept has no gradient"
     access = MemoryAccess(graph, loaded, torch.float32)
     runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
     loss = runner.forward_backward(batches, seed=SEED)

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Objective
-from megatrain.engine.suspend import micro_batch_seed
+from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph

@@ -15,10 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.tiled import TiledForward, tile_mlps
+from megatrain.engine.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import UnsupportedModelError, build_graph
-from megatrain.models.position_wise import find_position_wise, is_position_wise
 from oracles.families import tiny_config
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import TieredRun, config_text, run_config

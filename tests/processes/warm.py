@@ -42,7 +42,6 @@ PRELOADED = (
     "transformers.trainer",
     "megatrain.trainer",
     "megatrain.optim.kernels",
-    "megatrain.optim.adafactor_kernels",
     "megatrain.report",
     "megatrain_tier_cli.main",
     "megatrain_tier_cli.run",

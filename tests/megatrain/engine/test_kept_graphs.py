@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import ProgramBuilder, StepProgram, VisitTrace, activations_of, keeping_graphs
-from megatrain.engine.trace import Ledger, trace_visits
+from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit, build_graph
 from megatrain.optim.elementwise import AdamW, AdamWConfig
@@ -266,7 +266,7 @@ def test_an_evaluation_keeps_nothing() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-class RealLedger(Ledger):
+class RealLedger(CountingMode):
     """Counts the bytes of real storages; answers nothing itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

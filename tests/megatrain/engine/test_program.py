@@ -36,7 +36,7 @@ def test_a_copy_stays_where_its_next_use_comes() -> None:
 
     def kept(**parts: bool) -> dict[int, set[str]]:
         tape = compile_step(program, homes, stays, **parts)
-        return {op.tick: {use.key for use in op.uses if use.release is Release.KEEP} for op in tape.ops}
+        return {op.tick: {use.key for use in op.uses if use.release is Release.PIN} for op in tape.ops}
 
     assert kept() == {UPDATE: {"w"}, FORWARD: {"w"}, HEAD: set(), BACKWARD: {"w"}}
     assert kept(updates=False) == {FORWARD: {"w"}, HEAD: set(), BACKWARD: {"w"}}, "the updates come after it"

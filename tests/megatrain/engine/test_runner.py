@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
-from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError, shifted_labels
+from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError
+from megatrain.engine.head import shifted_labels
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.suspend import micro_batch_seed
+from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import ModelGraph, UnsupportedModelError, build_graph
 from oracles.families import padded_batches, tiny_config

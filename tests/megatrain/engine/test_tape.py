@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.tape import Access, Kept, Release, compile_step, follow
+from megatrain.engine.tape import Access, Pinned, Release, compile_step, follow
 
 UPDATE, FORWARD, BACKWARD = range(3)
 BLOCKS = {
@@ -41,7 +41,7 @@ def test_without_stays_everything_comes_for_each_use_and_goes_back_where_it_chan
         *[("w", TO), ("a", BACK)],
         *[("w", TO), ("g", BACK), ("a", TO)],
     ]
-    assert not tape.kept
+    assert not tape.pinned
 
 
 def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -> None:
@@ -49,15 +49,15 @@ def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -
     first = compile_step(PROGRAM, HOMES, stays, updates=False)
     # Read only, so nothing of w goes home in a first step; what is saved and used again never leaves.
     assert list(first.transfers(HOMES)) == [("w", *TO)]
-    assert first.kept == {"g": Kept("ram", is_newer=True)}
-    step = compile_step(PROGRAM, HOMES, stays, kept=first.kept)
+    assert first.pinned == {"g": Pinned("ram", is_newer=True)}
+    step = compile_step(PROGRAM, HOMES, stays, pinned=first.pinned)
     assert list(step.transfers(HOMES)) == [("w", *TO), ("m", *TO), ("m", *BACK), ("w", *BACK)]
-    assert step.kept == first.kept
-    last = compile_step(PROGRAM, HOMES, stays, passes=False, kept=step.kept)
+    assert step.pinned == first.pinned
+    last = compile_step(PROGRAM, HOMES, stays, passes=False, pinned=step.pinned)
     assert list(last.transfers(HOMES)) == [("w", *TO), ("w", *BACK), ("m", *TO), ("m", *BACK)]
-    assert not last.kept
+    assert not last.pinned
     by_key = {use.key: use for use in last.ops[0].uses}
-    assert by_key["g"].was_kept and by_key["g"].release is Release.DISCARD
+    assert by_key["g"].was_pinned and by_key["g"].release is Release.DISCARD
     assert by_key["w"].release is Release.EVICT, "no forward follows for which it could stay"
 
 
@@ -65,7 +65,7 @@ def test_what_is_at_home_moves_nothing_and_stays() -> None:
     homes = {**HOMES, "w": "ram", "g": "ram"}
     tape = compile_step(PROGRAM, homes, {})
     releases = [use.release for op in tape.ops for use in op.uses if use.key in ("w", "g")]
-    assert releases == [Release.STAY, Release.DISCARD, Release.STAY, Release.STAY, Release.STAY]
+    assert releases == [Release.HOME, Release.DISCARD, Release.HOME, Release.HOME, Release.HOME]
     assert {key for key, _, _ in tape.transfers(homes)} == {"m", "a"}
 
 
@@ -90,9 +90,9 @@ def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, st
     is_dead = False
     for access, use in zip(accesses, found, strict=True):
         away = access.tier != home
-        assert use.was_kept == (here is not None)
+        assert use.was_pinned == (here is not None)
         if use.fetches:
-            assert away and not use.was_kept and access.mode != "w"
+            assert away and not use.was_pinned and access.mode != "w"
             here = at_home
         if access.mode != "w" and not is_dead:
             assert (here if away else at_home) == newest
@@ -107,9 +107,9 @@ def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, st
             here = None
         is_dead = is_dead or access.is_last
     for one, following_use in pairwise(found):
-        assert following_use.was_kept == (one.release is Release.KEEP)
+        assert following_use.was_pinned == (one.release is Release.PIN)
 
 
 def test_a_copy_that_waits_where_its_next_use_is_not_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        follow("k", [Access(0, "r", "ram", False, False)], "nvme", Kept("gpu", is_newer=False))
+        follow("k", [Access(0, "r", "ram", False, False)], "nvme", Pinned("gpu", is_newer=False))

@@ -17,7 +17,7 @@ from megatrain.engine import attention
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.trace import Ledger, LedgerError, StepFlops, count_flops, step_flops, trace_visits
+from megatrain.engine.trace import CountingError, CountingMode, StepFlops, count_flops, step_flops, trace_visits
 from megatrain.models.graph import build_graph
 from megatrain_tier_cli.main import command_group
 from oracles.families import tiny_config
@@ -218,14 +218,14 @@ def test_a_formula_that_fails_costs_figures_and_no_plan(monkeypatch: pytest.Monk
 
 
 def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Ledger._count
+    count = CountingMode._count
 
-    def failing(ledger: Ledger, tensor: torch.Tensor) -> None:
+    def failing(ledger: CountingMode, tensor: torch.Tensor) -> None:
         assert not (ledger.where == "model.layers.1" and tensor.dim() == 4), "counted twice"
         count(ledger, tensor)
 
-    monkeypatch.setattr(Ledger, "_count", failing)
-    with pytest.raises(LedgerError, match=r"aten\..* cannot be accounted for: AssertionError: counted twice"):
+    monkeypatch.setattr(CountingMode, "_count", failing)
+    with pytest.raises(CountingError, match=r"aten\..* cannot be accounted for: AssertionError: counted twice"):
         trace_of()
 
 
@@ -253,9 +253,7 @@ def test_the_command_says_whether_the_plan_is_exact(
     )
     assert plain.exit_code == as_json.exit_code == 0, plain.output
     found = json.loads(as_json.stdout)
-    said = (
-        "the workspace is estimated: model.layers.0 and 3 more: a number that it looks at is not known before it runs"
-    )
+    said = "the workspace is estimated: model.layers.0 and 3 more: it reads a value that is not known before it runs"
     assert ("logits; exact" in plain.stdout, said in plain.stdout.replace("\n", " ")) == (is_exact, not is_exact)
     if not torch.cuda.is_available():
         room = "768.0 MiB of free GPU memory are outside of the tier; libraries are allowed 102.4 MiB"

@@ -28,7 +28,7 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
-    monkeypatch.setattr(host_io, "looks_are_waits", lambda device: True)
+    monkeypatch.setattr(host_io, "reads_sync_host", lambda device: True)
     monkeypatch.setattr(step, "squared_norm", lambda gradient, threads: clip.device_squared_norm(gradient))
 
 
@@ -60,7 +60,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
     with counted_waits() as waits:
         expected = plain.forward_backward(micro_batches)
     assert waits["_local_scalar_dense"] >= len(micro_batches), "the model looks at its masks: there is something to do"
-    monkeypatch.setattr(host_io, "looks_are_waits", lambda device: True)
+    monkeypatch.setattr(host_io, "reads_sync_host", lambda device: True)
     mirrored = runner_of(config)
     assert mirrored.forward_backward(micro_batches) == expected
     assert mirrored._micro_batches.mirror is not None

@@ -22,7 +22,7 @@ from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
 from megatrain.engine.objective import Objective, causal_lm_loss
 from megatrain.engine.tiled import TiledForward, tile_mlps
-from megatrain.engine.trace import Ledger
+from megatrain.engine.trace import CountingMode
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner
@@ -333,7 +333,7 @@ def test_a_piece_takes_no_more_memory_than_planned(
     labels, peaks = torch.zeros(1, rows, dtype=torch.long), {}
     for name, function in functions.items():
         leaf = torch.zeros(1, rows, columns, dtype=dtype, requires_grad=True)
-        with Ledger() as ledger:
+        with CountingMode() as ledger:
             loss = function(leaf * 1.0, labels, vocab_size=columns, num_items_in_batch=7, shift_labels=labels)
             torch.autograd.grad(loss, leaf)
         peaks[name] = ledger.peak_nbytes

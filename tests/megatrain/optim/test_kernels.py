@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.optim import adafactor_kernels, clip, kernels
+from megatrain.optim import clip, kernels
 from megatrain.optim.adafactor import Adafactor, AdafactorConfig
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
 from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
@@ -57,10 +57,6 @@ def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
             optimizer.rows_call(split_master, dtype, Segment(0, 0, 0.0), Update(step=1, lr=0.0))(rows)
 
 
-def kernel_of(name: str) -> Any:
-    return getattr(kernels, name, None) or getattr(adafactor_kernels, name)
-
-
 @functools.cache
 def machine_code(kernel: Any) -> list[str]:
     """Return the code of every variant: fp32 and split masters, fp32 and bf16 gradients."""
@@ -73,7 +69,7 @@ def machine_code(kernel: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", [*UPDATES, *SUMS])
 def test_no_product_and_sum_are_fused(name: str) -> None:
-    variants = machine_code(kernel_of(name))
+    variants = machine_code(getattr(kernels, name))
     assert len(variants) >= 2
     for code in variants:
         assert len(code) > 1000
@@ -84,7 +80,7 @@ def test_no_product_and_sum_are_fused(name: str) -> None:
 @pytest.mark.parametrize("name", UPDATES)
 def test_every_variant_of_an_update_works_on_whole_vectors(name: str) -> None:
     operations = dict.fromkeys(("adamw", "adamw_rows", "apply_vector"), ("sqrtps", "divps", "mulps", "subps"))
-    variants = machine_code(kernel_of(name))
+    variants = machine_code(getattr(kernels, name))
     assert len(variants) >= 4
     for code in variants:
         for operation in operations.get(name, ("mulps", "subps")):

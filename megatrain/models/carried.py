@@ -1,7 +1,7 @@
-"""What a model's folder holds beside what is trained: tensors that stay in it, and go into an export as they are.
+"""Carried tensors: those of a model's folder that are not trained, but copied into an export as they are.
 
-A model that reads images has a vision tower which a text never comes to. Its weights are not loaded: they take no
-memory, stay in the folder, and are copied from there.
+A model that reads images has a vision tower that text never reaches. Its weights are not loaded: they take no memory,
+stay in the folder, and an export copies them from there. (Messages and checkpoints say that they are "kept as is".)
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "KEPT_CHECKSUM",
-    "KEPT_COUNT",
-    "KeptModules",
-    "KeptTensors",
-    "keep_what_text_never_reaches",
-    "kept_modules",
+    "CARRIED_CHECKSUM",
+    "CARRIED_COUNT",
+    "CarriedModules",
+    "CarriedTensors",
+    "detach_non_text_modules",
+    "carried_modules",
     "reads_more_than_text",
 ]
 
-#: Keys of ``KeptTensors.record``.
-KEPT_COUNT, KEPT_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
+#: Keys of ``CarriedTensors.record``.
+CARRIED_COUNT, CARRIED_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
 _QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "__hash__"})
-_ATTRIBUTE = "_megatrain_kept_modules"
+_ATTRIBUTE = "_megatrain_carried_modules"
 
 
-class _KeptWeight(Tensor):
-    """Placeholder of a kept weight: has its shape and dtype, and refuses to be computed with."""
+class _CarriedWeight(Tensor):
+    """Placeholder of a carried weight: it has shape and dtype, and refuses to be computed with."""
 
-    kept_name: str
-    kept_model: str
+    carried_name: str
+    carried_model: str
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") not in _QUESTIONS:
-            kept = next((arg for arg in args if isinstance(arg, _KeptWeight)), None)
+            weight = next((arg for arg in args if isinstance(arg, _CarriedWeight)), None)
             raise UnsupportedModelError(
-                getattr(kept, "kept_model", "the model"),
-                f"its forward uses {getattr(kept, 'kept_name', 'a weight')} for a text without images, which is no "
-                "part of its language model and is not loaded. Take a text model",
+                getattr(weight, "carried_model", "the model"),
+                f"its forward uses {getattr(weight, 'carried_name', 'a weight')} for a text without images, which is "
+                "no part of its language model and is not loaded. Take a text model",
             )
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a kept parameter or buffer was registered."""
+    """Where a carried parameter or buffer was registered."""
 
     name: str
     module: nn.Module
@@ -75,8 +75,8 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class KeptModules:
-    """The modules of a skeleton that text never comes to.
+class CarriedModules:
+    """The modules of a skeleton that text never reaches.
 
     Attributes:
         paths: The outermost of them, and owners of single parameters.
@@ -89,7 +89,7 @@ class KeptModules:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Let the model have these parameters and buffers (on the meta device) for a while, to look at their names."""
+        """Register these parameters and buffers (on the meta device) again, so that the model lists their names."""
         for slot in self._slots:
             slot.registry[slot.leaf] = slot.value
         try:
@@ -105,17 +105,17 @@ def reads_more_than_text(model: PreTrainedModel | type[PreTrainedModel]) -> bool
     return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
 
 
-def kept_modules(model: PreTrainedModel) -> KeptModules | None:
-    """Return what `keep_what_text_never_reaches` took out of the model; None: nothing."""
-    found: KeptModules | None = getattr(model, _ATTRIBUTE, None)
+def carried_modules(model: PreTrainedModel) -> CarriedModules | None:
+    """Return what `detach_non_text_modules` took out of the model; None: nothing."""
+    found: CarriedModules | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
-def keep_what_text_never_reaches(model: PreTrainedModel) -> None:
-    """Take the parameters and buffers out of a skeleton that belong to other inputs than text.
+def detach_non_text_modules(model: PreTrainedModel) -> None:
+    """Take the parameters and buffers out of a skeleton that only other inputs than text use.
 
     The language model is what transformers calls the decoder, with the embedding and the head. All else that owns
-    parameters is kept; stand-ins refuse to be computed with, so that a mistake about it cannot pass unnoticed.
+    parameters is carried; its placeholders refuse to be computed with, so a wrong guess here fails instead of training.
 
     Raises:
         UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and something else.
@@ -151,8 +151,8 @@ def keep_what_text_never_reaches(model: PreTrainedModel) -> None:
     for slot in slots.values():
         _stand_in(model, slot)
     if slots:
-        kept = KeptModules(tuple(paths), frozenset(names), tuple(slots.values()))
-        cast("Any", model).__dict__[_ATTRIBUTE] = kept
+        carried = CarriedModules(tuple(paths), frozenset(names), tuple(slots.values()))
+        cast("Any", model).__dict__[_ATTRIBUTE] = carried
 
 
 def _language_model(model: PreTrainedModel) -> list[nn.Module]:
@@ -171,15 +171,15 @@ def _language_model(model: PreTrainedModel) -> list[nn.Module]:
 def _stand_in(model: PreTrainedModel, slot: _Slot) -> None:
     """Put a plain attribute in the place of a registered tensor: nothing that walks over the model finds it."""
     del slot.registry[slot.leaf]
-    standing_in = Tensor._make_subclass(_KeptWeight, torch.empty_like(slot.value, device="meta"))
-    assert isinstance(standing_in, _KeptWeight)
-    standing_in.kept_name, standing_in.kept_model = slot.name, type(model).__name__
+    standing_in = Tensor._make_subclass(_CarriedWeight, torch.empty_like(slot.value, device="meta"))
+    assert isinstance(standing_in, _CarriedWeight)
+    standing_in.carried_name, standing_in.carried_model = slot.name, type(model).__name__
     cast("Any", standing_in)._is_hf_initialized = True  # transformers' rules are to leave it alone
     slot.module.__dict__[slot.leaf] = standing_in
 
 
 @dataclass(frozen=True)
-class KeptTensors:
+class CarriedTensors:
     """The tensors of a folder that an export copies as they are.
 
     Attributes:
@@ -197,7 +197,7 @@ class KeptTensors:
         return sum(self.folder.records[name].nbytes for name in self.names)
 
     def __str__(self) -> str:
-        """What is kept, in one line: `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
+        """All of them in one line: `21 tensors (12.3 MB) are kept as they are: model.visual (21)`."""
         counts = Counter(self.owners[name] for name in self.names)
         what = some([f"{owner} ({count})" for owner, count in counts.most_common()], limit=4)
         tensors = f"{len(self.names)} tensors" if len(self.names) != 1 else "1 tensor"
@@ -205,8 +205,8 @@ class KeptTensors:
         return f"{tensors} ({format_size(self.nbytes)}) {verb}: {what}"
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint is to tell of them. Reads them all."""
-        return {KEPT_COUNT: len(self.names), KEPT_CHECKSUM: self.checksum()}
+        """Return what a checkpoint records of them. Reads them all."""
+        return {CARRIED_COUNT: len(self.names), CARRIED_CHECKSUM: self.checksum()}
 
     def checksum(self) -> str:
         """Read all of them and return the checksum of their names, shapes, dtypes and bytes. RAM: one small piece."""

@@ -1,0 +1,127 @@
+"""State of torch that is global to the process or thread but belongs to one micro-batch: RNG, grad mode, autocast.
+
+A recompute has the bits of its forward only under the forward's own state. So whatever runs twice (a unit, a tiled
+MLP, a head in pieces) saves this state at its first run and restores it for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["RandomStates", "ThreadModes", "micro_batch_seed", "without_saved_tensors"]
+
+
+def micro_batch_seed(seed: int, micro_batch: int) -> int:
+    """Return the seed of one micro-batch's random stream; different for every pair, the same on every machine."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
+    return (mixed ^ (mixed >> 29)) % 2**63
+
+
+class RandomStates:
+    """Reads and writes the random state of the CPU and of one compute device.
+
+    Args:
+        device: Compute device.
+        enabled: False on fake tensors (a trace), where nothing is drawn: all methods do nothing.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self._device = device
+        self._enabled = enabled
+
+    def seed(self, seed: int) -> None:
+        """Start a stream."""
+        if self._enabled:
+            torch.default_generator.manual_seed(seed)
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).manual_seed(seed)
+
+    def get(self) -> tuple[Tensor, ...]:
+        """Return the state of the current stream."""
+        if not self._enabled:
+            return ()
+        states: tuple[Tensor, ...] = (torch.default_generator.get_state(),)
+        if self._device.type != "cpu":
+            states += (torch.get_device_module(self._device).get_rng_state(self._device),)
+        return states
+
+    def set(self, states: tuple[Tensor, ...]) -> None:
+        """Continue a stream from a state that `get` returned."""
+        if states:
+            torch.default_generator.set_state(states[0])
+            if len(states) > 1:
+                torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+    @contextmanager
+    def continued_from(self, states: tuple[Tensor, ...]) -> Iterator[None]:
+        """Continue another stream inside, and the current one afterwards."""
+        outer = self.get()
+        self.set(states)
+        try:
+            yield
+        finally:
+            self.set(outer)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadModes:
+    """Grad mode and autocast of the current thread."""
+
+    grad_enabled: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache_enabled: bool
+
+    @classmethod
+    def current(cls, device_type: str) -> ThreadModes:
+        """Read them, for the CPU and one device type."""
+        kinds = dict.fromkeys(("cpu", device_type))
+        autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
+
+    def restore(self) -> None:
+        """Write them."""
+        torch.set_grad_enabled(self.grad_enabled)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache_enabled)
+
+    @contextmanager
+    def applied(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
+        """Run under these modes, and under those of before afterwards.
+
+        Args:
+            cache_enabled: Of autocast's cache of cast weights; None: as in these modes.
+        """
+        outer = ThreadModes.current(self.autocast[-1][0])
+        self.restore()
+        if cache_enabled is not None:
+            torch.set_autocast_cache_enabled(cache_enabled)
+        try:
+            yield
+        finally:
+            outer.restore()
+
+
+def without_saved_tensors() -> AbstractContextManager[None]:
+    """Save nothing for the backward of what runs inside: it is recomputed there.
+
+    Not `no_grad`: attention picks its kernel by `requires_grad`, and another kernel than the recompute's could round
+    differently and flip a router's choice.
+    """
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped)
+    return hooks
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _unpack_dropped(_: object) -> Tensor:
+    raise AssertionError("the graph of a first run was used; only its recompute has one")
