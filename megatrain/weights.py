@@ -149,8 +149,8 @@ class Weights:
         before = {} if checkpoint is None else checkpoint.state.model
         if before.get(CARRIED_CHECKSUM, record[CARRIED_CHECKSUM]) != record[CARRIED_CHECKSUM]:
             raise CheckpointError(
-                f"{carried.folder.path}: {carried}, but they are no longer those that {checkpoint} began with. Bring the "
-                "original files back, or name another output_dir"
+                f"{carried.folder.path}: {carried}, but they are no longer those that {checkpoint} began with. "
+                "Bring the original files back, or name another output_dir"
             )
         return record
 
