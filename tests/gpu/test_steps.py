@@ -80,7 +80,8 @@ def test_nothing_grows_over_fifty_steps(
 ) -> None:
     num_steps, num_warm = (50, 10) if virtual is None else (12, 4)
     with engine_in(tmp_path, tiny_model, num_steps, placement=placement) as (engine, loader, trainer):
-        tier = next(tier for tier in trainer._tiers if isinstance(tier, GpuTier))
+        tier = trainer.store.tier("gpu")
+        assert isinstance(tier, GpuTier)
         warm, after = {}, {}
         for number in range(num_steps):
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
@@ -99,7 +100,8 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
 ) -> None:
     """The largest tick needs 4.1 MiB. Where all sizes fit side by side, steps reuse what the first one made."""
     with engine_in(tmp_path, tiny_model, 4, gpu_bytes=gpu_bytes, placement=ALL_RAM) as (engine, loader, trainer):
-        tier = next(tier for tier in trainer._tiers if isinstance(tier, GpuTier))
+        tier = trainer.store.tier("gpu")
+        assert isinstance(tier, GpuTier)
         for number in range(4):
             before = tier.num_drops
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
