@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.lazy_device import LazyDevice
-from megatrain import session
+from megatrain import tiers
 from megatrain.plan import machine
 from oracles.tiered_run import config_text, run_config
 from tiered import MiB
@@ -40,7 +40,7 @@ def test_a_run_over_cuda_links_gives_the_bits_of_ram(
     device = LazyDevice()
     monkeypatch.setattr(machine, "compute_tier", lambda config, device: "gpu")
     monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: 16 * MiB)
-    monkeypatch.setattr(session, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
+    monkeypatch.setattr(tiers, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
     monkeypatch.setattr(machine, "moves_past_ram", lambda config, device: past_ram)
     monkeypatch.setattr(route, "make_mover", lambda tier, needs_gds: PosixMover(tier))
     submitted: list[str] = []
