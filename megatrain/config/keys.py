@@ -207,6 +207,13 @@ def has_advice(path: Path) -> bool:
     return plain(path) in NOT_YET or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
 
 
+def looks_like_table(path: Path) -> bool:
+    """Return whether an unknown name looks like a misspelled table of ours on the same level."""
+    level = plain(path[:-1])
+    tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
+    return bool(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8))
+
+
 def advice_for_unknown(path: Path) -> str:
     """Return what to write instead of a key that does not exist, or ""."""
     name, leaf = plain(path), str(path[-1])

@@ -25,6 +25,7 @@ from megatrain.config.keys import (
     dotted,
     full_keys_of_leaf,
     has_advice,
+    looks_like_table,
     parse_path,
     plain,
 )
@@ -377,9 +378,9 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
                 renamed.append((here, key, table.pop(key)))
             else:
                 table.pop(key)
-                inner = (
-                    [(*here, child) for child in value if has_advice((*here, child))] if isinstance(value, dict) else []
-                )
+                # A table that only looks misspelled is named itself, whatever its keys mean elsewhere.
+                foreign = isinstance(value, dict) and not looks_like_table(here)
+                inner = [(*here, child) for child in value if has_advice((*here, child))] if foreign else []
                 for child in () if has_advice(here) else inner:
                     unknown(child, "key")
                 if has_advice(here) or not inner:

@@ -17,7 +17,7 @@ from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints, usable_checkpoint
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
-from tiered import GenerationReader
+from tiered import GenerationReader, format_size
 from tiered.durable.manifest import list_generations
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
@@ -305,8 +305,8 @@ def test_the_folder_on_the_drive_says_what_it_holds(run: SavedRun) -> None:
     for part in (str(run.out), "CHECKPOINTS LIE HERE", f"megatrain-tier clean {drive}", "ckpt rm RUN", "save_copy"):
         assert part in text, text
     assert f"stay in '{drive}', 0 B lie there now: deleting that folder destroys them" in result.stdout
-    size = f"{nbytes / (1 << 20):.1f} MiB"
-    assert f"{size} of its checkpoints lie in {drive}" in run.call("status", run.out).stdout
+    shown = " ".join(run.call("status", run.out).stdout.split())
+    assert f"{format_size(nbytes)} of its checkpoints lie in {drive}" in shown
     check = run.call("check", run.write_config(**ON_DRIVE))
     assert check.exit_code == 0 and " ".join(check.stdout.split()).count(f"stay in '{drive}'") == 1, check.output
 

@@ -139,8 +139,8 @@ def test_batches_look_like_the_data(write: Write) -> None:
     assert batches[0]["position_ids"][0].tolist() == list(range(64))
     chat = made_up_batches(plan, config.model_copy(update={"task": "sft"}))
     assert chat[0]["position_ids"][0].tolist() == [*range(32), *range(32)]
-    padded = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
-    assert set(made_up_batches(plan, padded)[0]) == {"input_ids", "labels", "attention_mask"}
+    padded = planned(write(), "data.packing=false")
+    assert set(made_up_batches(*padded)[0]) == {"input_ids", "labels", "attention_mask"}
 
 
 def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
