@@ -6,7 +6,7 @@
 
 Every side has a copy of one Llama model and makes a step on the same tokens in turn. Timed are the optimizer's step
 (the norm and the clipping included, where there is clipping) and the whole step. `tiered` keeps state in the store and
-leaves the model as it is; `tier` has the whole module in the store, whose updates take place in the next forward.
+leaves the model as it is; `offload` has the whole module in the store, whose updates take place in the next forward.
 
 Claim: without and with clipping, a step of `tiered` takes at most 1.0 times torch's fused AdamW. torchao's and
 bitsandbytes' optimizers take part where they are installed and a CUDA device is there; all sides are on it then.
@@ -220,7 +220,7 @@ def tell_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
             report.row(f"{prefix}.{side.name}.{what}.each", [round(each, 6) for each in seconds], "s")
     for side in sides[1:]:
         target = TARGET_RATIO if side.name == "tiered" else None
-        # What `tier` leaves of a step for the next forward is in the whole step alone.
+        # What `offload` leaves of a step for the next forward is in the whole step alone.
         kinds = ("whole",) if side.name == "tier" else ("step", "whole")
         for what in kinds:
             mine, theirs = getattr(side, f"{what}_s"), getattr(reference, f"{what}_s")

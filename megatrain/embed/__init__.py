@@ -1,1 +1,1 @@
-"""The store inside other trainers: tiered modules, optimizers of torch's interface, saved activations."""
+"""The store inside other trainers: offloaded modules, optimizers of torch's interface, saved activations."""

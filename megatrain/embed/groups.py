@@ -38,8 +38,8 @@ __all__ = [
     "InterruptedUpdateError",
     "Settings",
     "StateGroup",
-    "TieredGroup",
-    "UntieredGroup",
+    "OffloadedGroup",
+    "OrdinaryGroup",
     "UpdatesBehind",
     "UpdatesInRam",
     "Work",
@@ -229,8 +229,8 @@ class StateGroup(ABC):
         return (entry for entry in self.layout.entries if entry.name in names)
 
 
-class TieredGroup(StateGroup):
-    """The parameters of a tiered module that share a block of weights."""
+class OffloadedGroup(StateGroup):
+    """The parameters of an offloaded module that share a block of weights."""
 
     def __init__(self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str]) -> None:
         root = weights.key.removesuffix("/weight")
@@ -295,7 +295,7 @@ class TieredGroup(StateGroup):
                     self.part("low", lease.tensor, entry).zero_()
 
 
-class UntieredGroup(StateGroup):
+class OrdinaryGroup(StateGroup):
     """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
 
     In RAM the parameter is the upper part of its own master: nothing is kept twice. A parameter on a device has its
@@ -472,7 +472,7 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
             holds them would go on with those of before the step.
     """
     for group in groups:
-        if isinstance(group, TieredGroup) and group.weights.is_held and group.has_gradients:
+        if isinstance(group, OffloadedGroup) and group.weights.is_held and group.has_gradients:
             raise WeightInUseError(
                 f"optimizer.step() while {group.layout.name} is held: leave `with megatrain.gathered(...)` before, and "
                 "step after the forward has ended"
@@ -501,7 +501,7 @@ class _Alike:
     settings: Settings
     split_master: bool
     gradient_dtype: torch.dtype
-    names: list[tuple[UntieredGroup, str]] = field(default_factory=list)
+    names: list[tuple[OrdinaryGroup, str]] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
@@ -530,7 +530,7 @@ class UpdatesInRam:
 
     Small parameters then keep all threads busy, and what one costs besides its numbers is little: a kernel is called
     for many at once, and where their numbers are is looked up again only when something has moved. The bits are those
-    of ``UntieredGroup.update``.
+    of ``OrdinaryGroup.update``.
     """
 
     def __init__(self, threads: KernelThreads) -> None:
@@ -572,7 +572,7 @@ class UpdatesInRam:
                 yield partial(call, table.rows[first:last])
 
 
-def norms_in_ram(groups: list[UntieredGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
+def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
     """Return the sums of squares of gradients that the kernels can read where they are, in a few calls.
 
     Of groups with another gradient there is none: those are not read here.
@@ -588,12 +588,12 @@ def norms_in_ram(groups: list[UntieredGroup], threads: KernelThreads) -> dict[nn
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
-def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[UntieredGroup], list[_Alike]]:
+def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGroup], list[_Alike]]:
     """Return the groups of which every number is where the kernels can take it, and their parameters by kind."""
-    groups: list[UntieredGroup] = []
+    groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Alike] = {}
     for group, work in works.items():
-        if not isinstance(group, UntieredGroup) or not group.is_in_ram:
+        if not isinstance(group, OrdinaryGroup) or not group.is_in_ram:
             continue
         dtype, split_master = group.dtype, "low" in group.kinds
         entries: list[tuple[tuple[object, ...], str, Settings, nn.Parameter, Tensor]] = []
@@ -641,7 +641,7 @@ def _make_table(
 
 
 def _place(
-    group: UntieredGroup, kind: str | None, name: str, parameter: nn.Parameter, addresses: Mapping[str, int]
+    group: OrdinaryGroup, kind: str | None, name: str, parameter: nn.Parameter, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
     """Return where a parameter's numbers of a kind begin, and the bytes of each; nowhere for what is not kept."""
     if kind == "weight":

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from megatrain.embed.groups import (
     DeviceCopies,
     InterruptedUpdateError,
+    OffloadedGroup,
+    OrdinaryGroup,
     Settings,
     StateGroup,
-    TieredGroup,
-    UntieredGroup,
     UpdatesBehind,
     UpdatesInRam,
     Work,
@@ -29,9 +29,9 @@ from megatrain.embed.groups import (
     take_gradients,
     update_in_order,
 )
+from megatrain.embed.offload import mapped_copy
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.stores import home_order, ledger_of, room_for_homes
-from megatrain.embed.tier import mapped_copy
 from megatrain.embed.weights import WeightInUseError, block_of
 from megatrain.engine.step import NonFiniteGradientError
 from megatrain.models.layout import build_layout
@@ -296,7 +296,7 @@ def load_state(optimizer: TieredOptimizer, state_dict: Mapping[str, Any]) -> Non
         _load_tensors(optimizer, state_dict["state"])
     optimizer.zero_grad()
     for state_group in optimizer.groups:
-        if isinstance(state_group, UntieredGroup):
+        if isinstance(state_group, OrdinaryGroup):
             state_group.doubt_masters()
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update((name, value) for name, value in saved.items() if name != "params")
@@ -325,7 +325,7 @@ def _load_generation(optimizer: TieredOptimizer, record: Mapping[str, Any]) -> N
     else:
         _read_foreign(store, path, generation)
     for group in optimizer.groups:
-        if isinstance(group, TieredGroup):
+        if isinstance(group, OffloadedGroup):
             group.weights.missing.clear()
             group.weights.version += 1
     ledger.num_changes += 1
@@ -434,10 +434,10 @@ _MAX_ARITHMETICS = 64
 class TieredOptimizer(NotCopied, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
 
-    Takes parameters of tiered modules and ordinary ones, also together. Arithmetic is that of ``megatrain-tier run``:
-    an fp32 master (a bf16 parameter's continues in the store), the same bits whatever the placement. ``step`` clips
-    by the exact global norm, makes the update of ordinary parameters, and leaves that of a tiered unit to its next
-    forward, where it runs beside the fetching of the next one; whoever reads weights before gets it made first.
+    Takes parameters of offloaded modules and ordinary ones, also together. The arithmetic is that of
+    ``megatrain-tier run``: an fp32 master (a bf16 parameter keeps its lower half in the store), the same bits whatever
+    the placement. ``step`` clips by the exact global norm and updates ordinary parameters; an offloaded unit is updated
+    right before its next use, while the next unit's blocks are fetched. Reading weights earlier makes the update first.
     Parameter groups, LR schedulers and closures work as in torch; a parameter without a gradient is left alone.
 
     Args:
@@ -489,7 +489,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         self._name, self._offload, self._homes = name, offload_gradients, state
         self._copies = DeviceCopies()
         self._store = store
-        self._due: dict[TieredGroup, Work] = {}
+        self._due: dict[OffloadedGroup, Work] = {}
         self._arithmetics: dict[tuple[Any, ...], Arithmetic] = {}
         super().__init__(params, defaults)
         if self._store is None:
@@ -560,7 +560,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         try:
             with ledger_of(self._store).all_or_nothing(self._store):
                 for block in blocks:
-                    self.groups.append(TieredGroup(block, kinds(block.dtype.itemsize == 2), homes))
+                    self.groups.append(OffloadedGroup(block, kinds(block.dtype.itemsize == 2), homes))
                 self._make_untiered([p for p in new if block_of(p) is None], kinds, homes)
                 check_room(self.store, self.groups)
         except BaseException:
@@ -568,12 +568,12 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
             raise
         for group in self.groups[num_before:]:
             self._with_state.update(map(id, group.parameters.values()))
-            if isinstance(group, TieredGroup):
+            if isinstance(group, OffloadedGroup):
                 self._watch(group)
             else:
                 mark_optimized(group.parameters.values(), self)
 
-    def _watch(self, group: TieredGroup) -> None:
+    def _watch(self, group: OffloadedGroup) -> None:
         """Let the update that is due be made before anybody uses the weights, or sums up new gradients."""
 
         def finish() -> None:
@@ -589,7 +589,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         kinds: Callable[[bool], Sequence[StateKind]],
         homes: Sequence[str],
     ) -> None:
-        first = sum(isinstance(group, UntieredGroup) for group in self.groups)
+        first = sum(isinstance(group, OrdinaryGroup) for group in self.groups)
         if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in self.store.blocks()):
             raise ValueError(f'this store has something of the name "{self._name}": give the optimizer name="..."')
         ledger = ledger_of(self.store)
@@ -602,7 +602,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
             layout = build_layout(root, ((name, parameter.shape) for name, parameter in named.items()), True)
             own = kinds(together[0].dtype.itemsize == 2)
             self.groups.append(
-                UntieredGroup(
+                OrdinaryGroup(
                     self.store, root, layout, named, own, homes, offload_gradients=self._offload, copies=self._copies
                 )
             )
@@ -643,7 +643,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
         for group, found in taken:
             mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-            if mine and isinstance(group, TieredGroup):
+            if mine and isinstance(group, OffloadedGroup):
                 self._due[group] = Work(mine, scale, gradients)
                 group.weights.version += 1
             elif mine:
@@ -678,7 +678,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
                 if block_of(parameter) is None:
                     parameter.grad = None
 
-    def _finish(self, group: TieredGroup) -> None:
+    def _finish(self, group: OffloadedGroup) -> None:
         work = self._due.get(group)
         if work is not None:
             with self._telling_if_torn():
@@ -706,7 +706,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
 
         For trainers that clip before ``step``; it is measured anew if gradients change in between.
         """
-        squares = norms_in_ram([group for group in self.groups if isinstance(group, UntieredGroup)], self.threads)
+        squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
         for group in self.groups:
             if squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
@@ -763,7 +763,7 @@ class TieredOptimizer(NotCopied, torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to what ``state_dict`` told of, weights of tiered modules included; or take over torch's own state.
+        """Restore a ``state_dict``, weights of offloaded modules included; or take over the state of torch's optimizer.
 
         Raises:
             ValueError: the groups do not match, or that generation is gone.
@@ -903,7 +903,7 @@ def release(optimizer: TieredOptimizer) -> None:
     optimizer.zero_grad()
     ledger = ledger_of(optimizer.store)
     for group in optimizer.groups:
-        if isinstance(group, TieredGroup):
+        if isinstance(group, OffloadedGroup):
             group.weights.before_use = group.weights.after_change = None
             assert group.weights.gradients is not None, group.layout.name
             group.weights.gradients.before_add = None

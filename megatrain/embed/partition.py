@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatrain.embed.weights import block_of
 from megatrain.models.layout import UnitLayout, build_layout
 
-__all__ = ["ROOT", "Part", "TieringError", "UnitPart", "mark_optimized", "partition"]
+__all__ = ["ROOT", "Part", "OffloadError", "UnitPart", "mark_optimized", "partition"]
 
 #: Name of the part of what belongs to the module itself; no module inside can have it.
 ROOT = "(root)"
@@ -24,8 +24,8 @@ _OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class TieringError(ValueError):
-    """A module that cannot be tiered as it is."""
+class OffloadError(ValueError):
+    """A module that cannot be offloaded as it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +62,7 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
         leave: globs over parameter names: these stay ordinary parameters.
 
     Raises:
-        TieringError: nothing to tier, a dtype that the optimizers have no master weights for, or parameters that are in
-            a store already.
+        OffloadError: nothing to offload, a dtype without master weights, or parameters that are in a store already.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -72,7 +71,9 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
             _check(name, parameter)
     _check_memory({name: parameter for name, parameter in model.named_parameters() if id(parameter) in names})
     if not names:
-        raise TieringError(f"{type(model).__name__} has no parameters to tier" + (f" besides {leave}" if leave else ""))
+        raise OffloadError(
+            f"{type(model).__name__} has no parameters to offload" + (f" besides {leave}" if leave else "")
+        )
     part_of: dict[int, Part] = {}
     units = []
     for path, module, is_whole in _units(model, "", inside_list=False):
@@ -89,19 +90,19 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
 
 def _check(name: str, parameter: nn.Parameter) -> None:
     if block_of(parameter) is not None:
-        raise TieringError(f"{name} is in a store already: megatrain.tier was called before")
+        raise OffloadError(f"{name} is in a store already: megatrain.offload was called before")
     if not parameter.is_floating_point():
-        raise TieringError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
+        raise OffloadError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
     if parameter.requires_grad and parameter.dtype not in _DTYPES:
-        raise TieringError(
+        raise OffloadError(
             f"{name} is trained in {parameter.dtype}; master weights exist for float32 and bfloat16. Convert the model "
             "before: model.to(torch.bfloat16)"
         )
     optimizer = _OPTIMIZERS.get(parameter, _no_optimizer)()
     if optimizer is not None and optimizer.groups:
-        raise TieringError(
-            f"{name} was given to {type(optimizer).__name__} before. The order is: megatrain.tier(model, store), then "
-            "the optimizer with model.parameters()"
+        raise OffloadError(
+            f"{name} was given to {type(optimizer).__name__} before. The order is: megatrain.offload(model, store), "
+            "then the optimizer with model.parameters()"
         )
 
 
@@ -110,7 +111,7 @@ def _no_optimizer() -> None:
 
 
 def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Note that ordinary parameters are updated by an optimizer with its state in a store: too late to tier them."""
+    """Note that ordinary parameters are updated by an optimizer with its state in a store: too late to offload them."""
     reference = weakref.ref(optimizer)
     for parameter in parameters:
         _OPTIMIZERS[parameter] = reference
@@ -127,7 +128,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     spans.sort()
     for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
         if device == other_device and start < stop:
-            raise TieringError(
+            raise OffloadError(
                 f"{name} and {other} are two parameters over the same memory. Tie them by making them one: "
                 f"module.{other.rpartition('.')[2]} = the other module's parameter"
             )

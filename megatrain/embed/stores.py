@@ -51,7 +51,7 @@ def open_store(
     keep_generations: int = 2,
     on_full: Literal["pause", "error"] = "error",
 ) -> TieredStore:
-    """Open a store for ``tier``, ``TieredAdamW`` and ``offload_activations``. A context manager.
+    """Open a store for ``offload``, ``TieredAdamW`` and ``offload_activations``. A context manager.
 
     Without ``with`` or ``close`` it is closed when the program ends.
 

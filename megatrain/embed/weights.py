@@ -242,7 +242,7 @@ class WeightBlock:
         if is_shared and not is_failing:
             raise WeightInUseError(
                 f"something keeps a view of the weights of {self.layout.name} after its forward; the room is used for "
-                "other weights next. Take a clone, or leave the module out: megatrain.tier(..., leave=[...])"
+                "other weights next. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
             )
 
     def _changes(self, lease: Lease) -> frozenset[str]:
@@ -271,8 +271,8 @@ class WeightBlock:
             for name, parameter in self.parameters.items():
                 if parameter.requires_grad:
                     raise WeightInUseError(
-                        f"{name} was frozen when it was tiered, so the store has no room for its gradient: set "
-                        "requires_grad before megatrain.tier, and freeze afterwards what is not to be trained yet"
+                        f"{name} was frozen when it was offloaded, so the store has no room for its gradient: set "
+                        "requires_grad before megatrain.offload, and freeze afterwards what is not to be trained yet"
                     )
 
     def note_data_taken(self, parameter: nn.Parameter) -> None:
@@ -401,7 +401,7 @@ _CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
 class AbsentWeightError(RuntimeError):
-    """Numbers of a tiered module were asked for while they are in the store.
+    """Numbers of an offloaded module were asked for while they are in the store.
 
     Args:
         what: they are numbers of.
@@ -587,7 +587,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         asked = absent[0] if absent else None
         if asked is not None and (name == "detach" or name == "__get__"):
             return stand_in(asked, _what(asked), is_gradient=_is_gradient(asked))
-        what = "a tiered module" if asked is None else _what(asked)
+        what = "an offloaded module" if asked is None else _what(asked)
         operation = property_name if name in ("__get__", "__set__") else name
         raise AbsentWeightError(what, operation, is_gradient=_is_gradient(asked))
     with torch._C.DisableTorchFunctionSubclass():
@@ -862,7 +862,7 @@ class BackwardWindow:
 
 
 class WeightHooks:
-    """Saved-tensor hooks for one forward of a unit, or of a whole tiered module; entered and left once.
+    """Saved-tensor hooks for one forward of a unit, or of a whole offloaded module; entered and left once.
 
     Only the innermost pair of hooks is asked by autograd, so what is no weight goes to the pair around: that of
     ``offload_activations``, of ``torch.utils.checkpoint``, or of the user.

@@ -1,4 +1,4 @@
-"""What lets ``megatrain.tier`` take parameters to a CUDA device in software, whose tensors are not torch's own.
+"""What lets ``megatrain.offload`` take parameters to a CUDA device in software, whose tensors are not torch's own.
 
 torch gives a parameter of the host the memory of a device by ``data``; it refuses that for tensors of another class.
 So the parameter changes places with a new one of the device, and stays of its class while it is present or absent.

@@ -16,25 +16,25 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from megatrain.embed.offload import OffloadedModule, offloaded_module
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
-from megatrain.embed.partition import TieringError
+from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import ledger_of
-from megatrain.embed.tier import TieredModule, tiered_module
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tiered import TieredStore
 
-__all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "tiered"]
+__all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "offloaded"]
 
 #: Beside the optimizer's state in a checkpoint of the trainer: which generation of which store belongs to it.
 RECORD_NAME = "tiered.json"
 
 
-def tiered(trainer: type[Any]) -> type[Any]:
-    """Return a trainer's class with the mixin before it: ``SFTTrainer = megatrain.hf.tiered(SFTTrainer)``."""
-    return type(f"Tiered{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
+def offloaded(trainer: type[Any]) -> type[Any]:
+    """Return a trainer's class with the mixin before it: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``."""
+    return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
 class TierTrainerMixin:
@@ -46,8 +46,8 @@ class TierTrainerMixin:
     weights and state from there.
 
     Args:
-        store: of the optimizer's state, where the model is an ordinary one; a tiered model brings its own.
-        tier_options: more for the optimizer, e.g. ``{"offload_gradients": True}``.
+        store: of the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
+        optimizer_options: more for the optimizer, e.g. ``{"offload_gradients": True}``.
     """
 
     optimizer: Any
@@ -59,14 +59,16 @@ class TierTrainerMixin:
         self,
         *positional: Any,
         store: TieredStore | None = None,
-        tier_options: dict[str, Any] | None = None,
+        optimizer_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._store, self._tier_options = store, dict(tier_options or {})
+        self._store, self._tier_options = store, dict(optimizer_options or {})
         super().__init__(*positional, **options)
         self._store = _store_of(self.model) or store
         if self._store is None:
-            raise TieringError("the model is not tiered: call megatrain.tier(model, store) before, or pass store=...")
+            raise OffloadError(
+                "the model is not offloaded: call megatrain.offload(model, store) before, or pass store=..."
+            )
         self.add_callback(TierCallback(self._store))  # type: ignore[attr-defined]
         self._clip_elsewhere = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._measure_norm
@@ -133,8 +135,8 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
         """Make the last update, so that whoever has the model now finds it done."""
-        if model is not None and (tiered := _tiered(model)) is not None:
-            tiered.finish_updates()
+        if model is not None and (found := _offloaded(model)) is not None:
+            found.finish_updates()
 
 
 def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
@@ -153,13 +155,13 @@ def _record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _tiered(model: Any) -> TieredModule | None:
+def _offloaded(model: Any) -> OffloadedModule | None:
     try:
-        return tiered_module(model)
-    except (TieringError, AttributeError):
+        return offloaded_module(model)
+    except (OffloadError, AttributeError):
         return None
 
 
 def _store_of(model: Any) -> TieredStore | None:
-    tiered = _tiered(model)
-    return None if tiered is None else tiered.store
+    found = _offloaded(model)
+    return None if found is None else found.store

@@ -43,7 +43,7 @@ def steps(module: nn.Module, optimizer: Any, first: int, last: int) -> list[floa
 
 def build(store: TieredStore, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
     module, _ = pair_of(make, seed)
-    megatrain.tier(module, store, **options)
+    megatrain.offload(module, store, **options)
     return module, megatrain.TieredAdamW(module.parameters(), lr=1e-2, max_grad_norm=0.5)
 
 
@@ -119,7 +119,7 @@ def test_two_optimizers_of_one_store_are_saved_together(tmp_path: Path) -> None:
             pairs = []
             for number in range(2):
                 module, _ = pair_of(make, number)
-                megatrain.tier(module, store, name=f"m{number}")
+                megatrain.offload(module, store, name=f"m{number}")
                 pairs.append((module, megatrain.TieredAdamW(module.parameters(), lr=1e-2)))
             if is_resumed:
                 for (_, optimizer), state in zip(pairs, states, strict=True):
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> Non
         assert all(torch.equal(numbers, module.state_dict()[name]) for name, numbers in before.items())
     with small_store(tmp_path / "two") as store:
         other = nn.Linear(3, 3)
-        megatrain.tier(other, store)
+        megatrain.offload(other, store)
         optimizer = megatrain.TieredAdamW(other.parameters())
         good["param_groups"][0]["params"] = [0, 1]
         with pytest.raises(ValueError, match="other parameters"):
@@ -238,7 +238,7 @@ def test_to_torch_and_back(kind: str, is_tiered: bool, tmp_path: Path) -> None:
     plain, module = pair_of(lambda: make().float())
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         other, cls = make_both(plain, store)
         options = {"momentum": 0.9} if kind == "sgd" else {}
         optimizer = cls(module.parameters(), lr=1e-2, store=store, **options)

@@ -1,4 +1,4 @@
-"""``tier``: any module, in place: its parameters live in the store and are there when its layers run."""
+"""``offload``: move any module's parameters into a store, in place; they are present while its layers run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatrain.embed.partition import Part, TieringError, UnitPart, partition
+from megatrain.embed.partition import OffloadError, Part, UnitPart, partition
 from megatrain.embed.stores import Wanted, compute_device, compute_tier, home_order, ledger_of, room_for_homes
 from megatrain.embed.weights import (
     AbsentWeightError,
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Call",
     "Calls",
-    "TieredModule",
+    "OffloadedModule",
     "block_root",
     "check_room",
     "gathered",
     "install_methods",
     "mapped_copy",
-    "tier",
-    "tiered_module",
+    "offload",
+    "offloaded_module",
 ]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -57,8 +57,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class TieredModule:
-    """What is kept about a tiered module; found with ``tiered_module(model)``.
+class OffloadedModule:
+    """What is kept about an offloaded module; found with ``offloaded_module(model)``.
 
     Attributes:
         blocks: of all its parameters, in definition order.
@@ -127,7 +127,7 @@ class TieredModule:
                 block.before_use()
 
 
-def tier(
+def offload(
     model: AnyModule,
     store: TieredStore,
     *,
@@ -151,7 +151,7 @@ def tier(
         leave: globs over names of parameters that stay ordinary ones.
 
     Raises:
-        TieringError: a dtype without master weights, nothing to tier, or tiered already.
+        OffloadError: a dtype without master weights, nothing to offload, or offloaded already.
         CapacityError: no room.
     """
     units = partition(model, leave)
@@ -159,7 +159,7 @@ def tier(
     homes = home_order(store, weights), home_order(store, gradients)
     check_room(store, name, units, parts, *homes)
     _forbid_foreign_optimizers()
-    tiered = TieredModule(store, name)
+    tiered = OffloadedModule(store, name)
     blocks: dict[int, WeightBlock] = {}
     for part in parts:
         key = weight_key(block_root(name, part))
@@ -180,15 +180,15 @@ def tier(
     return model
 
 
-def tiered_module(model: nn.Module) -> TieredModule:
-    """Return what is kept about a tiered module.
+def offloaded_module(model: nn.Module) -> OffloadedModule:
+    """Return what is kept about an offloaded module.
 
     Raises:
-        TieringError: ``tier`` was not called with it.
+        OffloadError: ``offload`` was not called with it.
     """
     found = model.__dict__.get(_ATTRIBUTE)
-    if not isinstance(found, TieredModule):
-        raise TieringError(f"{type(model).__name__} is not tiered: call megatrain.tier(model, store) first")
+    if not isinstance(found, OffloadedModule):
+        raise OffloadError(f"{type(model).__name__} is not offloaded: call megatrain.offload(model, store) first")
     return found
 
 
@@ -221,7 +221,7 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
 class _UnitHooks:
     """Hold a unit's weights while its forward runs; let the graph save them by name."""
 
-    def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], tiered: TieredModule) -> None:
+    def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], tiered: OffloadedModule) -> None:
         self._unit, self._blocks, self._tiered = unit, tuple(blocks), tiered
         self._requests = [(block.key, block.tier) for block in blocks]
 
@@ -262,7 +262,7 @@ _is_forbidden: list[Callable[..., None]] = []
 
 
 def _forbid_foreign_optimizers() -> None:
-    """Let every optimizer that cannot see the gradients of tiered parameters say so instead of doing nothing."""
+    """Let every optimizer that cannot see the gradients of offloaded parameters say so instead of doing nothing."""
     if _is_forbidden:
         return
 
@@ -272,7 +272,7 @@ def _forbid_foreign_optimizers() -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if (block := block_of(parameter)) is not None:
-                    raise TieringError(
+                    raise OffloadError(
                         f"{type(optimizer).__name__} was given {block.name_of(parameter)}, whose gradient is in the "
                         "store: it would do nothing. Use megatrain.TieredAdamW(model.parameters(), ...)"
                     )
@@ -285,7 +285,7 @@ _SHARD_SIZE = "2GB"  # what a writer of safetensors holds at once
 _log = logging.getLogger(__name__)
 
 
-def install_methods(model: nn.Module, tiered: TieredModule) -> None:
+def install_methods(model: nn.Module, tiered: OffloadedModule) -> None:
     """Replace what would read or move absent numbers, on the module and on all modules inside that own some."""
     mapped = _MappedWeights(tiered)
     for module in model.modules():
@@ -311,7 +311,7 @@ class _MappedWeights:
     tied parameter gives the same tensor under all its names.
     """
 
-    def __init__(self, tiered: TieredModule) -> None:
+    def __init__(self, tiered: OffloadedModule) -> None:
         self._tiered, self._blocks = tiered, frozenset(tiered.blocks)
         self._last: dict[int, Tensor] = {}
         self._destination: ref[Any] | None = None
@@ -371,7 +371,7 @@ def _loading(module: nn.Module) -> Callable[..., None]:
 
     def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            raise TieringError("load_state_dict(assign=True) would replace parameters by others that no store knows")
+            raise OffloadError("load_state_dict(assign=True) would replace parameters by others that no store knows")
         own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
         held: list[WeightBlock] = []
         is_failing = True
@@ -397,7 +397,7 @@ def _is_same(parameter: nn.Parameter, block: WeightBlock, numbers: object) -> bo
 
 
 def _applying(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return ``_apply``, what ``to``, ``cuda``, ``half`` and the like call: for all but the tiered parameters."""
+    """Return ``_apply``, what ``to``, ``cuda``, ``half`` and the like call: for all but the offloaded parameters."""
     apply: Callable[..., nn.Module] = module._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -417,7 +417,7 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
     return apply_to_others
 
 
-def _applying_whole(model: nn.Module, tiered: TieredModule) -> Callable[..., nn.Module]:
+def _applying_whole(model: nn.Module, tiered: OffloadedModule) -> Callable[..., nn.Module]:
     """Return ``_apply`` of the whole: refuse before anything was converted; buffers stay where the module computes."""
     apply: Callable[..., nn.Module] = model._apply
 
@@ -437,8 +437,8 @@ def _applying_whole(model: nn.Module, tiered: TieredModule) -> Callable[..., nn.
 
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     if (other := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
-        raise TieringError(
-            f"a tiered module cannot be converted from {dtype} to {other}: convert it before megatrain.tier"
+        raise OffloadError(
+            f"an offloaded module cannot be converted from {dtype} to {other}: convert it before megatrain.offload"
         )
 
 
@@ -446,9 +446,9 @@ class _NoParallel:
     """What ``DistributedDataParallel`` finds when it looks which parameters it shall ignore."""
 
     def __iter__(self) -> Iterator[str]:
-        raise TieringError(
-            "DistributedDataParallel around a tiered module: its gradients leave for the store before they could be "
-            "averaged. Leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which "
+        raise OffloadError(
+            "DistributedDataParallel around an offloaded module: its gradients leave for the store before they could "
+            "be averaged. Leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which "
             "keeps the state of each rank in the store; or train on one rank"
         )
 
@@ -476,7 +476,7 @@ _told: list[bool] = []
 def _tell_once() -> None:
     if not _told:
         _told.append(True)
-        _log.info("a tiered module stays where its store computes: moving its parameters is ignored")
+        _log.info("an offloaded module stays where its store computes: moving its parameters is ignored")
 
 
 #: Where torch calls the hooks of a forward.
@@ -520,7 +520,7 @@ class Call:
 
 
 class Calls:
-    """The forwards of a tiered module and of its units that are running, the innermost last. One thread at a time."""
+    """The running forwards of an offloaded module and its units, innermost last. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._running: list[Call] = []
@@ -600,7 +600,7 @@ def check_room(
 
     Raises:
         CapacityError: with the tier, and what it would need.
-        TieringError: the name is in use.
+        OffloadError: the name is in use.
     """
     wanted = [Wanted(weight_key(block_root(name, part)), _bytes(part), tuple(weights), True) for part in parts]
     trained = [part for part in parts if part.layout.trainable]
@@ -610,7 +610,7 @@ def check_room(
     ]
     known = {spec.key for spec in store.blocks()}
     if any(block.key in known for block in wanted):
-        raise TieringError(f'this store has a module of that name: megatrain.tier(..., name="..."), not "{name}"')
+        raise OffloadError(f'this store has a module of that name: megatrain.offload(..., name="..."), not "{name}"')
     ledger = ledger_of(store)
     working_bytes = max(ledger.working_bytes, _working_bytes(units))
     before, ledger.working_bytes = ledger.working_bytes, working_bytes
