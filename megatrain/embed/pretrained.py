@@ -1,4 +1,4 @@
-"""A Hugging Face folder straight into the store: the model is never whole in memory."""
+"""Load a Hugging Face folder straight into the store: the model is never whole in memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def load_pretrained(
             stacklevel=2,
         )
     offload(model, store, **options)
-    for block in offloaded_module(model).blocks:
+    offloaded = offloaded_module(model)
+    assert offloaded is not None
+    for block in offloaded.blocks:
         with torch.no_grad(), store.acquire(block.key, "ram", "w") as lease:
             lease.tensor.zero_()
             weights.fill(block.layout, views(lease.tensor, block.layout))
@@ -87,7 +89,7 @@ def _dtype(name: torch.dtype | str) -> torch.dtype:
 
 
 def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
-    """Give parameters that were left out of the store numbers of their own."""
+    """Load the parameters that were left out of the store."""
     left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
     if not left:
         return

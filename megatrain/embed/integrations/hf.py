@@ -16,10 +16,10 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from megatrain.embed.offload import OffloadedModule, offloaded_module
+from megatrain.embed.offload import offloaded_module
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import ledger_of
+from megatrain.embed.stores import shared_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,21 +33,20 @@ RECORD_NAME = "tiered.json"
 
 
 def offloaded(trainer: type[Any]) -> type[Any]:
-    """Return a trainer's class with the mixin before it: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``."""
+    """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``."""
     return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
 class TierTrainerMixin:
-    """Put before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
+    """A mixin before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
 
-    The optimizer that the arguments ask for (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) is made as
-    a tiered one, with the trainer's own parameter groups; the trainer's clipping is the optimizer's, exact; its
-    checkpoints name a generation of the store, which is kept as long as the checkpoint's folder; resuming brings back
-    weights and state from there.
+    The optimizer of the arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) is the tiered one of
+    that kind, with the trainer's own parameter groups, and clips by the exact norm. Checkpoints name a generation of
+    the store, which is kept as long as the checkpoint's folder; resuming restores weights and state from it.
 
     Args:
         store: of the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
-        optimizer_options: more for the optimizer, e.g. ``{"offload_gradients": True}``.
+        optimizer_options: of the optimizer, besides those of the arguments, e.g. ``{"offload_gradients": True}``.
     """
 
     optimizer: Any
@@ -104,7 +103,7 @@ class TierTrainerMixin:
         return torch.tensor(optimizer.measure_grad_norm())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Leave weights that a generation has to the optimizer, which loads both."""
+        """Leave weights that a generation holds to the optimizer, which loads both."""
         has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
         if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
             return
@@ -121,21 +120,21 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         self._store = store
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Look after the generations from now on."""
+        """Keep the generations that checkpoints name from now on."""
         output_dir = Path(args.output_dir)
         self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Note the generation that ``optimizer.state_dict()`` committed for the checkpoint that was just written."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        _, generation = ledger_of(self._store).committed
+        _, generation = shared_state(self._store).committed
         if folder.is_dir() and generation is not None:
             record = {"store": self._store.path, "generation": generation}
             (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
-        """Make the last update, so that whoever has the model now finds it done."""
-        if model is not None and (found := _offloaded(model)) is not None:
+        """Make the updates that are due."""
+        if model is not None and (found := offloaded_module(model)) is not None:
             found.finish_updates()
 
 
@@ -155,13 +154,6 @@ def _record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _offloaded(model: Any) -> OffloadedModule | None:
-    try:
-        return offloaded_module(model)
-    except (OffloadError, AttributeError):
-        return None
-
-
 def _store_of(model: Any) -> TieredStore | None:
-    found = _offloaded(model)
+    found = offloaded_module(model)
     return None if found is None else found.store

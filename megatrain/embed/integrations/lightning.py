@@ -28,9 +28,9 @@ except ModuleNotFoundError as error:
 
 from megatrain.embed.integrations.lightning_files import KeptGenerations, MappedCheckpointIO, file_exists, local_path
 from megatrain.embed.offload import offload
-from megatrain.embed.optimizer import TieredOptimizer, release
+from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import compute_device, ledger_of, open_store
+from megatrain.embed.stores import compute_device, open_store, shared_state
 from megatrain.embed.weights import block_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["TierStrategy"]
 
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
-#: Optimizers that the last fit of a module left behind: they hold its parameters until the next one.
+#: Optimizers of the last fit of a module: its parameters have their state until the next fit.
 _LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyDictionary()
 
 
@@ -51,8 +51,8 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     When the trainer sets up, the module's parameters move into the store, as by ``megatrain.offload``; those that are
     in a store already, and those that the ``LightningModule`` owns itself, stay as they are. ``gradient_clip_val``
-    clips by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files: weights are in them, state is
-    in the generation of the store that they name, which is kept as long as the file.
+    clips by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files: weights are in them,
+    state is in the generation of the store that they name, which is kept as long as the file.
 
     Args:
         store: None: one of its own, in RAM that is free and then in ``default_root_dir/tiers``; it is open until the
@@ -130,13 +130,13 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
         for optimizer in released:
-            release(optimizer)
+            optimizer.release()
         super().setup_optimizers(trainer)
         _LAST_OPTIMIZERS[self.lightning_module] = [o for o in self.optimizers if isinstance(o, TieredOptimizer)]
         _check_optimizers(trainer, self.optimizers, released)
 
     def setup_precision_plugin(self) -> None:
-        """Let the optimizers do the clipping."""
+        """Leave clipping to the optimizers."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if "clip_grad_by_norm" not in vars(plugin):
@@ -145,7 +145,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let modules be made in RAM: where they compute they need not fit."""
+        """Make modules in RAM: they need not fit where they compute."""
         device, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -191,7 +191,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._forward_redirection(model, model, name, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Make a step; what the trainer clips to counts for this one."""
+        """Make a step; the trainer's clipping holds for this one alone."""
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
@@ -215,7 +215,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def checkpoint_io(self) -> Any:
-        """Lightning's, or ours that needs no memory."""
+        """Lightning's own if one was given, else one that streams."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
         return super().checkpoint_io
@@ -225,12 +225,12 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return the state of an optimizer: for a tiered one plain values that name a generation."""
+        """Return the state of an optimizer; that of a tiered one is plain values that name a generation."""
         optimizer = _unwrapped(optimizer)
         if isinstance(optimizer, TieredOptimizer):
-            ledger = ledger_of(optimizer.store)
+            shared = shared_state(optimizer.store)
             # A file may be loaded after steps were made: so even a state without any is a generation.
-            ledger.num_changes = max(1, ledger.num_changes)
+            shared.num_changes = max(1, shared.num_changes)
             self._named_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 

@@ -310,10 +310,10 @@ def test_fit_again_validate_predict_and_save_afterwards(store: TieredStore, tmp_
 
 
 def test_what_is_in_a_store_already_stays_there(store: TieredStore, tmp_path: Path) -> None:
-    from megatrain import tier
+    from megatrain import offload
 
     model = net()
-    tier(model.layers, store, name="mine")
+    offload(model.layers, store, name="mine")
     trainer(tmp_path, store).fit(model, data())
     assert {spec.key.split("/")[0] for spec in store.blocks()} == {"mine", "optimizer"}
 

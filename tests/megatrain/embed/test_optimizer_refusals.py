@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.embed.weights import WeightInUseError
-from megatrain.engine.step import NonFiniteGradientError
+from megatrain.optim.clip import NonFiniteGradientError
 from oracles.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import CapacityError
 

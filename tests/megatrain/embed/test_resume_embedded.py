@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.stores import ledger_of
+from megatrain.embed.stores import shared_state
 from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
 from processes import warm
 from tiered import GenerationError, TieredStore
@@ -93,7 +93,7 @@ def test_saving_twice_without_a_change_commits_once(tmp_path: Path) -> None:
         first, second = optimizer.state_dict(), optimizer.state_dict()
         assert first == second and first["tiered"]["generation"] == 1
         optimizer.load_state_dict(first)
-        assert ledger_of(store).committed[1] == 1
+        assert shared_state(store).committed[1] == 1
         steps(module, optimizer, 1, 2)
         assert optimizer.state_dict()["tiered"]["generation"] == 2
 
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> Non
         def without(group: str, **values: Any) -> dict[str, Any]:
             return {**good, group: {**good[group], **values}}
 
-        ledger_of(store).num_changes += 1
+        shared_state(store).num_changes += 1
         steps_after = dict(optimizer.steps)
         for state, kind, message in (
             ({**good, "param_groups": []}, ValueError, "groups of"),
