@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.common import Report, step_shape
 from bench.models import write_llama
-from megatrain.embed.activations import offload_activations
+from megatrain import offload_activations
 from megatrain.optim.threads import default_num_threads
 from tiered import NvmeTier, RamTier, TieredStore
 from tiered.units import KiB, parse_size

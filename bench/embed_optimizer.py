@@ -6,7 +6,7 @@
 
 Every side has a copy of one Llama model and makes a step on the same tokens in turn. Timed are the optimizer's step
 (the norm and the clipping included, where there is clipping) and the whole step. `tiered` keeps state in the store and
-leaves the model as it is; `tier` has the whole module in the store, whose updates take place in the next forward.
+leaves the model as it is; `offload` has the whole module in the store, whose updates take place in the next forward.
 
 Claim: without and with clipping, a step of `tiered` takes at most 1.0 times torch's fused AdamW. torchao's and
 bitsandbytes' optimizers take part where they are installed and a CUDA device is there; all sides are on it then.
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from bench.common import Report, step_shape
 from bench.models import llama_config
-from megatrain import TieredAdamW, open_store, tier
+from megatrain import TieredAdamW, offload, open_store
 
 #: (hidden, layers, vocabulary) of a Llama.
 SHAPES = {"1M": (128, 4, 1024), "10M": (256, 8, 8192), "100M": (768, 12, 8192)}
@@ -191,8 +191,8 @@ def open_sides(
                 theirs = copy.deepcopy(model)
                 sides.append(Side(name, theirs, make(theirs.parameters()), clips=False))
         if device.type == "cpu":
-            whole = tier(model, store)
-            sides.append(Side("tier", whole, _ours(whole, store, num_threads, "unused"), clips=True))
+            whole = offload(model, store)
+            sides.append(Side("offload", whole, _ours(whole, store, num_threads, "unused"), clips=True))
         yield sides
 
 
@@ -220,8 +220,8 @@ def tell_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
             report.row(f"{prefix}.{side.name}.{what}.each", [round(each, 6) for each in seconds], "s")
     for side in sides[1:]:
         target = TARGET_RATIO if side.name == "tiered" else None
-        # What `tier` leaves of a step for the next forward is in the whole step alone.
-        kinds = ("whole",) if side.name == "tier" else ("step", "whole")
+        # What `offload` leaves of a step for the next forward is in the whole step alone.
+        kinds = ("whole",) if side.name == "offload" else ("step", "whole")
         for what in kinds:
             mine, theirs = getattr(side, f"{what}_s"), getattr(reference, f"{what}_s")
             ratios = [my / their for my, their in zip(mine, theirs, strict=True)]

@@ -8,12 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatrain.config.load import load_config
     from megatrain.embed.activations import offload_activations
     from megatrain.embed.integrations import hf, lightning
+    from megatrain.embed.offload import gathered, offload
     from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
     from megatrain.embed.pretrained import load_pretrained
     from megatrain.embed.stores import open_store
-    from megatrain.embed.tier import gathered, tier
+    from megatrain.plan.planner import plan_run
+    from megatrain.trainer import Trainer
 
 __all__ = [
     "TieredAdafactor",
@@ -21,35 +24,42 @@ __all__ = [
     "TieredLion",
     "TieredOptimizer",
     "TieredSGD",
+    "Trainer",
     "gathered",
     "hf",
     "lightning",
+    "load_config",
     "load_pretrained",
+    "offload",
     "offload_activations",
     "open_store",
-    "tier",
+    "plan_run",
 ]
 
-#: Imported when they are first asked for: the command line asks for none, and its help needs no torch.
-_HOMES = {
-    "TieredAdafactor": "optimizer",
-    "TieredAdamW": "optimizer",
-    "TieredLion": "optimizer",
-    "TieredOptimizer": "optimizer",
-    "TieredSGD": "optimizer",
-    "gathered": "tier",
-    "load_pretrained": "pretrained",
-    "offload_activations": "activations",
-    "open_store": "stores",
-    "tier": "tier",
+# Public name -> its module, imported at first use: the command line's help needs no torch.
+# `plan_run`, not `plan`: importing the package `megatrain.plan` binds that name here.
+_MODULES = {
+    "TieredAdafactor": "embed.optimizer",
+    "TieredAdamW": "embed.optimizer",
+    "TieredLion": "embed.optimizer",
+    "TieredOptimizer": "embed.optimizer",
+    "TieredSGD": "embed.optimizer",
+    "Trainer": "trainer",
+    "gathered": "embed.offload",
+    "load_config": "config.load",
+    "load_pretrained": "embed.pretrained",
+    "offload": "embed.offload",
+    "offload_activations": "embed.activations",
+    "open_store": "embed.stores",
+    "plan_run": "plan.planner",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in ("hf", "lightning"):
         return import_module(f"megatrain.embed.integrations.{name}")
-    if name in _HOMES:
-        return getattr(import_module(f"megatrain.embed.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"megatrain.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'megatrain' has no attribute '{name}'")
 
 

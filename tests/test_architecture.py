@@ -375,6 +375,19 @@ def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None
     assert run_python(f"{chosen}\n{code}") == "False :16:8"
 
 
+def test_public_names_are_found_at_first_use_beside_the_packages_of_their_names() -> None:
+    code = """
+import sys, megatrain
+megatrain.load_config("examples/tiny.toml")
+print("torch" in sys.modules)
+optional = {"hf", "lightning"}
+assert all(callable(getattr(megatrain, name)) for name in megatrain.__all__ if name not in optional)
+import megatrain.plan.planner
+assert megatrain.plan.planner.plan_run is megatrain.plan_run
+"""
+    assert run_python(code) == "False"
+
+
 def test_a_config_is_read_without_torch() -> None:
     """So that a mistake in it is answered at once, and a line is there before anything takes seconds."""
     code = """

@@ -109,7 +109,7 @@ def test_embedded_optimizer_computes_what_torch_does() -> None:
     rows = {row["name"].split(".", 2)[2]: row for row in run("embed_optimizer")}
     for clipping in ("free", "clipped"):
         assert rows[f"{clipping}.ratio.step.tiered/torch_fused"]["target"] == 1.0
-        assert all(rows[f"{clipping}.loss.{side}"]["ok"] for side in ("tiered", "tier"))
+        assert all(rows[f"{clipping}.loss.{side}"]["ok"] for side in ("tiered", "offload"))
     for peer in ("torchao", "bitsandbytes"):
         assert f"free.{peer}.step" in rows or rows[f"{peer}.step"]["unit"].startswith("skipped: "), peer
 

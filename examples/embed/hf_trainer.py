@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 import megatrain as mt  # megatrain
 
-Trainer = mt.hf.tiered(Trainer)  # megatrain
+Trainer = mt.hf.offloaded(Trainer)  # megatrain
 QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     set_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART / "model"))
     store = mt.open_store(ram="6MiB", nvme=options.output / "store", nvme_size="256MiB")  # megatrain
-    mt.tier(model, store)  # megatrain
+    mt.offload(model, store)  # megatrain
     arguments = TrainingArguments(
         output_dir=str(options.output),
         max_steps=options.steps,

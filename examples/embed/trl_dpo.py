@@ -14,7 +14,7 @@ from trl import DPOConfig, DPOTrainer
 
 import megatrain as mt  # megatrain
 
-DPOTrainer = mt.hf.tiered(DPOTrainer)  # megatrain
+DPOTrainer = mt.hf.offloaded(DPOTrainer)  # megatrain
 QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
@@ -45,8 +45,8 @@ def main() -> None:
     set_seed(0)
     reference = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     store = mt.open_store(ram="8MiB", nvme=options.output / "store", nvme_size="256MiB")  # megatrain
-    mt.tier(model, store)  # megatrain
-    mt.tier(reference, store, name="reference")  # megatrain
+    mt.offload(model, store)  # megatrain
+    mt.offload(reference, store, name="reference")  # megatrain
     arguments = DPOConfig(
         output_dir=str(options.output),
         max_steps=options.steps,

@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 import megatrain as mt  # megatrain
 
-SFTTrainer = mt.hf.tiered(SFTTrainer)  # megatrain
+SFTTrainer = mt.hf.offloaded(SFTTrainer)  # megatrain
 QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     set_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART / "model"))
     store = mt.open_store(ram="6MiB", nvme=options.output / "store", nvme_size="256MiB")  # megatrain
-    mt.tier(model, store)  # megatrain
+    mt.offload(model, store)  # megatrain
     arguments = SFTConfig(
         output_dir=str(options.output),
         max_steps=options.steps,

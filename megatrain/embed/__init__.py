@@ -1,1 +1,1 @@
-"""The store inside other trainers: tiered modules, optimizers of torch's interface, saved activations."""
+"""The store in other trainers: offloaded modules, optimizers with torch's interface, saved activations."""

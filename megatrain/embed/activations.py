@@ -1,14 +1,17 @@
-"""offload_activations: what autograd saves for the backward waits in a store, not in memory."""
+"""``offload_activations``: what autograd saves for the backward waits in a store instead of memory.
+
+The engine stores the inputs of its layers alone, whose shapes its program knows (``StoreAccess.put_activation``). Here
+any tensor comes, several may be views of one storage, and the memory of each is still the user's: so blocks are pooled
+by size, and storages are followed by their version and by weak references.
+"""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatrain.embed.stores import ledger_of
+from megatrain.embed.stores import shared_state
+from megatrain.embed.weights import Delegated, Kept, OuterHooks, SavedTensor, Versioned, outer_hooks, unpack
+from megatrain.engine.visit import version_probe
 from tiered import TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, GiB, MiB, format_size, round_up
@@ -29,23 +34,6 @@ from tiered.units import PAGE_BYTES, GiB, MiB, format_size, round_up
 if TYPE_CHECKING:
     from tiered import Lease, Mode
 
-__all__ = [
-    "ActivationBlock",
-    "ActivationStats",
-    "BlockPool",
-    "Original",
-    "Place",
-    "Shelf",
-    "Span",
-    "StoredSpan",
-    "WeakStorage",
-    "bytes_of",
-    "can_be_placed",
-    "offload_activations",
-    "pool_of",
-    "rounded_bytes",
-    "witness_of",
-]
 
 #: Restored memory begins where it lay in the storage, modulo this: some kernels round by the alignment of an address.
 _ALIGNMENT_BYTES = 512
@@ -58,7 +46,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def can_be_placed(tensor: Tensor) -> bool:
-    """Return whether a tensor is nothing but a strided view of its storage; False for subclasses and other layouts."""
+    """Return whether a tensor is a plain strided view of its storage; False for subclasses and other layouts."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -75,14 +63,14 @@ class Place:
     """Where a tensor lies in its storage, and how it is read there.
 
     Attributes:
-        shape: the tensor's, strides in elements.
-        stride: the tensor's, strides in elements.
-        dtype: the tensor's, strides in elements.
-        is_conj: its lazy bits.
-        is_neg: its lazy bits.
-        start: first byte of the storage that it needs, and the one after the last.
-        stop: first byte of the storage that it needs, and the one after the last.
-        own_bytes: of its different elements: one that is expanded counts once.
+        shape: the tensor's.
+        stride: the tensor's, in elements.
+        dtype: the tensor's.
+        is_conj: its lazy conjugation.
+        is_neg: its lazy negation.
+        start: first byte of the storage that it needs.
+        stop: one past the last byte that it needs.
+        own_bytes: of its distinct elements: an expanded one counts once.
     """
 
     shape: tuple[int, ...]
@@ -109,7 +97,7 @@ class Place:
         return cls(shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg(), start, stop, own_bytes)
 
     def view(self, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
-        """Return the tensor as a view of memory whose byte 0 is byte ``first_byte`` of the original storage."""
+        """Return the tensor as a view of memory whose byte 0 is byte ``first_byte`` of the source storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         view = empty.set_(storage, (self.start - first_byte) // self.dtype.itemsize, self.shape, self.stride)
         view = view.conj() if self.is_conj else view
@@ -121,9 +109,9 @@ class Span:
     """The part of a storage that is stored as one block, for one tensor or for several.
 
     Attributes:
-        start: bytes of the original storage that restored memory stands for.
-        stop: bytes of the original storage that restored memory stands for.
-        nbytes: of contents, which are all bytes from ``start`` to ``stop``, or with ``grid`` only its elements.
+        start: first byte of the source storage that restored memory stands for.
+        stop: one past the last such byte.
+        nbytes: of contents: all bytes from ``start`` to ``stop``, or with ``grid`` its elements alone.
         grid: (bytes per element, first byte, counts, strides in elements) of those, largest stride first.
     """
 
@@ -150,7 +138,7 @@ class Span:
         return is_inside and place.own_bytes * _SHARED_SHARE >= self.nbytes
 
     def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
-        """Copy the contents out of the original storage, to ``nbytes`` bytes: contiguous, 1-D, uint8, any device."""
+        """Copy the contents out of the source storage, to ``nbytes`` bytes: contiguous, 1-D, uint8, any device."""
         self._copy(into, storage, 0, outward=True)
 
     def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
@@ -185,9 +173,9 @@ def _grid_of(place: Place) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     return place.dtype.itemsize, place.start, counts, strides
 
 
-#: A block that nobody wanted for so many rounds is given up.
+#: A block that was not used for so many rounds is unregistered.
 _IDLE_ROUNDS = 8
-#: Where there is no room for a new block, a kept one of another size serves if it is at most so many times too large.
+#: Where there is no room for a new block, a kept one serves that is at most so many times too large.
 _MAX_WASTE = 2
 
 
@@ -196,11 +184,11 @@ class ActivationBlock:
     """A registered block of bytes.
 
     Attributes:
-        key: as registered.
-        home: as registered.
-        nbytes: as registered.
-        transfer: the last movement that was asked for.
-        last_round: when it was taken last.
+        key: of the block.
+        home: its tier.
+        nbytes: its size.
+        transfer: last movement that was requested.
+        last_round: in which it was taken last.
     """
 
     key: str
@@ -211,32 +199,32 @@ class ActivationBlock:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether no movement that was asked for is under way."""
+        """Whether the last movement that was requested is over."""
         return self.transfer is None or self.transfer.done()
 
 
 class BlockPool:
     """The blocks that activations use in one store. Thread-safe.
 
-    A round ends when a forward does, or when no block is in use any more.
+    A round ends with a forward, or when no block is in use any more.
 
     Attributes:
         registered_bytes: of all blocks, used or kept.
         num_registered: how many there are.
-        has_told: somebody was told that there is no room for more.
+        has_warned: the lack of room was logged.
     """
 
     def __init__(self) -> None:
         self.registered_bytes = 0
         self.num_registered = 0
         self._lock = threading.Lock()
-        # Finalizers run anywhere, also in a thread that holds the store's lock or this one: they only append.
+        # Finalizers run in any thread, also in one that holds the store's lock or this one: they only append.
         self._dead: deque[ActivationBlock] = deque()
         self._moving: list[ActivationBlock] = []  # dead, with a movement under way
         self._kept: dict[int, list[ActivationBlock]] = {}  # by size
         self._num_names = 0
         self._round = 0
-        self.has_told = False
+        self.has_warned = False
 
     def take(
         self, store: TieredStore, nbytes: int, homes: Sequence[str], max_bytes: int | None
@@ -257,7 +245,7 @@ class BlockPool:
             block = (
                 _take_best(self._kept.get(size, []), homes)
                 or self._new_locked(store, size, homes, max_bytes)
-                # One that still moves: the lease for writing waits for that.
+                # Still moving: the lease for writing waits for the movement.
                 or _take_best(self._moving, homes, size)
                 or next((found for other in larger if (found := _take_best(self._kept[other], homes))), None)
             )
@@ -267,12 +255,12 @@ class BlockPool:
 
     @property
     def in_use_bytes(self) -> int:
-        """Return the bytes of blocks with contents that somebody may want, as of the last ``collect``."""
+        """Bytes of blocks whose contents may still be read, as of the last ``collect``."""
         with self._lock:
             return self.registered_bytes - sum(block.nbytes for block in (*self._all_kept(), *self._moving))
 
     def release_with(self, owner: object, block: ActivationBlock) -> None:
-        """Take a block back when ``owner`` dies, wherever that happens."""
+        """Take a block back when ``owner`` is freed, in whatever thread."""
         weakref.finalize(owner, self._dead.append, block).atexit = False
 
     def release(self, block: ActivationBlock) -> None:
@@ -280,7 +268,7 @@ class BlockPool:
         self._dead.append(block)
 
     def collect(self, store: TieredStore) -> None:
-        """Let go of dead contents, unless another thread is at it."""
+        """Discard dead contents, unless another thread is doing so."""
         if self._dead and self._lock.acquire(blocking=False):
             try:
                 self._collect_locked(store)
@@ -288,21 +276,21 @@ class BlockPool:
                 self._lock.release()
 
     def end_round(self, store: TieredStore) -> None:
-        """Say that a forward is over; give up blocks that nobody wanted for long."""
+        """End a round; unregister blocks that were idle for long."""
         with self._lock:
             self._collect_locked(store)
             self._round += 1
             idle = [block for block in self._all_kept() if self._round - block.last_round > _IDLE_ROUNDS]
-            self._give_up_locked(store, idle)
+            self._unregister_locked(store, idle)
 
     def trim(self, store: TieredStore) -> None:
-        """Give back every block that holds nothing now. Waits for their movements."""
+        """Unregister every block without live contents. Waits for their movements."""
         with self._lock:
             self._collect_locked(store)
             for block in self._moving:
                 self._keep_locked(block)
             self._moving = []
-            self._give_up_locked(store, self._all_kept())
+            self._unregister_locked(store, self._all_kept())
 
     def _all_kept(self) -> list[ActivationBlock]:
         return [block for same_size in self._kept.values() for block in same_size]
@@ -321,11 +309,11 @@ class BlockPool:
             dead.append(self._dead.popleft())
         for block in dead:
             if block.is_quiet:
-                store.discard(block.key)  # what is dead is never written
+                store.discard(block.key)  # dead contents are never written back
                 block.transfer = None
                 self._keep_locked(block)
             else:
-                self._moving.append(block)  # to discard it now would mean to wait
+                self._moving.append(block)  # discarding it now would wait
         if len(dead) > num_before and len(self._all_kept()) + len(self._moving) == self.num_registered:
             self._round += 1
 
@@ -336,7 +324,7 @@ class BlockPool:
             return None
         key = f"activations/{self._num_names}"
         try:
-            home = ledger_of(store).register(store, key, size, torch.uint8, homes, durable=False)
+            home = shared_state(store).register(key, size, torch.uint8, homes, durable=False)
         except CapacityError:
             return None
         self._num_names += 1
@@ -344,7 +332,7 @@ class BlockPool:
         self.registered_bytes += size
         return ActivationBlock(key, home, size)
 
-    def _give_up_locked(self, store: TieredStore, blocks: Sequence[ActivationBlock]) -> None:
+    def _unregister_locked(self, store: TieredStore, blocks: Sequence[ActivationBlock]) -> None:
         for block in blocks:
             self._kept[block.nbytes].remove(block)
             self.num_registered -= 1
@@ -353,7 +341,7 @@ class BlockPool:
 
 
 def _take_best(blocks: list[ActivationBlock], homes: Sequence[str], nbytes: int = 0) -> ActivationBlock | None:
-    """Take a block out of a list: in the most wanted home, and there the last one, whose memory is the warmest."""
+    """Take a block out of a list: of the most wanted home the last one, whose memory is the warmest."""
     for home in homes:
         for index in range(len(blocks) - 1, -1, -1):
             if blocks[index].home == home and nbytes in (0, blocks[index].nbytes):
@@ -371,27 +359,15 @@ _POOLS: WeakKeyDictionary[TieredStore, BlockPool] = WeakKeyDictionary()
 
 
 def pool_of(store: TieredStore) -> BlockPool:
-    """Return the pool of a store; made at the first call, and kept as long as the store."""
+    """Return the pool of a store, made at the first call."""
     return _POOLS.setdefault(store, BlockPool())
 
 
-#: A tensor for which no room comes free in the fast tier for so long stays where it is.
+#: A tensor stays in memory when no room comes free in the staging tier for so long.
 _MAX_WAIT_S = 60.0
-#: How far the look-ahead goes back in the order of the forward, and how many fetches it asks for at a time.
+#: How far the look-ahead goes back in the order of the forward, and how many fetches it requests at a time.
 _MAX_STEPS_BACK = 64
 _MAX_FETCHES = 16
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def witness_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory whose ``_version`` is that of ``tensor``, now and after it is gone."""
-    witness = tensor.detach()
-    witness.data = _nothing(tensor.dtype, tensor.device)
-    return witness
 
 
 class WeakStorage:
@@ -403,43 +379,43 @@ class WeakStorage:
         self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def __call__(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None where nobody has it any more."""
+        """Return the storage, or None when it was freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         return storage
 
 
-class Original:
-    """A storage, in one state of its contents, parts of which were saved for a backward. Keeps no memory.
+class SourceStorage:
+    """A storage at one version, parts of which were saved for a backward. Keeps no memory.
 
-    While it lives, the address of the storage means this storage.
+    While it lives, no other storage gets the same address.
 
     Attributes:
-        spans: what is stored of it, weakly.
-        kept: something that keeps the storage itself, weakly, or None.
+        spans: parts that are stored, weakly.
+        kept: a saved tensor that keeps the storage in memory, weakly; None: there is none.
     """
 
-    __slots__ = ("__weakref__", "_nbytes", "_reference", "_version", "_witness", "kept", "spans")
+    __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "kept", "spans")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self._reference = WeakStorage(storage)
         self._nbytes = storage.nbytes()
-        self._witness, self._version = witness_of(tensor), tensor._version
+        self._probe, self._version = version_probe(tensor), tensor._version
         self.spans: list[ref[StoredSpan]] = []
         self.kept: ref[Any] | None = None
 
     def is_still(self, version: int) -> bool:
-        """Return whether contents are those that a tensor of this storage with that version has."""
-        return self._witness._version == self._version == version
+        """Return whether a tensor of this storage at that version has these contents."""
+        return self._probe._version == self._version == version
 
     def memory(self) -> torch.UntypedStorage | None:
-        """Return the storage where somebody else still has it, with the contents that it had."""
-        if self._witness._version != self._version:
+        """Return the storage while it is alive elsewhere with unchanged contents, else None."""
+        if self._probe._version != self._version:
             return None
         storage = self._reference()
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
     def find(self, place: Place) -> StoredSpan | None:
-        """Return what is stored of it and serves a tensor."""
+        """Return a stored part that serves a tensor."""
         found = [(reference, stored) for reference in self.spans if (stored := reference()) is not None]
         self.spans = [reference for reference, _ in found]
         return next((stored for _, stored in found if stored.span.serves(place)), None)
@@ -447,46 +423,47 @@ class Original:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class StoredSpan:
-    """A part of an original in a block, as long as somebody holds this.
+    """A part of a source storage in a block, which is released with this object.
 
     Attributes:
-        number: order of being stored.
-        device: where it came from.
-        desk: tier through which it came.
-        is_near: it is there still.
-        is_asked: it was asked to come back.
-        restored: memory that was made of it, if anybody still has it, and the stream on which it was made.
+        number: in the order of storing.
+        device: of the source.
+        staging: tier that it was written through.
+        is_staged: it is still there.
+        is_requested: its prefetch was requested.
+        restored: memory that was made of it, weakly, and the stream on which it was made.
     """
 
-    original: Original
+    source: SourceStorage
     span: Span
     block: ActivationBlock
     number: int
     device: torch.device
-    desk: str
-    is_near: bool
-    is_asked: bool = False
+    staging: str
+    is_staged: bool
+    is_requested: bool = False
     restored: tuple[WeakStorage, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """How memory of one device travels: homes, most wanted first, and addressable tiers, fastest first."""
+    """Tiers for memory of one device. ``homes``: most wanted first. ``staging``: addressable tiers, fastest first."""
 
     homes: tuple[str, ...]
-    desks: tuple[str, ...]
+    staging: tuple[str, ...]
     lookahead_bytes: int
 
 
-class Shelf:
-    """Writes parts of storages to blocks of one store, and makes memory of them again. Thread-safe.
+class ActivationCache:
+    """Writes parts of storages to blocks of one store, and restores them. Thread-safe.
 
-    The last ``lookahead_bytes`` that were written stay in the fast tier as well, since the backward begins with
-    them; what is older goes on to its home while the forward goes on. When one is read, those before it are fetched.
+    The last ``lookahead_bytes`` stay in the staging tier, since the backward begins with them; older ones move to their
+    homes while the forward goes on. Reading one prefetches those before it.
 
     Attributes:
-        write_wait_s: seconds in calls that waited for room to write to.
-        read_wait_s: seconds in calls that waited for bytes.
+        write_wait_s: seconds that writing waited for room.
+        read_wait_s: seconds that reading waited for bytes.
+        written_bytes: copied to blocks.
         restored_bytes: read back.
     """
 
@@ -501,16 +478,16 @@ class Shelf:
         self._routes: dict[torch.device, _Route] = {}
         self._lock = threading.Lock()  # never held while anything waits
         self._live: WeakValueDictionary[int, StoredSpan] = WeakValueDictionary()
-        self._near: deque[tuple[int, ref[StoredSpan]]] = deque()
-        self._near_bytes = 0
+        self._staged: deque[tuple[int, ref[StoredSpan]]] = deque()
+        self._staged_bytes = 0
         self._num_stored = 0
         self.write_wait_s = self.read_wait_s = 0.0
         self.restored_bytes = self.written_bytes = 0
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def write(self, original: Original, span: Span, storage: torch.UntypedStorage) -> StoredSpan | None:
-        """Copy a part of a storage into a block; None where no tier has room for it.
+    def write(self, source: SourceStorage, span: Span, storage: torch.UntypedStorage) -> StoredSpan | None:
+        """Copy a part of a storage into a block; None if no tier has room for it.
 
         Raises:
             TransferError: a drive refused what it had promised, or an earlier write-back failed.
@@ -533,46 +510,46 @@ class Shelf:
             self._pool.release(block)
             raise
         self.written_bytes += span.nbytes
-        return self._remember(original, span, block, lease.tier, device)
+        return self._remember(source, span, block, lease.tier, device)
 
     def _remember(
-        self, original: Original, span: Span, block: ActivationBlock, desk: str, device: torch.device
+        self, source: SourceStorage, span: Span, block: ActivationBlock, staging: str, device: torch.device
     ) -> StoredSpan:
-        is_near = desk != block.home
+        is_staged = staging != block.home
         with self._lock:
-            stored = StoredSpan(original, span, block, self._num_stored, device, desk, is_near)
+            stored = StoredSpan(source, span, block, self._num_stored, device, staging, is_staged)
             self._num_stored += 1
             self._live[stored.number] = stored
-            leaving = self._note_near(stored) if is_near else []
+            leaving = self._note_staged(stored) if is_staged else []
         self._pool.release_with(stored, block)
-        original.spans.append(ref(stored))
+        source.spans.append(ref(stored))
         for old in leaving:
-            old.block.transfer = self._store.evict(old.block.key, old.desk)
+            old.block.transfer = self._store.evict(old.block.key, old.staging)
         return stored
 
-    def _note_near(self, stored: StoredSpan) -> list[StoredSpan]:
-        """Return those that are no longer among the last ones."""
-        self._near.append((stored.block.nbytes, ref(stored)))
-        self._near_bytes += stored.block.nbytes
+    def _note_staged(self, stored: StoredSpan) -> list[StoredSpan]:
+        """Add the newest one; return the oldest, which no longer fit into ``lookahead_bytes``."""
+        self._staged.append((stored.block.nbytes, ref(stored)))
+        self._staged_bytes += stored.block.nbytes
         leaving = []
-        while self._near_bytes > self._route(stored.device).lookahead_bytes:
-            nbytes, reference = self._near.popleft()
-            self._near_bytes -= nbytes
+        while self._staged_bytes > self._route(stored.device).lookahead_bytes:
+            nbytes, reference = self._staged.popleft()
+            self._staged_bytes -= nbytes
             old = reference()
             if old is not None:
-                old.is_near = False
+                old.is_staged = False
                 leaving.append(old)
         return leaving
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, stored: StoredSpan) -> torch.UntypedStorage:
-        """Return memory with the contents of a part of a storage; the same one as long as anybody has it.
+        """Return memory with the contents of a part of a storage, shared by all readers while it lives.
 
         Raises:
-            CapacityError: the tiers on its way are full of what this thread holds.
-            TransferError: it could not be brought back.
-            CorruptBlockError: the drive gave other bytes than were written.
+            CapacityError: the staging tiers are full of what this thread holds.
+            TransferError: it could not be read back.
+            CorruptBlockError: the drive returned other bytes than were written.
         """
         stream = _current_stream(stored.device)
         with self._lock:
@@ -593,38 +570,38 @@ class Shelf:
         return memory
 
     def _look_ahead(self, stored: StoredSpan) -> None:
-        """Ask for a block, and for those that the backward wants next: in reverse order of the forward."""
+        """Prefetch a block and those that the backward needs next: in reverse order of the forward."""
         route = self._route(stored.device)
         num_fetches, ahead_bytes = 0, 0
         for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
             other = stored if number == stored.number else self._live.get(number)
-            if other is None or other.block.home in route.desks[:1] or other.device != stored.device:
+            if other is None or other.block.home in route.staging[:1] or other.device != stored.device:
                 continue
             if other is not stored:
                 ahead_bytes += other.block.nbytes
                 if ahead_bytes > route.lookahead_bytes:
                     return
-            if other.is_near or other.is_asked or (other is not stored and other.original.memory() is not None):
+            if other.is_staged or other.is_requested or (other is not stored and other.source.memory() is not None):
                 continue
-            transfer = self._store.prefetch(other.block.key, route.desks[0])
-            if not transfer.skipped:  # else there is no room, it is still leaving, or it came half the way
-                other.is_asked, other.block.transfer = True, transfer
+            transfer = self._store.prefetch(other.block.key, route.staging[0])
+            if not transfer.skipped:  # skipped: no room, still on its way out, or only half the way in
+                other.is_requested, other.block.transfer = True, transfer
             num_fetches += 1
             if num_fetches >= _MAX_FETCHES:
                 return
 
-    # -- ways --------------------------------------------------------------------------------------------------
+    # -- routes --------------------------------------------------------------------------------------------------
 
     def _acquire(self, block: ActivationBlock, route: _Route, mode: Mode) -> Lease:
-        """Lease a block in the fastest tier on its way that has room for it."""
+        """Lease a block in the fastest of its staging tiers that has room for it."""
         home = self._names.index(block.home)
-        desks = [desk for desk in route.desks if self._names.index(desk) <= home] or [block.home]
-        for desk in desks[:-1]:
+        staging = [name for name in route.staging if self._names.index(name) <= home] or [block.home]
+        for name in staging[:-1]:
             try:
-                return self._store.acquire(block.key, desk, mode, timeout_s=_MAX_WAIT_S)
+                return self._store.acquire(block.key, name, mode, timeout_s=_MAX_WAIT_S)
             except (CapacityError, TimeoutError):
                 continue
-        return self._store.acquire(block.key, desks[-1], mode, timeout_s=_MAX_WAIT_S if mode == "w" else None)
+        return self._store.acquire(block.key, staging[-1], mode, timeout_s=_MAX_WAIT_S if mode == "w" else None)
 
     def _route(self, device: torch.device) -> _Route:
         route = self._routes.get(device)
@@ -637,14 +614,14 @@ class Shelf:
         own = [name for name, place in places if place is not None and _is_same(place, device)]
         addressable = [name for name, place in places if place is not None]
         first = self._names.index((own or addressable)[0])
-        # A copy in the tier that the tensor comes from frees nothing: only on request.
+        # A copy in the tensor's own tier frees nothing: only where ``tier`` names it.
         slower = self._names[first + 1 :] if own else self._names[first:]
         homes: Sequence[str] = slower[::-1] if self._tier is None else (self._tier,)
-        desks = tuple(name for name in self._names[first:] if name in addressable)
+        staging = tuple(name for name in self._names[first:] if name in addressable)
         lookahead_bytes = self._lookahead_bytes
         if lookahead_bytes is None:
-            lookahead_bytes = min(GiB, self._store.tier(desks[0]).capacity_bytes // 4)
-        return _Route(tuple(homes), desks, lookahead_bytes)
+            lookahead_bytes = min(GiB, self._store.tier(staging[0]).capacity_bytes // 4)
+        return _Route(tuple(homes), staging, lookahead_bytes)
 
 
 def _is_same(place: torch.device, device: torch.device) -> bool:
@@ -655,10 +632,8 @@ def _current_stream(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-#: Nodes of the graph that show the same numbers in another shape or dtype.
-_SAME_NUMBERS = {
+#: Nodes of the graph that give the same values in another shape or dtype.
+_SAME_VALUES = {
     *("Alias", "AsStrided", "Clone", "Expand", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze"),
     *("T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
 }
@@ -671,14 +646,14 @@ class ActivationStats:
 
     Attributes:
         offloaded_bytes: written to blocks.
-        restored_bytes: read back from them; what somebody else still had in memory is taken from there and not counted.
+        restored_bytes: read back; what was still in memory elsewhere is used from there and not counted.
         deduplicated_bytes: of saved tensors whose bytes were in a block already.
         no_room_bytes: of storages that stayed in memory since no tier had room.
         small_bytes: of saved tensors below ``min_bytes``.
-        pack_wait_s: seconds that forward and backward waited for the store.
-        unpack_wait_s: seconds that forward and backward waited for the store.
-        registered_bytes: blocks for activations in this store now, in use or kept for the next step.
-        num_registered: blocks for activations in this store now, in use or kept for the next step.
+        pack_wait_s: seconds that the forward waited for the store.
+        unpack_wait_s: seconds that the backward waited for the store.
+        registered_bytes: of blocks for activations in this store now, in use or kept for the next step.
+        num_registered: how many such blocks there are.
         in_use_bytes: of those blocks that a graph needs now.
     """
 
@@ -695,7 +670,7 @@ class ActivationStats:
 
 
 class offload_activations:
-    """Context manager: tensors that autograd saves inside it wait in the store until the backward wants them.
+    """Context manager: tensors that autograd saves inside it wait in the store until the backward needs them.
 
     ::
 
@@ -710,9 +685,9 @@ class offload_activations:
     set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process: else glibc keeps much of what is freed in its heap.
 
     Saved views of one storage share one block while the storage is not modified in place, and share memory again when
-    they are back. As in plain PyTorch the backward raises ``RuntimeError`` for a tensor that was modified in place
-    after it was saved. Changes that autograd cannot know of (through ``.data``, or by a kernel that does not tell) are
-    not seen: of a storage that was saved before and after such a change, name the tensors in ``keep``.
+    they are restored. As in plain PyTorch the backward raises ``RuntimeError`` for a tensor that was modified in place
+    after it was saved. Changes that autograd does not see (through ``.data``, or by a custom kernel) are not detected:
+    keep the tensors of a storage that is saved before and after such a change, with ``keep``.
 
     Weights stay: parameters, their views, and copies of them in another dtype or shape. Without ``model`` also leaves
     that require gradients; with it, its buffers. Saved-tensor hooks around this context get what it does not take;
@@ -725,8 +700,8 @@ class offload_activations:
         model: module, or several, whose parameters and buffers stay where they are.
         min_bytes: smaller tensors stay: moving them costs more time than it saves memory.
         max_bytes: most bytes of blocks for activations in this store; None: as much as there is room.
-        lookahead_bytes: how much of the fast tier may hold what was saved last and what the backward wants next; None:
-            a quarter of its capacity, at most 1 GiB.
+        lookahead_bytes: how much of the staging tier may hold what was saved last and what the backward needs next;
+            None: a quarter of its capacity, at most 1 GiB.
         keep: called with a tensor that is about to be saved; True leaves it in memory. Must not keep the tensor.
 
     Raises:
@@ -747,21 +722,20 @@ class offload_activations:
         keep: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self._store = store
-        self._shelf = Shelf(store, tier, max_bytes, lookahead_bytes)
+        self._cache = ActivationCache(store, tier, max_bytes, lookahead_bytes)
         self._modules = None if model is None else [model] if isinstance(model, nn.Module) else list(model)
         self._min_bytes = min_bytes
         self._keep = keep
         self._module_storages: dict[int, WeakStorage] = {}
         self._entered = threading.local()
-        # One thread packs at a time; unpacking never takes this lock, since it may hold what packing waits for.
+        # One thread packs at a time. Unpacking never takes this lock: it may hold the room that packing waits for.
         self._packing = threading.RLock()
-        self._originals: WeakValueDictionary[int, Original] = WeakValueDictionary()
+        self._sources: WeakValueDictionary[int, SourceStorage] = WeakValueDictionary()
         self._deduplicated_bytes = self._no_room_bytes = self._small_bytes = 0
 
     def __enter__(self) -> offload_activations:
         self._module_storages = _storages_of(self._modules or [])
-        outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        hooks = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, outer), _unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, outer_hooks()), unpack)
         hooks.__enter__()
         self._stack().append(hooks)
         return self
@@ -777,20 +751,20 @@ class offload_activations:
         pool = pool_of(self._store)
         pool.collect(self._store)
         return ActivationStats(
-            offloaded_bytes=self._shelf.written_bytes,
-            restored_bytes=self._shelf.restored_bytes,
+            offloaded_bytes=self._cache.written_bytes,
+            restored_bytes=self._cache.restored_bytes,
             deduplicated_bytes=self._deduplicated_bytes,
             no_room_bytes=self._no_room_bytes,
             small_bytes=self._small_bytes,
-            pack_wait_s=self._shelf.write_wait_s,
-            unpack_wait_s=self._shelf.read_wait_s,
+            pack_wait_s=self._cache.write_wait_s,
+            unpack_wait_s=self._cache.read_wait_s,
             registered_bytes=pool.registered_bytes,
             num_registered=pool.num_registered,
             in_use_bytes=pool.in_use_bytes,
         )
 
     def close(self) -> None:
-        """Give the store's blocks for activations back, but for those that a graph still needs. Can be used again."""
+        """Unregister the store's blocks for activations that no graph needs. The context can be used again."""
         pool_of(self._store).trim(self._store)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
@@ -801,14 +775,14 @@ class offload_activations:
 
     # -- packing -----------------------------------------------------------------------------------------------
 
-    def _pack(self, outer: _Hooks | None, tensor: Tensor) -> _Packed:
-        packed: _Packed | None = None
+    def _pack(self, outer: OuterHooks | None, tensor: Tensor) -> SavedTensor:
+        packed: SavedTensor | None = None
         if can_be_placed(tensor) and tensor.numel() and not self._stays(tensor):
             with self._packing:
                 packed = self._move(tensor, may_keep=outer is None)
         if packed is not None:
             return packed
-        return _Kept(tensor) if outer is None else _Delegated(outer[1], outer[0](tensor))
+        return _Kept(tensor) if outer is None else Delegated(outer, tensor)
 
     def _stays(self, tensor: Tensor) -> bool:
         base = tensor._base
@@ -822,40 +796,40 @@ class offload_activations:
             return True
         return _is_copy_of_weight(tensor) or (self._keep is not None and self._keep(tensor))
 
-    def _move(self, tensor: Tensor, *, may_keep: bool) -> _Packed | None:
-        """Return what stands for the tensor without its memory; None: it stays."""
+    def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
+        """Return what stands for the tensor without its memory; None: the tensor stays."""
         place, storage = Place.of(tensor), tensor.untyped_storage()
         is_small = place.own_bytes < self._min_bytes
         if is_small:
             self._small_bytes += place.own_bytes
             if storage.nbytes() < self._min_bytes:
                 return None
-        original = self._originals.get(storage._cdata)
-        if original is None or not original.is_still(tensor._version):
-            original = self._originals[storage._cdata] = Original(tensor, storage)
-        if original.kept is not None and original.kept() is not None:
+        source = self._sources.get(storage._cdata)
+        if source is None or not source.is_still(tensor._version):
+            source = self._sources[storage._cdata] = SourceStorage(tensor, storage)
+        if source.kept is not None and source.kept() is not None:
             return None  # its memory stays anyway
         if is_small:
             return _Copied(tensor, place, storage)  # it must not keep all the storage
-        stored = original.find(place)
+        stored = source.find(place)
         if stored is not None:
             self._deduplicated_bytes += place.own_bytes
         else:
             span = Span.around(place, storage.nbytes())
-            stored = self._shelf.write(original, span, storage)
+            stored = self._cache.write(source, span, storage)
         if stored is not None:
-            return _Stored(tensor, place, stored, self._shelf)
+            return _Stored(tensor, place, stored, self._cache)
         self._note_no_room(storage.nbytes())
         if not may_keep:
             return None
-        kept = _Kept(tensor, original)
-        original.kept = ref(kept)
+        kept = _Kept(tensor, source)
+        source.kept = ref(kept)
         return kept
 
     def _note_no_room(self, nbytes: int) -> None:
         pool = pool_of(self._store)
-        if not pool.has_told:
-            pool.has_told = True
+        if not pool.has_warned:
+            pool.has_warned = True
             logging.getLogger(__name__).warning(
                 "No tier of the store has room for %s of activations: they stay in memory. Give a slower tier more "
                 "room; stats().no_room_bytes of offload_activations says how much it is",
@@ -867,106 +841,63 @@ class offload_activations:
 # -- what the graph holds -----------------------------------------------------------------------------------------
 
 
-class _Packed(ABC):
-    """Stands in the graph for a saved tensor."""
+class _Offloaded(Versioned):
+    """A tensor whose memory is elsewhere; its probe has no shape."""
 
-    __slots__ = ()
+    __slots__ = ("_place",)
+    saved_inside = "offload_activations"
 
-    @abstractmethod
-    def unpack(self) -> Tensor:
-        """Return the tensor, as it was saved."""
-
-
-class _Delegated(_Packed):
-    """What the hooks around this context made of a tensor."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, unpack: Callable[[Any], Tensor], packed: Any) -> None:
-        self._unpack, self._packed = unpack, packed
-
-    def unpack(self) -> Tensor:
-        return self._unpack(self._packed)
-
-
-class _Versioned(_Packed):
-    """Knows which version of a tensor was saved, as autograd does for what no hook takes."""
-
-    __slots__ = ("_version", "_witness")
-
-    def __init__(self, tensor: Tensor, witness: Tensor) -> None:
-        self._witness = witness
-        self._version = None if tensor.is_inference() else tensor._version
-
-    def check_version(self) -> None:
-        """Raise ``RuntimeError`` if the tensor was modified in place since it was saved."""
-        if self._version is not None and self._witness._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self._describe()} is at version {self._witness._version}; expected version {self._version} instead. "
-                "It was saved inside offload_activations; torch.autograd.set_detect_anomaly(True) shows by what"
-            )
+    def __init__(self, tensor: Tensor, place: Place) -> None:
+        super().__init__(tensor, version_probe(tensor))
+        self._place = place
 
     def _describe(self) -> str:
-        return f"[{self._witness.type()} {list(self._witness.shape)}]"
+        return f"[{self._probe.type()} {list(self._place.shape)}]"
 
 
-class _Kept(_Versioned):
-    """A tensor that stays in memory. Detached: a saved output must not hold the node that holds it."""
+class _Kept(Kept):
+    """A tensor that stays in memory, with the source storage that it keeps."""
 
-    __slots__ = ("__weakref__", "_original")
+    __slots__ = ("__weakref__", "_source")
+    saved_inside = "offload_activations"
 
-    def __init__(self, tensor: Tensor, original: Original | None = None) -> None:
-        super().__init__(tensor, tensor.detach())
-        self._original = original
-
-    def unpack(self) -> Tensor:
-        self.check_version()
-        return self._witness
+    def __init__(self, tensor: Tensor, source: SourceStorage | None = None) -> None:
+        super().__init__(tensor)
+        self._source = source
 
 
-class _Copied(_Versioned):
-    """A small part of a large storage, in memory of its own."""
+class _Copied(_Offloaded):
+    """A small part of a large storage, copied so that it does not keep the whole."""
 
-    __slots__ = ("_memory", "_place", "_start")
+    __slots__ = ("_memory", "_start")
 
     def __init__(self, tensor: Tensor, place: Place, storage: torch.UntypedStorage) -> None:
-        super().__init__(tensor, witness_of(tensor))
+        super().__init__(tensor, place)
         span = Span.around(place, place.stop)
         contents = torch.empty(span.nbytes, dtype=torch.uint8, device=storage.device)
         span.read(storage, contents)
-        self._place, self._start, self._memory = place, span.start, span.restore(contents, storage.device)
+        self._start, self._memory = span.start, span.restore(contents, storage.device)
 
     def unpack(self) -> Tensor:
         self.check_version()
         return self._place.view(self._memory, self._start)
 
-    def _describe(self) -> str:
-        return f"[{self._witness.type()} {list(self._place.shape)}]"
 
-
-class _Stored(_Versioned):
+class _Stored(_Offloaded):
     """A tensor whose bytes are in a block."""
 
-    __slots__ = ("_place", "_shelf", "_stored")
+    __slots__ = ("_cache", "_stored")
 
-    def __init__(self, tensor: Tensor, place: Place, stored: StoredSpan, shelf: Shelf) -> None:
-        super().__init__(tensor, witness_of(tensor))
-        self._place, self._stored, self._shelf = place, stored, shelf
+    def __init__(self, tensor: Tensor, place: Place, stored: StoredSpan, cache: ActivationCache) -> None:
+        super().__init__(tensor, place)
+        self._stored, self._cache = stored, cache
 
     def unpack(self) -> Tensor:
         self.check_version()
-        memory = self._stored.original.memory()
+        memory = self._stored.source.memory()
         if memory is not None:
             return self._place.view(memory)
-        return self._place.view(self._shelf.read(self._stored), self._stored.span.start)
-
-    def _describe(self) -> str:
-        return f"[{self._witness.type()} {list(self._place.shape)}]"
-
-
-def _unpack(packed: _Packed) -> Tensor:
-    return packed.unpack()
+        return self._place.view(self._cache.read(self._stored), self._stored.span.start)
 
 
 # -- what is a weight ---------------------------------------------------------------------------------------------
@@ -992,7 +923,7 @@ def _is_copy_of_weight(tensor: Tensor) -> bool:
         if node.name() == "torch::autograd::AccumulateGrad":
             variable = node.variable  # type: ignore[attr-defined]
             return isinstance(variable, nn.Parameter) and tensor.numel() <= variable.numel()
-        if node.name().rstrip("0123456789").removesuffix("Backward") not in _SAME_NUMBERS:
+        if node.name().rstrip("0123456789").removesuffix("Backward") not in _SAME_VALUES:
             return False
         node = node.next_functions[0][0]
     return False

@@ -1,10 +1,16 @@
-"""Optimizer groups of an embedded optimizer: in the store or in RAM, updated in the step or behind the forward."""
+"""Groups of parameters of an embedded optimizer, and when each is updated: in the step, before its next use, behind it.
+
+The engine's ``Updater`` applies one step's numbers to every block group. Here torch's parameter groups may change in
+every step and each parameter counts its own steps, so an update has settings per parameter. Both call the update rules
+of ``megatrain.optim`` on the same blocks.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -15,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.embed.stores import ledger_of, num_ranks
+from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.embed.weights import GradientBlock, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
 from megatrain.models.layout import UnitLayout
@@ -23,6 +29,7 @@ from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind,
 from megatrain.optim.clip import squared_norm, squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.threads import elements_per_call, share_out
+from tiered.errors import TieredError
 from tiered.ext import HostSlab
 
 if TYPE_CHECKING:
@@ -33,28 +40,13 @@ if TYPE_CHECKING:
     from megatrain.optim.threads import KernelThreads
     from tiered import Mode, TieredStore
 
-__all__ = [
-    "DeviceCopies",
-    "InterruptedUpdateError",
-    "Settings",
-    "StateGroup",
-    "TieredGroup",
-    "UntieredGroup",
-    "UpdatesBehind",
-    "UpdatesInRam",
-    "Work",
-    "norms_in_ram",
-    "take_gradients",
-    "update_in_order",
-]
-
 
 class DeviceCopies:
-    """Copies of an optimizer whose parameters are on CUDA devices.
+    """Copies between RAM and parameters on CUDA devices.
 
-    They run on one stream of their own per device, behind what was queued before the last ``mark``: backwards that make
-    gradients, and kernels that still read parameters. What is queued later, the next forward, does not hold them
-    up. Gradients pass page-locked memory of the size of the largest one, which stays for the next.
+    They run on one stream per device, after everything that was queued before the last ``mark``: backwards that make
+    gradients, and kernels that still read parameters. What is queued later, the next forward, does not delay them.
+    Gradients pass one buffer of pinned memory, as large as the largest of them.
 
     Used by one thread at a time. Touches no device before the first call.
     """
@@ -64,13 +56,13 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Order all later copies of a device behind what the calling thread's current stream has now."""
+        """Order all later copies of a device after what the calling thread's current stream has queued now."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
 
     def to_ram(self, tensor: Tensor) -> Tensor:
-        """Return contents of a tensor on a device, dense and flat; they stay until the next call."""
+        """Return the contents of a tensor on a device, dense and flat; valid until the next call."""
         nbytes = tensor.numel() * tensor.element_size()
         if self._slab is None or self._slab.nbytes < nbytes:
             if self._slab is not None:
@@ -81,20 +73,20 @@ class DeviceCopies:
         return here
 
     def to_new_ram(self, tensor: Tensor) -> Tensor:
-        """Return contents of a tensor on a device, dense and flat, in memory of their own."""
+        """Return the contents of a tensor on a device, dense and flat, in new memory."""
         here = torch.empty(tensor.numel(), dtype=tensor.dtype)
         self._copy(here, tensor, tensor.device)
         return here
 
     def to_device(self, parameter: Tensor, contents: Tensor) -> None:
-        """Fill a parameter from RAM; its kernels that are queued from now on read what is new."""
+        """Fill a parameter from RAM; kernels that are queued from now on read the new values."""
         self._copy(parameter, contents.view(parameter.shape), parameter.device)
 
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
-        """Copy and wait for it, making the source dense and of the target's shape before.
+        """Make the source dense and of the target's shape, copy it, and wait for the copy.
 
-        All of it on the stream of the copies: kernels that do that on the caller's would be queued behind the mark, and
-        the copy would read what they have not written yet. What they allocate lives until the host has waited.
+        All of it on the stream of the copies: on the caller's, kernels that make it dense would be queued after the
+        mark, and the copy would read what they have not written yet. Their memory lives until the host has waited.
         """
         stream = self._stream(device)
         with torch.cuda.stream(stream):
@@ -118,7 +110,7 @@ class Settings:
 
     Attributes:
         arithmetic: of its group's settings.
-        step: updates of it with this one.
+        step: number of this update of the parameter, from 1.
         lr: of its group.
         weight_decay: of its group.
     """
@@ -145,13 +137,16 @@ class Work:
 
 
 class StateGroup(ABC):
-    """A layout of parameters with one block per kind of state. Blocks are registered, and zeroed, when it is made.
+    """A layout of parameters with one block per kind of state. The constructor registers and zeroes the blocks.
 
     Args:
         root: of the keys of its blocks.
-        parameters: by the name that the layout has for them.
-        kinds: what the store keeps of them.
+        parameters: by their name in the layout.
+        kinds: of state that the store keeps.
         homes: tiers that state may live in, most wanted first.
+
+    Attributes:
+        gradients: block that gradients move to as autograd makes them; None: they stay with the parameters.
     """
 
     def __init__(
@@ -164,52 +159,62 @@ class StateGroup(ABC):
         homes: Sequence[str],
     ) -> None:
         self.store, self.layout, self.parameters = store, layout, dict(parameters)
+        self.gradients: GradientBlock | None = None
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
         self.starts = {kind.name: kind.starts(layout) for kind in kinds}
-        self._elsewhere: list[str] = []  # keys of blocks that RAM only has copies of
+        self._elsewhere: list[str] = []  # keys of blocks whose home is not RAM
         for kind in kinds:
             key = self.keys[kind.name]
-            home = ledger_of(store).register(store, key, kind.num_elements(layout), kind.dtype, homes, durable=True)
+            home = shared_state(store).register(key, kind.num_elements(layout), kind.dtype, homes, durable=True)
             with store.acquire(key, "ram", "w") as lease:
                 lease.tensor.zero_()
             if home != "ram":
                 self._elsewhere.append(key)
-        self._leave()
+        self._evict_state()
 
-    @property
-    @abstractmethod
-    def gradients(self) -> GradientBlock | None:
-        """Where gradients are while autograd runs; None: with the parameters."""
-
-    @abstractmethod
     def take_gradients(self) -> Mapping[str, Tensor | None]:
-        """Take the gradients of a step away: by name, the tensor, or None for one in ``gradients``."""
+        """Return the gradients of a step by name, None for one in ``gradients``; those are consumed."""
+        assert self.gradients is not None, self.layout.name
+        return dict.fromkeys(self.gradients.consume())
 
-    @abstractmethod
     def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
-        """Return the sum of squares of each gradient that there is, by name, in the order of the layout."""
+        """Return the sum of squares of each gradient by name, in the order of the layout."""
+        assert self.gradients is not None, self.layout.name
+        return self.gradients.squared_norms(threads)
 
-    @abstractmethod
-    def update(self, work: Work) -> None:
-        """Make an update and return when it is done."""
+    def gradients_now(self) -> object:
+        """Return a value that compares equal as long as no gradient came, changed or went."""
+        assert self.gradients is not None, self.layout.name
+        return self.gradients.num_changes
 
     def keys_at_once(self) -> list[str]:
         """Return the keys of the blocks that an update needs in RAM together."""
-        gradients = self.gradients
-        return [*self.keys.values(), *([] if gradients is None else [gradients.key])]
+        return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
+
+    def update(self, work: Work) -> None:
+        """Make an update and return when it is done."""
+        gradient = None if self.gradients is None else self.gradients.key
+        requests: list[tuple[str, str, Mode]] = [
+            (key, "ram", "r" if key == gradient else "rw") for key in self.keys_at_once()
+        ]
+        with torch.no_grad(), self.store.acquire_many(requests) as group:
+            self._apply(work, {lease.key: lease.tensor for lease in group})
+        if gradient is not None:
+            self.store.discard(gradient)
+        self._evict_state()
 
     @abstractmethod
-    def gradients_now(self) -> object:
-        """Return what is equal as long as no gradient came, changed or went."""
+    def _apply(self, work: Work, tensors: Mapping[str, Tensor]) -> None:
+        """Call the update rules. ``tensors``: of all blocks, by key."""
 
     def prefetch(self) -> None:
-        """Start fetching what the next update needs, as far as there is room."""
+        """Prefetch the state for the next update, as far as there is room."""
         for key in self._elsewhere:
             self.store.prefetch(key, "ram")
 
-    def _leave(self) -> None:
-        """Let state go home as soon as it is not needed before the next step: it is written while others compute."""
+    def _evict_state(self) -> None:
+        """Evict state right after its update: it is written back while other groups compute."""
         for key in self._elsewhere:
             self.store.evict(key, "ram")
 
@@ -229,64 +234,64 @@ class StateGroup(ABC):
         return (entry for entry in self.layout.entries if entry.name in names)
 
 
-class TieredGroup(StateGroup):
-    """The parameters of a tiered module that share a block of weights."""
+class OffloadedGroup(StateGroup):
+    """The parameters of an offloaded module that share a block of weights.
 
-    def __init__(self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str]) -> None:
+    Args:
+        deferred: of the optimizer: updates of such groups wait there for the next use of the weights.
+    """
+
+    def __init__(
+        self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
+    ) -> None:
+        assert weights.gradients is not None, weights.key
         root = weights.key.removesuffix("/weight")
         assert weight_key(root) == weights.key, weights.key
         own = [kind for kind in kinds if kind.name != "weight"]
         super().__init__(weights.store, root, weights.layout, weights.parameters, own, homes)
-        self.weights = weights
+        self.gradients: GradientBlock = weights.gradients
+        self.weights, self._deferred = weights, deferred
+
+    def attach(self) -> None:
+        """Become the updater of the weights."""
+        assert self.weights.updater is None, self.layout.name
+        self.weights.updater = self.gradients.updater = self
+
+    def detach(self) -> None:
+        """Stop being the updater of the weights."""
+        self.weights.updater = self.gradients.updater = None
+
+    def defer(self, work: Work) -> None:
+        """Leave an update to the next use of the weights. Graphs of a forward before it are out of date from now on."""
+        self._deferred.add(self, work)
+        self.weights.version += 1
+
+    def finish_update(self) -> None:
+        """Make the update that is due, if there is one."""
+        self._deferred.finish(self)
 
     def keys_at_once(self) -> list[str]:
         """Return the keys of the blocks that an update needs in RAM together, weights too."""
         return [self.weights.key, *super().keys_at_once()]
 
-    def gradients_now(self) -> object:
-        assert self.weights.gradients is not None, self.layout.name
-        return self.weights.gradients.num_changes
-
-    @property
-    def gradients(self) -> GradientBlock | None:
-        return self.weights.gradients
-
-    def take_gradients(self) -> Mapping[str, Tensor | None]:
-        assert self.weights.gradients is not None, self.layout.name
-        return dict.fromkeys(self.weights.gradients.consume())
-
-    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
-        assert self.weights.gradients is not None, self.layout.name
-        return self.weights.gradients.squared_norms(threads)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether some parameter has a gradient now."""
-        return self.weights.gradients is not None and bool(self.weights.gradients.filled)
-
     def update(self, work: Work) -> None:
-        assert self.weights.gradients is not None, self.layout.name
         self.weights.prepare_update()
-        keys = {"weight": self.weights.key, **self.keys}
-        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in keys.values()]
-        with self.store.acquire_many([*requests, (self.weights.gradients.key, "ram", "r")]) as group:
-            tensors = {lease.key: lease.tensor for lease in group}
-            blocks = {kind: tensors[key] for kind, key in keys.items()}
-            alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
-            for entry in self.entries(work.settings):
-                settings = work.settings[entry.name]
-                like = (id(settings.arithmetic), settings.step, settings.lr)
-                alike.setdefault(like, []).append((self.segment(entry, settings, entry.offset), settings))
-            for parts in alike.values():
-                settings = parts[0][1]
-                now = Update(settings.step, settings.lr, work.grad_scale)
-                gradient = tensors[self.weights.gradients.key]
-                settings.arithmetic.update(blocks, gradient, [segment for segment, _ in parts], now)
-        self.store.discard(self.weights.gradients.key)
-        self._leave()
+        super().update(work)
 
-    def reset_low(self, names: frozenset[str]) -> None:
-        """Forget what the master had below the precision of weights that somebody replaced."""
+    def _apply(self, work: Work, tensors: Mapping[str, Tensor]) -> None:
+        blocks = {kind: tensors[key] for kind, key in {"weight": self.weights.key, **self.keys}.items()}
+        alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
+        for entry in self.entries(work.settings):
+            settings = work.settings[entry.name]
+            like = (id(settings.arithmetic), settings.step, settings.lr)
+            alike.setdefault(like, []).append((self.segment(entry, settings, entry.offset), settings))
+        for parts in alike.values():
+            settings = parts[0][1]
+            now = Update(settings.step, settings.lr, work.grad_scale)
+            settings.arithmetic.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
+
+    def weights_changed(self, names: frozenset[str]) -> None:
+        """Zero the lower half of masters whose weights were replaced."""
         if "low" not in self.keys:
             return
         with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
@@ -295,14 +300,14 @@ class TieredGroup(StateGroup):
                     self.part("low", lease.tensor, entry).zero_()
 
 
-class UntieredGroup(StateGroup):
+class OrdinaryGroup(StateGroup):
     """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
 
-    In RAM the parameter is the upper part of its own master: nothing is kept twice. A parameter on a device has its
-    whole master in the store, and is a copy of it.
+    A parameter in RAM is the upper half of its master: nothing is kept twice. A parameter on a device has its whole
+    master in the store, and is a copy of it.
 
     Args:
-        offload_gradients: gradients leave for the store as soon as autograd has made them.
+        offload_gradients: gradients move to the store as autograd makes them.
         copies: between devices and RAM.
     """
 
@@ -325,86 +330,68 @@ class UntieredGroup(StateGroup):
         self._on_device = any(parameter.is_cuda for parameter in parameters.values())
         self._copies = copies
         self._places = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
-        self._versions: dict[str, int] = {}  # of those on a device, as of when they were equal to their masters
+        self._versions: dict[str, int] = {}  # of parameters on a device, when they equalled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
-        self._gradients: GradientBlock | None = None
         if offload_gradients:
-            self._gradients = GradientBlock(store, gradient_key(root, 0), layout, parameters, homes)
+            self.gradients = GradientBlock(store, gradient_key(root, 0), layout, parameters, homes)
         if self._on_device:
             self.copy_masters()
 
-    @property
-    def gradients(self) -> GradientBlock | None:
-        return self._gradients
-
     def gradients_now(self) -> object:
-        if self._gradients is not None:
-            return self._gradients.num_changes
+        if self.gradients is not None:
+            return super().gradients_now()
         found = (parameter.grad for parameter in self.parameters.values())
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
 
     def copy_masters(self) -> None:
-        """Take the masters of parameters on a device from them."""
+        """Copy parameters on a device into their masters."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
                 self.part("weight", lease.tensor, entry).copy_(self.parameters[entry.name].reshape(-1))
                 self._versions[entry.name] = self.parameters[entry.name]._version
 
-    def doubt_masters(self) -> None:
-        """Compare masters with their parameters before the next update: they were loaded apart from each other."""
+    def invalidate_masters(self) -> None:
+        """Compare masters with their parameters before the next update: each was loaded without the other."""
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
         for device in {parameter.device for parameter in self.parameters.values() if parameter.is_cuda}:
             self._copies.mark(device)
-        if self._gradients is not None:
-            return dict.fromkeys(self._gradients.consume())
-        found: dict[str, Tensor | None] = {}
-        for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            if gradient is not None:
-                found[name] = gradient
-        return found
+        if self.gradients is not None:
+            return super().take_gradients()
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
-        if self._gradients is not None:
-            return self._gradients.squared_norms(threads)
+        if self.gradients is not None:
+            return super().squared_norms(threads)
         return {
             name: squared_norm(self._flat(gradient), threads)
             for name, gradient in self.take_gradients().items()
             if gradient is not None
         }
 
-    def update(self, work: Work) -> None:
-        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self.keys.values()]
-        if self._gradients is not None:
-            requests.append((self._gradients.key, "ram", "r"))
-        with torch.no_grad(), self.store.acquire_many(requests) as group:
-            tensors = {lease.key: lease.tensor for lease in group}
-            for entry in self.entries(work.settings):
-                if self._gradients is not None:
-                    gradient = self._gradients.view(tensors[self._gradients.key], entry)
-                else:
-                    gradient = self._flat(work.gradients[entry.name])
-                self._update_one(entry, work.settings[entry.name], gradient, tensors, work.grad_scale)
-        if self._gradients is not None:
-            self.store.discard(self._gradients.key)
-        self._leave()
+    def _apply(self, work: Work, tensors: Mapping[str, Tensor]) -> None:
+        for entry in self.entries(work.settings):
+            if self.gradients is not None:
+                gradient = self.gradients.view(tensors[self.gradients.key], entry)
+            else:
+                gradient = self._flat(work.gradients[entry.name])
+            self._update_one(entry, work.settings[entry.name], gradient, tensors, work.grad_scale)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the parameters were when their state was made."""
+        """Dtype of the parameters when their state was made."""
         return next(iter(self._places.values()))[0]
 
     @property
     def is_in_ram(self) -> bool:
         """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
-        return not self._on_device and self._gradients is None and not self._elsewhere
+        return not self._on_device and self.gradients is None and not self._elsewhere
 
     def check_place(self, name: str) -> None:
-        """Refuse a parameter that is no longer what its state was made for.
+        """Refuse a parameter that no longer has the dtype and device that its state was made for.
 
         Raises:
             RuntimeError: it was moved or converted.
@@ -434,7 +421,7 @@ class UntieredGroup(StateGroup):
         if not self._on_device:
             blocks["weight"] = parameter.detach().reshape(-1)
         elif self._versions.get(entry.name) != parameter._version:
-            # On the stream of the copies: this thread's own may have no order with the kernels that replaced it.
+            # On the stream of the copies: this thread's own is not ordered after the kernels that replaced it.
             _follow(blocks, self._copies.to_new_ram(parameter.detach()))
         now = Update(settings.step, settings.lr, grad_scale)
         settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
@@ -445,10 +432,10 @@ class UntieredGroup(StateGroup):
             parameter.copy_(blocks["weight"].view(entry.shape))
             self._versions[entry.name] = parameter._version
         else:
-            increment_version(parameter)  # a graph that saved it is out of date, and autograd says so
+            increment_version(parameter)  # the kernel wrote past autograd: a graph that saved it must raise
 
     def _flat(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as the kernels take it, flat, fp32 or bf16, in RAM: one of a device until the next call."""
+        """Return a gradient flat, fp32 or bf16, in RAM; that of a device is valid until the next call."""
         gradient = gradient.detach()
         if gradient.is_cuda:
             flat = self._copies.to_ram(gradient)
@@ -457,22 +444,22 @@ class UntieredGroup(StateGroup):
         return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
 
 
-def _follow(blocks: Mapping[str, Tensor], numbers: Tensor) -> None:
-    """Let a master follow a parameter that somebody replaced; where it is the same the master keeps all its bits."""
+def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
+    """Copy a parameter that was replaced into its master; elements that did not change keep their lower half."""
     if "low" in blocks:
-        blocks["low"].masked_fill_(blocks["weight"] != numbers, 0)
-    blocks["weight"].copy_(numbers)
+        blocks["low"].masked_fill_(blocks["weight"] != values, 0)
+    blocks["weight"].copy_(values)
 
 
 def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mapping[str, Tensor | None]]]:
-    """Take the gradients of a step away from all groups, or from none.
+    """Take the gradients of a step from all groups, or from none.
 
     Raises:
-        WeightInUseError: weights that are to be updated are held, by ``gathered`` or a forward that still runs: whoever
-            holds them would go on with those of before the step.
+        WeightInUseError: weights that are to be updated are held, by ``gathered`` or a running forward, which would go
+            on with the values of before the step.
     """
     for group in groups:
-        if isinstance(group, TieredGroup) and group.weights.is_held and group.has_gradients:
+        if isinstance(group, OffloadedGroup) and group.weights.is_held and group.gradients.filled:
             raise WeightInUseError(
                 f"optimizer.step() while {group.layout.name} is held: leave `with megatrain.gathered(...)` before, and "
                 "step after the forward has ended"
@@ -481,40 +468,44 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
 
 
 def update_in_order(works: Mapping[StateGroup, Work]) -> None:
-    """Make updates one after the other, fetching the state of the next one meanwhile."""
+    """Make updates one after the other, prefetching the state of the next one meanwhile."""
     for group, following in zip_longest(works, list(works)[1:]):
-        if following is not None:
-            following.prefetch()
-        group.update(works[group])
+        _update(group, works[group], following)
+
+
+def _update(group: StateGroup, work: Work, following: StateGroup | None) -> None:
+    if following is not None:
+        following.prefetch()
+    group.update(work)
 
 
 @dataclass(slots=True)
-class _Alike:
-    """Parameters that one call of a kernel can update, one entry of each list for each.
+class _Batch:
+    """Parameters that one kernel call can update: entry by entry of each list.
 
     Attributes:
         settings: of all of them.
-        split_master: there is a low half.
+        split_master: masters have a lower half.
         gradient_dtype: of the gradients.
     """
 
     settings: Settings
     split_master: bool
     gradient_dtype: torch.dtype
-    names: list[tuple[UntieredGroup, str]] = field(default_factory=list)
+    names: list[tuple[OrdinaryGroup, str]] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Table:
-    """Rows of a kernel, as long as everything lies where it lay.
+    """Rows of a kernel call, valid while all tensors stay where they are.
 
     Attributes:
-        places: all that the rows were made of.
-        rows: for the kernel, but the addresses of gradients.
-        of: of each row, the number of its parameter and how many elements of that come before.
-        offsets: of each row, the number of its parameter and how many elements of that come before.
+        places: everything that the rows depend on.
+        rows: arguments of the kernel, all but the addresses of gradients.
+        of: number of each row's parameter.
+        offsets: first element of each row in its parameter.
         calls: first row and one past the last row of each call.
     """
 
@@ -526,11 +517,10 @@ class _Table:
 
 
 class UpdatesInRam:
-    """Makes the updates of a step for which nothing has to be fetched.
+    """Batches the updates for which nothing has to be fetched.
 
-    Small parameters then keep all threads busy, and what one costs besides its numbers is little: a kernel is called
-    for many at once, and where their numbers are is looked up again only when something has moved. The bits are those
-    of ``UntieredGroup.update``.
+    One kernel call updates many small parameters, so that they keep all threads busy and cost little each; addresses
+    are looked up again only when something has moved. The bits are those of ``OrdinaryGroup.update``.
     """
 
     def __init__(self, threads: KernelThreads) -> None:
@@ -550,7 +540,7 @@ class UpdatesInRam:
         return {group: work for group, work in works.items() if group not in mine}
 
     def _calls(
-        self, alike: Sequence[_Alike], grad_scale: float, addresses: Mapping[str, int]
+        self, alike: Sequence[_Batch], grad_scale: float, addresses: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
         blocks = tuple(addresses.values())
         for number, each in enumerate(alike):
@@ -572,10 +562,10 @@ class UpdatesInRam:
                 yield partial(call, table.rows[first:last])
 
 
-def norms_in_ram(groups: list[UntieredGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
-    """Return the sums of squares of gradients that the kernels can read where they are, in a few calls.
+def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
+    """Return the sums of squares of gradients that the kernels can read in place, in a few calls.
 
-    Of groups with another gradient there is none: those are not read here.
+    Groups with any other gradient are left out.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for group in groups:
@@ -588,12 +578,12 @@ def norms_in_ram(groups: list[UntieredGroup], threads: KernelThreads) -> dict[nn
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
-def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[UntieredGroup], list[_Alike]]:
-    """Return the groups of which every number is where the kernels can take it, and their parameters by kind."""
-    groups: list[UntieredGroup] = []
-    alike: dict[tuple[object, ...], _Alike] = {}
+def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
+    """Return the groups whose tensors the kernels can all take in place, and their parameters by kind."""
+    groups: list[OrdinaryGroup] = []
+    alike: dict[tuple[object, ...], _Batch] = {}
     for group, work in works.items():
-        if not isinstance(group, UntieredGroup) or not group.is_in_ram:
+        if not isinstance(group, OrdinaryGroup) or not group.is_in_ram:
             continue
         dtype, split_master = group.dtype, "low" in group.kinds
         entries: list[tuple[tuple[object, ...], str, Settings, nn.Parameter, Tensor]] = []
@@ -608,7 +598,7 @@ def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[UntieredGrou
             for kind, name, settings, parameter, gradient in entries:
                 each = alike.get(kind)
                 if each is None:
-                    each = alike[kind] = _Alike(settings, split_master, gradient.dtype)
+                    each = alike[kind] = _Batch(settings, split_master, gradient.dtype)
                 each.names.append((group, name))
                 each.parameters.append(parameter)
                 each.gradients.append(gradient)
@@ -617,7 +607,7 @@ def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[UntieredGrou
 
 def _make_table(
     places: tuple[object, ...],
-    each: _Alike,
+    each: _Batch,
     arithmetic: ElementwiseOptimizer,
     addresses: Mapping[str, int],
     num_threads: int,
@@ -641,9 +631,9 @@ def _make_table(
 
 
 def _place(
-    group: UntieredGroup, kind: str | None, name: str, parameter: nn.Parameter, addresses: Mapping[str, int]
+    group: OrdinaryGroup, kind: str | None, name: str, parameter: nn.Parameter, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return where a parameter's numbers of a kind begin, and the bytes of each; nowhere for what is not kept."""
+    """Return the address and element size of a parameter's state of a kind; zeros for a kind that is not kept."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
     if kind is None or kind not in group.keys:
@@ -658,24 +648,75 @@ def _is_flat(gradient: Tensor) -> bool:
 
 
 class InterruptedUpdateError(RuntimeError):
-    """Some weights have made a step that others have not."""
+    """Updates were partially applied: some weights have made a step that others have not."""
 
 
-class UpdatesBehind:
-    """Makes the updates of a step in order, on one thread; a module waits for its own parameters before its forward.
+class DeferredUpdates:
+    """Updates of offloaded groups that wait for the next use of their weights. Used by one thread at a time."""
 
-    For models whose modules use the parameters that they own: others' parameters are not waited for. Whoever reads
-    weights or gradients in another way calls ``finish`` first; ``state_dict`` and ``load_state_dict`` of the model do.
-    ``start``, ``finish`` and the forward belong to one thread.
+    def __init__(self) -> None:
+        self._due: dict[OffloadedGroup, Work] = {}
+        self._is_partial = False
+
+    def add(self, group: OffloadedGroup, work: Work) -> None:
+        """Leave an update of a group, which has none waiting, to its next use."""
+        self._due[group] = work
+
+    def finish(self, group: OffloadedGroup | None = None) -> None:
+        """Make the update of a group, if one waits; without a group make them all.
+
+        Raises:
+            InterruptedUpdateError: without a group, where updates were partially applied before. Raised once.
+        """
+        if group is None and self._is_partial:
+            self._is_partial = False
+            raise InterruptedUpdateError(
+                "an update of this optimizer ended halfway, with an error or an interrupt: some weights have made the "
+                "step, others not. Load a saved state; or do this again, to go on from here"
+            )
+        for one in list(self._due) if group is None else [group]:
+            if (work := self._due.get(one)) is not None:
+                with self.applying():
+                    one.update(work)
+                del self._due[one]  # only now: where the store refused it, the update is still to be made
+
+    @contextmanager
+    def applying(self, *, is_atomic: bool = True) -> Iterator[None]:
+        """Record it when the updates inside end halfway.
+
+        Args:
+            is_atomic: of one group: an error of the store comes before anything was changed.
+        """
+        try:
+            yield
+        except (TieredError, WeightInUseError):
+            self._is_partial = self._is_partial or not is_atomic
+            raise
+        except BaseException:
+            self.interrupt()
+            raise
+
+    def interrupt(self) -> None:
+        """Record that updates were partially applied, and drop those that wait."""
+        self._is_partial = True
+        self._due.clear()
+
+
+class AsyncUpdates:
+    """Makes the updates of a step in order, on one thread; each module waits for its own parameters before its forward.
+
+    For models whose modules use only the parameters that they own. Code that reads weights or gradients otherwise calls
+    ``finish`` first, as ``state_dict`` and ``load_state_dict`` of the model do. ``start``, ``finish`` and the forward
+    belong to one thread.
 
     Args:
         model: whose forward follows.
-        on_error: called, on the thread, when an update ended halfway.
+        on_error: called on the updating thread when an update was partially applied.
     """
 
     def __init__(self, model: nn.Module, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="update-behind")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="async-updates")
         self._running: list[Future[None]] = []
         self._update_of: dict[int, Future[None]] = {}
         self._has_failed = False
@@ -689,21 +730,20 @@ class UpdatesBehind:
         """Begin the updates of a step. Gradients leave their parameters: the next ones will be new tensors."""
         assert not self._running, "the updates of the step before have not been waited for"
         self._has_failed = False
-        groups = list(works)
-        for number, group in enumerate(groups):
-            for name in works[group].gradients:
+        for group, following in zip_longest(works, list(works)[1:]):
+            work = works[group]
+            for name in work.gradients:
                 group.parameters[name].grad = None
-            following = groups[number + 1] if number + 1 < len(groups) else None
-            update = self._thread.submit(self._make, group, works[group], following)
+            update = self._thread.submit(self._make, group, work, following)
             self._running.append(update)
-            self._update_of.update((id(group.parameters[name]), update) for name in works[group].settings)
+            self._update_of.update((id(group.parameters[name]), update) for name in work.settings)
 
     def finish(self) -> None:
         """Wait for all updates. Raises the error of the first one that failed; none after it was made."""
         running, self._running = self._running, []
         self._update_of.clear()
         for update in running:
-            update.exception()  # all have ended before anybody is told
+            update.exception()  # all of them end before the first error is raised
         for update in running:
             update.result()
 
@@ -711,9 +751,7 @@ class UpdatesBehind:
         if self._has_failed:
             raise InterruptedUpdateError("an update before this one failed")
         try:
-            if following is not None:
-                following.prefetch()
-            group.update(work)
+            _update(group, work, following)
         except BaseException:
             self._has_failed = True
             self._on_error()

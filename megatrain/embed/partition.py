@@ -1,7 +1,13 @@
-"""Any module cut into units: its repeated layers, and the modules outside of them that own parameters."""
+"""Any module cut into units: its repeated layers, and the modules outside of them that own parameters.
+
+The engine runs a unit's forward itself, so a unit of ``megatrain.models.graph`` owns everything inside, and
+Hugging Face says what a layer is. Here hooks hold what each module's own forward reads, of any module: outside of
+layers a unit is the parameters that one module owns directly.
+"""
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,36 +20,65 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.embed.weights import block_of
-from megatrain.models.layout import UnitLayout, build_layout
+from megatrain.engine.program import gradient_key, weight_key
+from megatrain.models.layout import UnitLayout, build_layouts
 
-__all__ = ["ROOT", "Part", "TieringError", "UnitPart", "mark_optimized", "partition"]
-
-#: Name of the part of what belongs to the module itself; no module inside can have it.
+#: Name of the part of what the outermost module owns directly; no module inside can have it.
 ROOT = "(root)"
 _OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class TieringError(ValueError):
-    """A module that cannot be tiered as it is."""
+class OffloadError(ValueError):
+    """A module that cannot be offloaded as it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Parameters that share a block: of one unit, one dtype, all trained or all frozen. By full name."""
+    """Parameters that share a block, by full name: of one unit and dtype, all trained or all frozen.
 
+    Attributes:
+        name: of the offloaded module in the store.
+    """
+
+    name: str
     layout: UnitLayout
     dtype: torch.dtype
     parameters: dict[str, nn.Parameter]
 
+    @property
+    def weight_key(self) -> str:
+        """Key of the block of its weights."""
+        return weight_key(self._root)
+
+    @property
+    def gradient_key(self) -> str:
+        """Key of the block of its gradients."""
+        return gradient_key(self._root, 0)
+
+    @property
+    def _root(self) -> str:
+        """Letters that a key may have, different for every part."""
+        return f"{self.name}/" + re.sub(r"[^A-Za-z0-9_.]", lambda found: f"-{ord(found[0]):x}-", self.layout.name)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the block of its weights."""
+        return self.layout.num_elements * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Size of the block of its gradients, 0 where it is frozen."""
+        return self.layout.num_elements * torch.float32.itemsize if self.layout.trainable else 0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitPart:
-    """A module whose forward needs weights, and the parts that these lie in.
+    """A module whose forward needs weights, and the parts that hold them.
 
     Attributes:
         name: path of the module.
-        module: the forward of which is watched.
+        module: its forward holds the weights.
         parts: its own and, where a parameter is tied, another unit's.
     """
 
@@ -52,27 +87,32 @@ class UnitPart:
     parts: tuple[Part, ...]
 
 
-def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
+def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[UnitPart]:
     """Return the units of a module, in definition order; together they use all its parameters.
 
     The items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that have modules inside are units;
     what owns parameters outside of them is one by itself. A parameter belongs to the first unit that has it.
 
     Args:
+        name: of the module in the store.
         leave: globs over parameter names: these stay ordinary parameters.
 
     Raises:
-        TieringError: nothing to tier, a dtype that the optimizers have no master weights for, or parameters that are in
-            a store already.
+        OffloadError: nothing to offload, a dtype without master weights, or parameters that are in a store already.
     """
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if not any(fnmatchcase(name, glob) for glob in leave):
-            names[id(parameter)] = name
-            _check(name, parameter)
-    _check_memory({name: parameter for name, parameter in model.named_parameters() if id(parameter) in names})
+    chosen = {
+        path: parameter
+        for path, parameter in model.named_parameters()
+        if not any(fnmatchcase(path, glob) for glob in leave)
+    }
+    for path, parameter in chosen.items():
+        _check(path, parameter)
+    _check_memory(chosen)
+    names = {id(parameter): path for path, parameter in chosen.items()}
     if not names:
-        raise TieringError(f"{type(model).__name__} has no parameters to tier" + (f" besides {leave}" if leave else ""))
+        raise OffloadError(
+            f"{type(model).__name__} has no parameters to offload" + (f" besides {leave}" if leave else "")
+        )
     part_of: dict[int, Part] = {}
     units = []
     for path, module, is_whole in _units(model, "", inside_list=False):
@@ -80,7 +120,7 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
         if not used:
             continue
         own = {names[key]: parameter for key, parameter in used.items() if key not in part_of}
-        for part in _parts(path or ROOT, own):
+        for part in _parts(name, path or ROOT, own):
             part_of.update((id(parameter), part) for parameter in part.parameters.values())
         parts = tuple(dict.fromkeys(part_of[key] for key in used))
         units.append(UnitPart(path, module, parts))
@@ -89,19 +129,19 @@ def partition(model: nn.Module, leave: Sequence[str] = ()) -> list[UnitPart]:
 
 def _check(name: str, parameter: nn.Parameter) -> None:
     if block_of(parameter) is not None:
-        raise TieringError(f"{name} is in a store already: megatrain.tier was called before")
+        raise OffloadError(f"{name} is in a store already: megatrain.offload was called before")
     if not parameter.is_floating_point():
-        raise TieringError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
+        raise OffloadError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
     if parameter.requires_grad and parameter.dtype not in _DTYPES:
-        raise TieringError(
+        raise OffloadError(
             f"{name} is trained in {parameter.dtype}; master weights exist for float32 and bfloat16. Convert the model "
             "before: model.to(torch.bfloat16)"
         )
     optimizer = _OPTIMIZERS.get(parameter, _no_optimizer)()
     if optimizer is not None and optimizer.groups:
-        raise TieringError(
-            f"{name} was given to {type(optimizer).__name__} before. The order is: megatrain.tier(model, store), then "
-            "the optimizer with model.parameters()"
+        raise OffloadError(
+            f"{name} was given to {type(optimizer).__name__} before. The order is: megatrain.offload(model, store), "
+            "then the optimizer with model.parameters()"
         )
 
 
@@ -110,14 +150,14 @@ def _no_optimizer() -> None:
 
 
 def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Note that ordinary parameters are updated by an optimizer with its state in a store: too late to tier them."""
+    """Note that ordinary parameters have an optimizer with its state in a store: they can no longer be offloaded."""
     reference = weakref.ref(optimizer)
     for parameter in parameters:
         _OPTIMIZERS[parameter] = reference
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters that look at the same memory without being one: in the store they would part silently."""
+    """Refuse two parameters over the same memory: in the store they would become independent silently."""
     spans = []
     for name, parameter in parameters.items():
         if parameter.device.type != "meta" and parameter.numel():
@@ -127,14 +167,14 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     spans.sort()
     for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
         if device == other_device and start < stop:
-            raise TieringError(
+            raise OffloadError(
                 f"{name} and {other} are two parameters over the same memory. Tie them by making them one: "
                 f"module.{other.rpartition('.')[2]} = the other module's parameter"
             )
 
 
 def _units(module: nn.Module, path: str, *, inside_list: bool) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (path, module, whether everything inside belongs to it)."""
+    """Yield (path, module, whether the unit owns everything inside)."""
     if inside_list and not _has_list_of_layers(module):
         yield path, module, True
         return
@@ -147,7 +187,7 @@ def _units(module: nn.Module, path: str, *, inside_list: bool) -> Iterator[tuple
 
 
 def _has_list_of_layers(module: nn.Module) -> bool:
-    """Return whether a list inside has items that are as large as what is streamed elsewhere: lists of lists of layers.
+    """Return whether a list inside has items that are layers themselves.
 
     A stage of a network that is a list of layers is taken apart; the experts or heads of one layer are not.
     """
@@ -163,13 +203,9 @@ def _is_deep(module: nn.Module) -> bool:
     return any(next(child.children(), None) is not None for child in module.children())
 
 
-def _parts(path: str, own: dict[str, nn.Parameter]) -> list[Part]:
-    groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
-    for name, parameter in own.items():
-        groups.setdefault((not parameter.requires_grad, parameter.dtype), {})[name] = parameter
+def _parts(name: str, path: str, own: dict[str, nn.Parameter]) -> list[Part]:
     parts = []
-    for number, ((is_frozen, dtype), parameters) in enumerate(groups.items()):
-        name = path if number == 0 else f"{path}.{str(dtype).removeprefix('torch.')}{'.frozen' if is_frozen else ''}"
-        layout = build_layout(name, ((one, p.shape) for one, p in parameters.items()), not is_frozen)
-        parts.append(Part(layout, dtype, parameters))
+    for layout in build_layouts(path, own, by_dtype=True):
+        parameters = {entry.name: own[entry.name] for entry in layout.entries}
+        parts.append(Part(name, layout, own[layout.entries[0].name].dtype, parameters))
     return parts

@@ -1,4 +1,4 @@
-"""A Hugging Face folder straight into the store: the model is never whole in memory."""
+"""Load a Hugging Face folder straight into the store: the model is never whole in memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatrain.embed.offload import offload, offloaded_module
 from megatrain.embed.stores import compute_device
-from megatrain.embed.tier import tier, tiered_module
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import some
 from megatrain.models.layout import build_layout, views
@@ -34,13 +34,13 @@ def load_pretrained(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a tiered causal language model with the weights of a folder, read into the store unit by unit.
+    """Return an offloaded causal language model with the weights of a folder, read into the store unit by unit.
 
     Args:
         folder: a Hugging Face folder with safetensors.
         dtype: of the weights, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
         attn_implementation: as in transformers; "auto" leaves the choice to it.
-        options: as for ``tier``.
+        options: as for ``offload``.
 
     Raises:
         ValueError: no such dtype.
@@ -64,8 +64,10 @@ def load_pretrained(
             f"{some(left)}",
             stacklevel=2,
         )
-    tier(model, store, **options)
-    for block in tiered_module(model).blocks:
+    offload(model, store, **options)
+    offloaded = offloaded_module(model)
+    assert offloaded is not None
+    for block in offloaded.blocks:
         with torch.no_grad(), store.acquire(block.key, "ram", "w") as lease:
             lease.tensor.zero_()
             weights.fill(block.layout, views(lease.tensor, block.layout))
@@ -87,7 +89,7 @@ def _dtype(name: torch.dtype | str) -> torch.dtype:
 
 
 def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
-    """Give parameters that were left out of the store numbers of their own."""
+    """Load the parameters that were left out of the store."""
     left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
     if not left:
         return

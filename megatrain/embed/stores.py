@@ -1,4 +1,8 @@
-"""A store for a trainer of one's own: opened in one call, with homes found by preference."""
+"""A store for other trainers: opened in one call, with a home for each block by preference.
+
+The engine's placement knows the program and minimises its traffic (``megatrain.plan.placement``). Here blocks come one
+module or optimizer after another, and how they will be used is not known: each gets the first tier with room.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import atexit
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -14,26 +18,15 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from megatrain.checkpoint.drive_folders import write_readme
+from megatrain.config.sizes import Size as ConfigSize
 from megatrain.plan.machine import available_ram_bytes, total_ram_bytes
 from tiered import GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import CapacityError
-from tiered.units import MiB, format_size, parse_size
+from tiered.units import MiB, format_size
 
 if TYPE_CHECKING:
     from tiered import Tier
 
-__all__ = [
-    "Ledger",
-    "Size",
-    "Wanted",
-    "compute_device",
-    "compute_tier",
-    "home_order",
-    "ledger_of",
-    "num_ranks",
-    "open_store",
-    "room_for_homes",
-]
 
 #: Bytes, or text as in a config: "110GiB", "90%", "auto".
 Size = int | str
@@ -51,7 +44,7 @@ def open_store(
     keep_generations: int = 2,
     on_full: Literal["pause", "error"] = "error",
 ) -> TieredStore:
-    """Open a store for ``tier``, ``TieredAdamW`` and ``offload_activations``. A context manager.
+    """Open a store for ``offload``, ``TieredAdamW`` and ``offload_activations``. A context manager.
 
     Without ``with`` or ``close`` it is closed when the program ends.
 
@@ -107,7 +100,7 @@ def open_store(
 
 
 def _close(found: ref[TieredStore]) -> None:
-    """Close the store of a program that ends without: else its files lie about until the next run."""
+    """Close the store of a program that ends without closing it: its files would stay until the next run."""
     if (store := found()) is not None:
         store.give_up_waiting()
         store.close()
@@ -127,7 +120,7 @@ def compute_device(store: TieredStore) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A block that a home is looked for. ``homes``: most wanted first."""
+    """A block that needs a home. ``homes``: tiers, most wanted first."""
 
     key: str
     nbytes: int
@@ -135,73 +128,72 @@ class Wanted:
     durable: bool
 
 
-@dataclass(slots=True)
-class Ledger:
-    """What all tiered things of one store share.
+class SharedState:
+    """What the offloaded modules, optimizers and activations of one store share.
 
     Attributes:
-        working_bytes: kept free of homes in RAM, so that what lives elsewhere can be fetched.
+        working_bytes: kept free of homes in RAM, so that blocks that live elsewhere can be fetched.
         num_changes: updates and other writes of weights and state so far.
         committed: (num_changes, generation) of the last commit or load.
-        mark: what tells that generation from others of its number.
+        mark: random text of that generation, which tells it from others of its number.
         optimizers: that have state in the store.
-        undo: keys of blocks that go if what is being done now fails.
     """
 
-    store_tiers: tuple[str, ...]
-    working_bytes: int = 0
-    num_changes: int = 0
-    committed: tuple[int, int | None] = (0, None)
-    mark: str = ""
-    undo: list[str] | None = None
-    optimizers: WeakSet[Any] = field(default_factory=WeakSet)
+    def __init__(self, store: TieredStore) -> None:
+        self._of = ref(store)  # weak: the store is the key under which this is kept
+        self._last_tier = tuple(store.stats().tiers)[-1]
+        self._undo: list[str] | None = None
+        self.working_bytes = 0
+        self.num_changes = 0
+        self.committed: tuple[int, int | None] = (0, None)
+        self.mark = ""
+        self.optimizers: WeakSet[Any] = WeakSet()
+
+    @property
+    def _store(self) -> TieredStore:
+        store = self._of()
+        assert store is not None
+        return store
 
     def finish_updates(self) -> None:
-        """Make the updates that optimizers of this store have put off."""
+        """Make the updates that optimizers of this store have deferred."""
         for optimizer in list(self.optimizers):
             optimizer.finish_updates()
 
-    def register(
-        self,
-        store: TieredStore,
-        key: str,
-        num_elements: int,
-        dtype: torch.dtype,
-        homes: Sequence[str],
-        *,
-        durable: bool,
-    ) -> str:
+    def register(self, key: str, num_elements: int, dtype: torch.dtype, homes: Sequence[str], *, durable: bool) -> str:
         """Register a block in the first of ``homes`` that has room for it; return that.
 
-        A durable block on a drive also reserves what the generations will keep of it.
+        A durable block on a drive also reserves what generations keep of it.
 
         Raises:
             CapacityError: none has.
             ValueError: there is a block of that name.
         """
+        store = self._store
         wanted = Wanted(key, num_elements * dtype.itemsize, tuple(homes), durable)
-        (name,) = self.placed(store, [wanted])
+        (name,) = self.placed([wanted])
         store.register(key, (num_elements,), dtype, home=name, durable=durable)
         kept = _kept_bytes(store, name, wanted)
         if kept:
             store.reserve(name, kept)
-        if self.undo is not None:
-            self.undo.append(key)
+        if self._undo is not None:
+            self._undo.append(key)
         return name
 
-    def placed(self, store: TieredStore, blocks: Sequence[Wanted]) -> list[str]:
+    def placed(self, blocks: Sequence[Wanted]) -> list[str]:
         """Return the home that ``register`` would give to each block, one after the other.
 
         Raises:
             CapacityError: there is none for one of them.
         """
+        store = self._store
         taken: dict[str, int] = {}
         names = []
         for block in blocks:
             tried = []
             for name in block.homes:
                 tier = store.tier(name)
-                is_last = name == self.store_tiers[-1]
+                is_last = name == self._last_tier
                 open_bytes = 0 if is_last or tier.device is None else self.working_bytes
                 need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
                 beside = open_bytes + taken.get(name, 0)
@@ -224,42 +216,43 @@ class Ledger:
         return names
 
     @contextmanager
-    def all_or_nothing(self, store: TieredStore) -> Iterator[None]:
-        """Forget what was registered inside, where that ends with an error."""
-        assert self.undo is None, self.undo
+    def all_or_nothing(self) -> Iterator[None]:
+        """Unregister what was registered inside, where that ends with an error."""
+        assert self._undo is None, self._undo
         registered: list[str] = []
-        self.undo = registered
+        self._undo = registered
         try:
             yield
         except BaseException:
-            self.unregister(store, *registered)
+            self.unregister(*registered)
             raise
         finally:
-            self.undo = None
+            self._undo = None
 
-    def unregister(self, store: TieredStore, *keys: str) -> None:
-        """Forget blocks, and give back what is reserved for generations of them."""
-        homes = {spec.key: spec for spec in store.blocks()}
+    def unregister(self, *keys: str) -> None:
+        """Unregister blocks, and give back what is reserved for generations of them."""
+        store = self._store
+        specs = {spec.key: spec for spec in store.blocks()}
         for key in keys:
-            spec = homes[key]
+            spec = specs[key]
             tier = store.tier(spec.home)
             store.unregister(key)
             if spec.durable and tier.durable:
                 store.reserve(spec.home, -tier.slot_bytes(spec.nbytes) * store.keep_generations)
 
 
-_LEDGERS: WeakKeyDictionary[TieredStore, Ledger] = WeakKeyDictionary()
+_SHARED: WeakKeyDictionary[TieredStore, SharedState] = WeakKeyDictionary()
 
 
-def ledger_of(store: TieredStore) -> Ledger:
-    """Return what the tiered things of a store share; made at the first call."""
-    if store not in _LEDGERS:
-        _LEDGERS[store] = Ledger(tuple(store.stats().tiers))
-    return _LEDGERS[store]
+def shared_state(store: TieredStore) -> SharedState:
+    """Return what the users of a store share, made at the first call."""
+    if store not in _SHARED:
+        _SHARED[store] = SharedState(store)
+    return _SHARED[store]
 
 
 def room_for_homes(store: TieredStore, name: str) -> int:
-    """Return the bytes of a tier that no home takes, whatever copies take now."""
+    """Return the bytes of a tier that homes leave, copies not counted."""
     tier = store.tier(name)
     if tier.device is None:
         return tier.usage().free_bytes  # files: there are no copies, and generations take room as well
@@ -293,18 +286,10 @@ def _bytes(what: str, size: Size, total: int, auto: int) -> int:
         if size <= 0:
             raise ValueError(f'{what}={size}: give bytes, "110GiB" or "auto"')
         return size
-    if size == "auto":
-        return max(MiB, auto)
-    text = size.strip()
-    if text.endswith("%"):
-        try:
-            return int(total * float(text[:-1]) / 100)
-        except ValueError:
-            raise ValueError(f'{what}={size!r} is no share. Write for example "90%"') from None
     try:
-        return parse_size(text)
+        return ConfigSize.parse(size).resolve(total, auto_bytes=max(MiB, auto))
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
+        raise ValueError(f'{what}: {error}. A share such as "90%" and "auto" are possible, too') from None
 
 
 def _free_bytes(folders: Sequence[Path]) -> int:

@@ -1,20 +1,30 @@
-"""Parameters of a module as blocks of a store: weights, gradients, and what autograd saves of them."""
+"""Parameters of a module as blocks of a store: their weights, their gradients, and what autograd saves of them.
+
+The engine binds leased weights to a module for one visit, since it runs each unit's forward itself
+(``megatrain.engine.visit.BoundUnit``). Here the user's code runs, and the user's optimizer has the parameters: so these
+stay the same objects, absent or present, and what the graph saves of them is found again by block.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import tempfile
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatrain.embed.stores import compute_device, compute_tier, ledger_of
+from megatrain.embed.stores import compute_device, compute_tier, shared_state
+from megatrain.engine.step import GradientAccumulator
+from megatrain.engine.visit import METADATA_QUERIES, placeholder
 from megatrain.models.layout import views
 from megatrain.optim.clip import squared_norm
 from tiered import checksum
@@ -24,389 +34,25 @@ if TYPE_CHECKING:
     from megatrain.optim.threads import KernelThreads
     from tiered import Lease, TieredStore
 
-__all__ = [
-    "AbsentWeightError",
-    "BackwardWindow",
-    "GradientBlock",
-    "PresentParameter",
-    "StandIn",
-    "StoredParameter",
-    "UseOrder",
-    "WeightBlock",
-    "WeightHooks",
-    "WeightInUseError",
-    "attach",
-    "block_of",
-    "block_under",
-    "gradient_of",
-    "let_go",
-    "make_absent",
-    "make_present",
-    "references",
-    "set_gradient",
-    "stand_in",
-]
-
-_EVENTS_AHEAD = 3
-
-
-class UseOrder:
-    """The order of events (a unit's forward, its backward, its update), as it was the last time.
-
-    A host trainer may add micro-batches, evaluate in between or leave modules out: what follows an event is what
-    followed it last. A wrong guess costs a fetch; it is never an error. Used by one thread at a time.
-    """
-
-    def __init__(self, store: TieredStore) -> None:
-        self._store = store
-        self._next: dict[Hashable, Hashable] = {}
-        self._requests: dict[Hashable, tuple[tuple[str, str], ...]] = {}
-        self._last: Hashable = None
-
-    def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
-        """Note that an event takes place now, which uses ``(key, tier)``, and fetch for those that should follow."""
-        self._requests[event] = tuple(requests)
-        if self._last is not None:
-            self._next[self._last] = event
-        self._last = event
-        for _ in range(_EVENTS_AHEAD):
-            following = self._next.get(event)
-            if following is None or following == self._last:
-                return
-            event = following
-            for key, tier in self._requests[event]:
-                if self._store.prefetch(key, tier).skipped:
-                    return
-
-
-_HELD: dict[int, WeightBlock] = {}
-"""Address of the memory that holds numbers now -> the block whose they are."""
-
 
 class WeightInUseError(RuntimeError):
     """Code outside of a module keeps, or changed, the module's weights in a way that the store cannot follow."""
 
 
-class WeightBlock:
-    """The parameters of one layout: one flat block, and one view of a slot per parameter while it is held.
-
-    Held by the forward of every module that uses it, and borrowed by the backward. One thread at a time.
-
-    Args:
-        key: of its block, which is registered here.
-        parameters: by the name that the layout has for them.
-        homes: tiers that it may live in, most wanted first.
-
-    Attributes:
-        gradients: of its parameters; None where they are frozen.
-        missing: names of those that have no numbers yet.
-        before_use: called before anybody reads or changes the weights: an update that is due is made then.
-        provide: called when code wants numbers that nobody holds; returns whether it held them.
-        after_change: called with the names of parameters that somebody other than the optimizer changed.
-        recover: called when they are held and should not be: whoever died without letting go does so then.
-        window: leases of the backward, among them perhaps one of this block.
-        version: changes of the numbers so far, those that are due included.
-    """
-
-    def __init__(
-        self,
-        store: TieredStore,
-        key: str,
-        layout: UnitLayout,
-        parameters: Mapping[str, nn.Parameter],
-        dtype: torch.dtype,
-        homes: Sequence[str],
-    ) -> None:
-        self.store, self.key, self.layout, self.dtype = store, key, layout, dtype
-        self.parameters = dict(parameters)
-        self.gradients: GradientBlock | None = None
-        self.before_use: Callable[[], None] | None = None
-        self.provide: Callable[[WeightBlock], bool] | None = None
-        self.after_change: Callable[[frozenset[str]], None] | None = None
-        self.recover: Callable[[], None] | None = None
-        self.window: BackwardWindow | None = None
-        self.version = 0
-        self.tier, self._device = compute_tier(store), compute_device(store)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._lease: Lease | None = None
-        self._num_holders = 0
-        self._num_references = 0
-        self._versions: dict[str, int] = {}
-        self._addresses: dict[str, int] = {}
-        self._checksums: dict[str, str] = {}  # of numbers that somebody may change without autograd's notice
-        self.home = ledger_of(store).register(store, key, layout.num_elements, dtype, homes, durable=True)
-        self.missing = set(parameters)
-
-    def name_of(self, parameter: Tensor) -> str:
-        """Return the full name of a parameter of the block."""
-        return self._names[id(parameter)]
-
-    def take_over(self) -> None:
-        """Move the parameters' numbers into the block; each parameter's own memory is free as soon as it was copied.
-
-        Parameters on the meta device have none: they are missing until somebody fills them.
-        """
-        self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
-        if len(self.missing) == len(self.parameters):
-            for name in self.parameters:
-                self._detach(name)
-            return
-        with torch.no_grad(), self.store.acquire(self.key, "ram", "w") as lease:
-            lease.tensor.zero_()
-            for name, place in views(lease.tensor, self.layout).items():
-                if name not in self.missing:
-                    place.copy_(self.parameters[name])
-                self._detach(name)
-        _return_memory()
-        self._go_home()
-
-    def filled(self) -> None:
-        """Note that the block has the numbers of all its parameters, and let it go home from RAM."""
-        self.missing.clear()
-        self._go_home()
-
-    def _go_home(self) -> None:
-        if self.home != "ram":
-            self.store.evict(self.key, "ram")
-
-    def _detach(self, name: str) -> None:
-        attach(self.parameters[name], self, self._device)
-
-    # -- holding -----------------------------------------------------------------------------------------------
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether the parameters have their numbers now."""
-        return self._lease is not None
-
-    def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
-        """Give the parameters their numbers, until as many ``let_go`` have followed.
-
-        Args:
-            is_watched: changes that autograd does not see, through ``data`` or numpy, count too.
-
-        Raises:
-            CapacityError: the compute tier is too small for the unit.
-            WeightInUseError: nothing was loaded yet, or held for reading and now wanted for writing.
-        """
-        if self._num_holders == 0:
-            if self.before_use is not None:
-                self.before_use()
-            self._lease = self._acquire(mode)
-            self._num_references = references(self._lease.tensor)
-            _HELD[_address(self._lease.tensor)] = self
-            self._checksums.clear()
-            for name, numbers in views(self._lease.tensor, self.layout).items():
-                parameter = self.parameters[name]
-                if is_watched and name not in self.missing:
-                    self._checksums[name] = _checksum(numbers)
-                make_present(parameter, numbers)
-                self._versions[name], self._addresses[name] = parameter._version, parameter.data_ptr()
-        elif mode == "rw" and self._lease is not None and self._lease.mode == "r":
-            raise WeightInUseError(f"{self.layout.name} is read by its forward now; change its weights before or after")
-        self._num_holders += 1
-
-    def let_go(self, *, is_failing: bool = False) -> None:
-        """Reverse one ``hold``; after the last one the parameters are absent again.
-
-        Args:
-            is_failing: because of an error, which is the one to tell: this says nothing more.
-
-        Raises:
-            WeightInUseError: weights were changed under a hold for reading, or a view of a copy outlives the hold.
-        """
-        self._num_holders -= 1
-        if self._num_holders:
-            return
-        lease, self._lease = self._lease, None
-        assert lease is not None, self.key
-        _HELD.pop(_address(lease.tensor), None)
-        changed = self._changes(lease)
-        for parameter in self.parameters.values():
-            make_absent(parameter, self._device)
-        is_shared = references(lease.tensor) > self._num_references and self.tier != self.home
-        mode = lease.mode
-        if mode == "w" and not changed:
-            lease.abandon()
-        else:
-            lease.release()
-        if changed and mode == "r" and self.tier != self.home:
-            self.store.evict(self.key, self.tier)  # a copy with numbers that its home has not
-        elif changed:
-            self.changed(changed)
-        if changed and mode == "r" and not is_failing:
-            raise WeightInUseError(
-                f"{sorted(changed)[0]} was changed while held for reading: the change would be lost. "
-                "Use `with megatrain.gathered(module, writable=True):`"
-            )
-        if is_shared and not is_failing:
-            raise WeightInUseError(
-                f"something keeps a view of the weights of {self.layout.name} after its forward; the room is used for "
-                "other weights next. Take a clone, or leave the module out: megatrain.tier(..., leave=[...])"
-            )
-
-    def _changes(self, lease: Lease) -> frozenset[str]:
-        """Return the names of what was changed while it was held, however that was done."""
-        changed = set()
-        with torch.no_grad():
-            for name, place in views(lease.tensor, self.layout).items():
-                parameter = self.parameters[name]
-                if place.numel() and parameter.data_ptr() != self._addresses[name]:  # its data was replaced
-                    changed.add(name)
-                    if lease.mode != "r":
-                        place.copy_(parameter)
-                elif parameter._version != self._versions[name] or (
-                    name in self._checksums and (name in self.missing or _checksum(place) != self._checksums[name])
-                ):
-                    changed.add(name)
-        return frozenset(changed)
-
-    def check_frozen(self) -> None:
-        """Refuse parameters that were frozen when they were tiered and are to be trained now: nobody would.
-
-        Raises:
-            WeightInUseError: there is one.
-        """
-        if self.gradients is None:
-            for name, parameter in self.parameters.items():
-                if parameter.requires_grad:
-                    raise WeightInUseError(
-                        f"{name} was frozen when it was tiered, so the store has no room for its gradient: set "
-                        "requires_grad before megatrain.tier, and freeze afterwards what is not to be trained yet"
-                    )
-
-    def note_data_taken(self, parameter: nn.Parameter) -> None:
-        """Note that somebody takes ``data`` of a held parameter, and may write there."""
-        name = self.name_of(parameter)
-        if self._lease is not None and name not in self._checksums:
-            self._checksums[name] = _checksum(views(self._lease.tensor, self.layout)[name])
-
-    def prepare_update(self) -> None:
-        """Let go of what is left of a backward, before an optimizer changes the numbers.
-
-        Raises:
-            WeightInUseError: somebody holds them now, or a graph still looks at them.
-        """
-        if self._lease is not None and self.recover is not None:
-            self.recover()
-        if self._lease is not None:
-            raise WeightInUseError(
-                f"the weights of {self.layout.name} are held now, and cannot be updated: step outside of "
-                "megatrain.gathered and of the module's forward"
-            )
-        if self.window is not None:
-            self.window.close(self)
-
-    def is_unchanged(self, parameter: nn.Parameter) -> None:
-        """Note that what was written to a held parameter is what it had."""
-        self._versions[self.name_of(parameter)] = parameter._version
-
-    def changed(self, names: frozenset[str]) -> None:
-        """Note that somebody other than the optimizer changed these parameters."""
-        self.version += 1
-        self.missing -= set(names)
-        ledger_of(self.store).num_changes += 1
-        if self.after_change is not None:
-            self.after_change(names)
-
-    def borrow(self) -> Lease:
-        """Return a lease for the backward, which the caller gives back; parameters stay absent."""
-        return self._acquire("r")
-
-    @property
-    def held(self) -> Tensor | None:
-        """The flat numbers, while held."""
-        return None if self._lease is None else self._lease.tensor
-
-    def _acquire(self, mode: Literal["r", "rw"]) -> Lease:
-        if self.missing and mode == "r":
-            raise WeightInUseError(
-                f"{sorted(self.missing)[0]} has no numbers yet: the model was made on the meta device. "
-                "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
-            )
-        return self.store.acquire(self.key, self.tier, "w" if len(self.missing) == len(self.parameters) else mode)
-
-
-def block_under(tensor: Tensor) -> WeightBlock | None:
-    """Return the block that a tensor is a view of while the block is held; None for all other tensors."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    block = _HELD.get(_address(tensor))
-    return block if block is not None and tensor.dtype == block.dtype else None
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def references(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of this one."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-def _return_memory() -> None:
-    """Let the C library give the system back what parameters have left free: it keeps blocks of some MB otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
-
-
-def _checksum(numbers: Tensor) -> str:
-    flat = numbers.detach().reshape(-1)
-    return checksum(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else ""
-
-
-def let_go(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
-    """Let go of blocks, of all of them whatever one of them says."""
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.callback(block.let_go, is_failing=is_failing)
-
-
-#: What torch itself gives and takes, whatever a parameter's class says.
-_DATA: Any = Tensor.data
-_GRADIENT: Any = Tensor.grad
-_BLOCK = "_megatrain_block"
-_CLASS = "_megatrain_class"
-#: What may be asked of a parameter that is not here: nothing that needs its numbers.
-_QUESTIONS = frozenset(
-    {
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "stride",
-        "ndimension",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "is_sparse",
-        "__len__",
-        "__hash__",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-    }
-)
 _GRADIENT_REMEDY = (
     "the gradient of {} left for the tiered store when autograd had made it. TieredAdamW and its like use it from "
     "there: clip with max_grad_norm=..., read opt.grad_norm, clear with zero_grad() or grad = None; a hook "
     "(register_post_accumulate_grad_hook) sees it before it leaves"
 )
-#: Properties that hand out the numbers: like ``detach`` they give a stand-in, which refuses to be computed with.
-_CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
 class AbsentWeightError(RuntimeError):
-    """Numbers of a tiered module were asked for while they are in the store.
+    """Values of an offloaded module were read while they are in the store.
 
     Args:
-        what: they are numbers of.
-        operation: that needs them.
-        is_gradient: of the gradient of it.
+        what: name of the parameter or module.
+        operation: that needs the values.
+        is_gradient: they are those of its gradient.
     """
 
     def __init__(self, what: str, operation: str, *, is_gradient: bool = False) -> None:
@@ -419,71 +65,63 @@ class AbsentWeightError(RuntimeError):
         )
 
 
-class StandIn(Tensor):
-    """Answers for shape, dtype and device of what is in the store; refuses everything else."""
-
-    what: str
-    is_gradient: bool
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Let questions pass."""
-        return _ask(func, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kind = "gradient of " if self.is_gradient else ""
-        return f"<{kind}{self.what}: {tuple(self.shape)}, {self.dtype}, in the store>"
+#: torch's own properties, whatever a parameter's class overrides.
+_DATA: Any = Tensor.data
+_GRADIENT: Any = Tensor.grad
+_BLOCK = "_megatrain_block"
+_CLASS = "_megatrain_class"
+_ANSWERED = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+#: Properties that return the values: like ``detach`` they give a stand-in, which refuses to be computed with.
+_CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
-class _TieredParameter(nn.Parameter):
-    """A parameter whose gradient leaves for a store after all other hooks have seen it."""
+class _OffloadedParameter(nn.Parameter):
+    """A parameter whose gradient moves to a store after all other hooks have seen it."""
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Let a hook see, and change, each gradient before it leaves."""
+        """Register a hook that sees, and may change, each gradient before it moves to the store."""
         with torch._C.DisableTorchFunctionSubclass():
             handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         block = block_of(self)
         if block is not None and block.gradients is not None:
-            block.gradients.come_last(self)
+            block.gradients.move_hook_last(self)
         return handle
 
 
-class PresentParameter(_TieredParameter):
-    """What a parameter is while its numbers are here: an ``nn.Parameter`` that notes who takes ``data``.
+class PresentParameter(_OffloadedParameter):
+    """Class of a parameter while it is present: an ``nn.Parameter`` that notices when its ``data`` is taken.
 
-    Writes through ``data`` do not count as changes for autograd, so they would be lost without a word.
+    autograd does not count writes through ``data`` as changes, so they would be lost silently.
     """
 
     @property
     def data(self) -> Tensor:
-        """The numbers, for anything."""
+        """The values."""
         block = block_of(self)
         if block is not None:
             block.note_data_taken(self)
-        numbers: Tensor = _DATA.__get__(self)
-        return numbers
+        values: Tensor = _DATA.__get__(self)
+        return values
 
     @data.setter
-    def data(self, numbers: Tensor) -> None:
-        _DATA.__set__(self, numbers)
+    def data(self, values: Tensor) -> None:
+        _DATA.__set__(self, values)
 
 
-class StoredParameter(_TieredParameter):
-    """What a parameter is while its numbers are in the store. Never made: an ``nn.Parameter`` becomes one and back.
+class StoredParameter(_OffloadedParameter):
+    """Class of a parameter while its values are in the store; an ``nn.Parameter`` changes to it and back.
 
     It has the right shape, dtype and device and takes the memory of one number. Reading it raises
-    ``AbsentWeightError``: a wrong number is never given out. ``grad`` is None, or a stand-in while the store holds a
-    gradient; setting it to None discards that.
+    ``AbsentWeightError``, so that no wrong value is ever returned. ``grad`` is None, or a stand-in while the store
+    holds a gradient; setting it to None discards that.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let questions pass."""
-        return _ask(func, args, kwargs or {})
+        """Answer for metadata."""
+        return _answer(func, args, kwargs or {})
 
     @property
     def grad(self) -> Tensor | None:
@@ -513,13 +151,31 @@ class StoredParameter(_TieredParameter):
         return f"<{name}: {tuple(self.shape)}, {self.dtype}, in the store>"
 
 
+class StandIn(Tensor):
+    """Answers for the metadata of what is in the store; refuses everything else."""
+
+    what: str
+    is_gradient: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer for metadata."""
+        return _answer(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind = "gradient of " if self.is_gradient else ""
+        return f"<{kind}{self.what}: {tuple(self.shape)}, {self.dtype}, in the store>"
+
+
 def block_of(parameter: Tensor) -> WeightBlock | None:
     """Return the block that holds a parameter, or None for one that is not in a store."""
     return cast("WeightBlock | None", parameter.__dict__.get(_BLOCK))
 
 
 def attach(parameter: nn.Parameter, block: WeightBlock, device: torch.device) -> None:
-    """Take the numbers away from a parameter, for good a block's; it computes on ``device``."""
+    """Make a parameter absent and tie it to its block; it computes on ``device``."""
     own_class = type(parameter)
     make_absent(parameter, device)
     parameter.__dict__[_BLOCK] = block
@@ -527,58 +183,54 @@ def attach(parameter: nn.Parameter, block: WeightBlock, device: torch.device) ->
 
 
 def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
-    """Take the numbers away: whoever reads the parameter now is told."""
-    # Memory made for inference must not become a parameter's: that could not be trained any more.
+    """Take a parameter's values away: reading it raises from now on."""
+    # Not inference memory: a parameter over that could not be trained any more.
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
-        nothing = _no_numbers(parameter.shape, parameter.dtype, device)
-        if parameter.device.type == "meta":  # such a tensor cannot be given memory: it changes places with another
+        empty = placeholder(parameter.shape, parameter.dtype, device)
+        if parameter.device.type == "meta":  # cannot be given memory, only swapped with another tensor
             swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
-            swap_tensors(parameter, nn.Parameter(nothing, parameter.requires_grad))
+            swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
         else:
-            _DATA.__set__(parameter, nothing)
+            _DATA.__set__(parameter, empty)
     parameter.__class__ = StoredParameter
 
 
-def make_present(parameter: nn.Parameter, numbers: Tensor) -> None:
-    """Give the parameter its numbers: a view of a slot, of its shape and dtype."""
+def make_present(parameter: nn.Parameter, values: Tensor) -> None:
+    """Bind a parameter to its values: a view of a slot, of its shape and dtype."""
     with torch.inference_mode(False):
         parameter.__class__ = parameter.__dict__[_CLASS]
-        _DATA.__set__(parameter, numbers)
+        _DATA.__set__(parameter, values)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return what autograd has accumulated in a parameter, whatever its class says."""
+    """Return what autograd has accumulated in a parameter, past the property of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRADIENT.__get__(parameter)
     return gradient
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Replace what autograd has accumulated in a parameter, whatever its class says."""
+    """Replace what autograd has accumulated in a parameter, past the property of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRADIENT.__set__(parameter, gradient)
 
 
 def stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> StandIn:
-    """Return a tensor that answers for the shape, dtype and device of ``parameter`` and refuses everything else."""
+    """Return a tensor that answers for the metadata of ``parameter`` and refuses everything else."""
     with torch._C.DisableTorchFunctionSubclass():
-        empty = _no_numbers(parameter.shape, parameter.dtype, parameter.device)
+        empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
         standing_in = Tensor._make_subclass(StandIn, empty)
     assert isinstance(standing_in, StandIn)
     standing_in.what, standing_in.is_gradient = what, is_gradient
     return standing_in
 
 
-def _no_numbers(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
-
-
-def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer a question about something absent; where its module runs bring the numbers in, else raise."""
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of an absent tensor: for metadata, or after fetching the values where its module runs."""
     name = getattr(func, "__name__", str(func))
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
     is_property = name == "__get__" and property_name not in _CONTENTS
-    if not is_property and (name, property_name) != ("__set__", "requires_grad") and name not in _QUESTIONS:
+    if not is_property and (name, property_name) != ("__set__", "requires_grad") and name not in _ANSWERED:
         absent = _absent([*args, *kwargs.values()])
         if absent and all(map(_provide, absent)):
             return func(*args, **kwargs)
@@ -587,7 +239,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         asked = absent[0] if absent else None
         if asked is not None and (name == "detach" or name == "__get__"):
             return stand_in(asked, _what(asked), is_gradient=_is_gradient(asked))
-        what = "a tiered module" if asked is None else _what(asked)
+        what = "an offloaded module" if asked is None else _what(asked)
         operation = property_name if name in ("__get__", "__set__") else name
         raise AbsentWeightError(what, operation, is_gradient=_is_gradient(asked))
     with torch._C.DisableTorchFunctionSubclass():
@@ -595,7 +247,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _by_node(values: Iterable[Any]) -> list[Any]:
-    """Name parameters by their place in the graph, which needs no numbers."""
+    """Replace absent parameters by their nodes of the graph, which need no values."""
 
     def named(value: Any) -> Any:
         if isinstance(value, StoredParameter):
@@ -607,17 +259,17 @@ def _by_node(values: Iterable[Any]) -> list[Any]:
 
 
 def _absent(values: list[Any]) -> list[Tensor]:
-    """Return what is absent among arguments, and in lists of them."""
+    """Return the absent tensors among arguments, and in lists of them."""
     flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return [one for one in flat if isinstance(one, StoredParameter | StandIn)]
 
 
 def _provide(parameter: Tensor) -> bool:
-    """Bring numbers in, where they may be; they may have come with those of another parameter already."""
+    """Fetch a parameter's values where that is possible now; they may be here already with another parameter's."""
     if not isinstance(parameter, StoredParameter):
         return not isinstance(parameter, StandIn)
     block = block_of(parameter)
-    return block is not None and block.provide is not None and block.provide(block)
+    return block is not None and block.owner is not None and block.owner.provide(block)
 
 
 def _is_gradient(asked: Tensor | None) -> bool:
@@ -631,19 +283,338 @@ def _what(asked: Tensor) -> str:
     return "a parameter" if block is None else block.name_of(asked)
 
 
-class GradientBlock:
-    """The fp32 gradients of the parameters of one layout, summed over the backward passes of a step.
+class WeightOwner(Protocol):
+    """The module that a weight block belongs to. ``window``: leases of its backward, perhaps one of the block."""
 
-    The first gradient of a parameter is copied in and later ones are added, as autograd does with ``.grad``: so sums
-    of fp32 gradients have the same bits. Called by the threads that run autograd, one at a time.
+    window: BackwardWindow
+
+    def provide(self, block: WeightBlock) -> bool:
+        """Hold a block for code that reads weights outside of their own module; return whether that is possible."""
+
+    def recover(self) -> None:
+        """Release what forwards hold that ended without running their hooks."""
+
+
+class BlockUpdater(Protocol):
+    """The optimizer's side of a weight block."""
+
+    def finish_update(self) -> None:
+        """Make the update that is due, if there is one. Called before the weights are read or new gradients summed."""
+
+    def weights_changed(self, names: frozenset[str]) -> None:
+        """Follow a change of these parameters that was no update."""
+
+
+#: Address of leased memory -> the block whose weights it holds now.
+_HELD: dict[int, WeightBlock] = {}
+
+
+class WeightBlock:
+    """The parameters of one layout: one flat block, and while it is held one view of its slot per parameter.
+
+    Held by the forward of every module that uses it, and leased by the backward. Used by one thread at a time.
 
     Args:
         key: of its block, which is registered here.
-        parameters: by the name that the layout has for them.
+        parameters: by their name in the layout.
         homes: tiers that it may live in, most wanted first.
-        before_add: called before the first gradient of a step: whoever still reads the last step's finishes.
 
     Attributes:
+        gradients: of its parameters; None where they are frozen.
+        missing: names of parameters without values: made on the meta device and not loaded yet.
+        owner: the module; None before it is complete.
+        updater: the optimizer's group; None without an optimizer.
+        version: changes of the weights so far, updates that are due included.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        key: str,
+        layout: UnitLayout,
+        parameters: Mapping[str, nn.Parameter],
+        dtype: torch.dtype,
+        homes: Sequence[str],
+    ) -> None:
+        self.store, self.key, self.layout, self.dtype = store, key, layout, dtype
+        self.parameters = dict(parameters)
+        self.gradients: GradientBlock | None = None
+        self.owner: WeightOwner | None = None
+        self.updater: BlockUpdater | None = None
+        self.version = 0
+        self.tier, self._device = compute_tier(store), compute_device(store)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._lease: Lease | None = None
+        self._num_holders = 0
+        self._num_references = 0
+        self._versions: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
+        self._checksums: dict[str, str] = {}  # of weights that may change without autograd seeing it
+        self.home = shared_state(store).register(key, layout.num_elements, dtype, homes, durable=True)
+        self.missing = set(parameters)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the full name of a parameter of the block."""
+        return self._names[id(parameter)]
+
+    def take_over(self) -> None:
+        """Move the parameters' values into the block, freeing each parameter's memory as soon as it is copied.
+
+        Parameters on the meta device have no values: they are missing until the block is filled.
+        """
+        self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
+        if len(self.missing) == len(self.parameters):
+            for name in self.parameters:
+                self._detach(name)
+            return
+        with torch.no_grad(), self.store.acquire(self.key, "ram", "w") as lease:
+            lease.tensor.zero_()
+            for name, place in views(lease.tensor, self.layout).items():
+                if name not in self.missing:
+                    place.copy_(self.parameters[name])
+                self._detach(name)
+        _trim_heap()
+        self._evict()
+
+    def filled(self) -> None:
+        """Note that all parameters have values now, and evict the block from RAM unless it lives there."""
+        self.missing.clear()
+        self._evict()
+
+    def _evict(self) -> None:
+        if self.home != "ram":
+            self.store.evict(self.key, "ram")
+
+    def _detach(self, name: str) -> None:
+        attach(self.parameters[name], self, self._device)
+
+    # -- holding -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the parameters are present now."""
+        return self._lease is not None
+
+    def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
+        """Make the parameters present until ``release`` was called as often.
+
+        Args:
+            is_watched: also detect changes that autograd does not see, through ``data`` or numpy.
+
+        Raises:
+            CapacityError: the compute tier is too small for the unit.
+            WeightInUseError: not loaded yet, or wanted for writing while held for reading.
+        """
+        if self._num_holders == 0:
+            if self.updater is not None:
+                self.updater.finish_update()
+            self._lease = self._acquire(mode)
+            self._num_references = references(self._lease.tensor)
+            _HELD[_address(self._lease.tensor)] = self
+            self._checksums.clear()
+            for name, values in views(self._lease.tensor, self.layout).items():
+                parameter = self.parameters[name]
+                if is_watched and name not in self.missing:
+                    self._checksums[name] = _checksum(values)
+                make_present(parameter, values)
+                self._versions[name], self._addresses[name] = parameter._version, parameter.data_ptr()
+        elif mode == "rw" and self._lease is not None and self._lease.mode == "r":
+            raise WeightInUseError(f"{self.layout.name} is read by its forward now; change its weights before or after")
+        self._num_holders += 1
+
+    def release(self, *, is_failing: bool = False) -> None:
+        """Undo one ``hold``; after the last one the parameters are absent again.
+
+        Args:
+            is_failing: another error is being raised: report nothing on top of it.
+
+        Raises:
+            WeightInUseError: weights were changed under a hold for reading, or a view of a copy outlives the hold.
+        """
+        self._num_holders -= 1
+        if self._num_holders:
+            return
+        lease, self._lease = self._lease, None
+        assert lease is not None, self.key
+        _HELD.pop(_address(lease.tensor), None)
+        changed = self._changes(lease)
+        for parameter in self.parameters.values():
+            make_absent(parameter, self._device)
+        is_shared = references(lease.tensor) > self._num_references and self.tier != self.home
+        mode = lease.mode
+        if mode == "w" and not changed:
+            lease.abandon()
+        else:
+            lease.release()
+        if changed and mode == "r" and self.tier != self.home:
+            self.store.evict(self.key, self.tier)  # the changed copy: a lease for reading is not written back
+        elif changed:
+            self.changed(changed)
+        if changed and mode == "r" and not is_failing:
+            raise WeightInUseError(
+                f"{sorted(changed)[0]} was changed while held for reading: the change would be lost. "
+                "Use `with megatrain.gathered(module, writable=True):`"
+            )
+        if is_shared and not is_failing:
+            raise WeightInUseError(
+                f"something keeps a view of the weights of {self.layout.name} after its forward; the room is used for "
+                "other weights next. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
+            )
+
+    def _changes(self, lease: Lease) -> frozenset[str]:
+        """Return the names of parameters that changed while the block was held."""
+        changed = set()
+        with torch.no_grad():
+            for name, place in views(lease.tensor, self.layout).items():
+                parameter = self.parameters[name]
+                if place.numel() and parameter.data_ptr() != self._addresses[name]:  # ``data`` was replaced
+                    changed.add(name)
+                    if lease.mode != "r":
+                        place.copy_(parameter)
+                elif parameter._version != self._versions[name] or (
+                    name in self._checksums and (name in self.missing or _checksum(place) != self._checksums[name])
+                ):
+                    changed.add(name)
+        return frozenset(changed)
+
+    def check_frozen(self) -> None:
+        """Refuse to train parameters that were frozen when they were offloaded: there is no block for their gradients.
+
+        Raises:
+            WeightInUseError: there is one.
+        """
+        if self.gradients is None:
+            for name, parameter in self.parameters.items():
+                if parameter.requires_grad:
+                    raise WeightInUseError(
+                        f"{name} was frozen when it was offloaded, so the store has no room for its gradient: set "
+                        "requires_grad before megatrain.offload, and freeze afterwards what is not to be trained yet"
+                    )
+
+    def note_data_taken(self, parameter: nn.Parameter) -> None:
+        """Watch a held parameter whose ``data`` was taken: it may be written to."""
+        name = self.name_of(parameter)
+        if self._lease is not None and name not in self._checksums:
+            self._checksums[name] = _checksum(views(self._lease.tensor, self.layout)[name])
+
+    def prepare_update(self) -> None:
+        """Release what is left of a backward, before an optimizer changes the weights.
+
+        Raises:
+            WeightInUseError: they are held now, or a graph still uses them.
+        """
+        if self._lease is not None and self.owner is not None:
+            self.owner.recover()
+        if self._lease is not None:
+            raise WeightInUseError(
+                f"the weights of {self.layout.name} are held now, and cannot be updated: step outside of "
+                "megatrain.gathered and of the module's forward"
+            )
+        if self.owner is not None:
+            self.owner.window.close(self)
+
+    def is_unchanged(self, parameter: nn.Parameter) -> None:
+        """Note that what was written to a held parameter are the values that it had."""
+        self._versions[self.name_of(parameter)] = parameter._version
+
+    def changed(self, names: frozenset[str]) -> None:
+        """Note a change of these parameters that was no update."""
+        self.version += 1
+        self.missing -= set(names)
+        shared_state(self.store).num_changes += 1
+        if self.updater is not None:
+            self.updater.weights_changed(names)
+
+    def lease(self) -> Lease:
+        """Return a lease for the backward, which the caller releases; parameters stay absent."""
+        return self._acquire("r")
+
+    @property
+    def held(self) -> Tensor | None:
+        """The flat weights, while held."""
+        return None if self._lease is None else self._lease.tensor
+
+    def _acquire(self, mode: Literal["r", "rw"]) -> Lease:
+        if self.missing and mode == "r":
+            raise WeightInUseError(
+                f"{sorted(self.missing)[0]} has no numbers yet: the model was made on the meta device. "
+                "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
+            )
+        return self.store.acquire(self.key, self.tier, "w" if len(self.missing) == len(self.parameters) else mode)
+
+
+def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
+    """Release every block, also where releasing another one raises."""
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.release, is_failing=is_failing)
+
+
+def block_under(tensor: Tensor) -> WeightBlock | None:
+    """Return the block that a tensor is a view of while the block is held; None for all other tensors."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    block = _HELD.get(_address(tensor))
+    return block if block is not None and tensor.dtype == block.dtype else None
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def references(tensor: Tensor) -> int:
+    """Return how many tensors share the memory of this one."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _trim_heap() -> None:
+    """Return the memory of freed parameters to the system: the C library would keep blocks of some MB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
+def mapped_copy(tensor: Tensor, folder: str | None = None) -> Tensor:
+    """Return a CPU copy whose memory is an unlinked file, freed with the tensor.
+
+    Args:
+        folder: on the drive to use; None: the temporary folder.
+
+    Raises:
+        OSError: the drive has no room.
+    """
+    if not tensor.numel():
+        return tensor.cpu().clone()
+    descriptor, path = tempfile.mkstemp(prefix=".state-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # or a full drive is a bus error
+        copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    return copy.copy_(tensor)
+
+
+def _checksum(values: Tensor) -> str:
+    flat = values.detach().reshape(-1)
+    return checksum(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else ""
+
+
+class GradientBlock:
+    """The fp32 gradients of the parameters of one layout, summed over the backward passes of a step.
+
+    Summed by the engine's ``GradientAccumulator``, which adds as autograd does to ``.grad``: sums of fp32 gradients
+    have the same bits. Unlike the engine's, gradients arrive one by one from autograd's hooks. Called by the threads
+    that run autograd, one at a time.
+
+    Args:
+        key: of its block, which is registered here.
+        parameters: by their name in the layout.
+        homes: tiers that it may live in, most wanted first.
+
+    Attributes:
+        updater: finishes the last step's update, which reads this block, before the first gradient of the next.
         num_changes: gradients that came or went so far.
     """
 
@@ -662,11 +633,11 @@ class GradientBlock:
         self._ordinary = {name: p for name, p in parameters.items() if block_of(p) is None}
         self._filled: set[str] = set()
         self.num_changes = 0
-        self.before_add: Callable[[], None] | None = None
+        self.updater: BlockUpdater | None = None
         self._tier = compute_tier(store)
-        ledger_of(store).register(store, key, layout.num_elements, torch.float32, homes, durable=False)
+        shared_state(store).register(key, layout.num_elements, torch.float32, homes, durable=False)
         self._hooks: list[Any] = []
-        self._nodes: list[Any] = []  # kept, or their hooks go
+        self._nodes: list[Any] = []  # kept alive: their hooks die with them
         for parameter in parameters.values():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
         for parameter in self._ordinary.values():
@@ -675,16 +646,16 @@ class GradientBlock:
             self._nodes.append(node)
 
     def close(self) -> None:
-        """Leave gradients with their parameters from now on, and forget the block."""
+        """Stop taking gradients, and unregister the block."""
         for hook in self._hooks:
             hook.remove()
-        ledger_of(self._store).unregister(self._store, self.key)
+        shared_state(self._store).unregister(self.key)
 
-    def come_last(self, parameter: Tensor) -> None:
-        """Take a gradient after all other hooks have seen it; called when there is a new one."""
+    def move_hook_last(self, parameter: Tensor) -> None:
+        """Run this block's hook after all others of a parameter; called when one was added."""
         hooks = parameter._post_accumulate_grad_hooks
         for key in [key for key, hook in hooks.items() if hook == self._take]:
-            hooks[key] = hooks.pop(key)  # autograd looks at the order of insertion alone
+            hooks[key] = hooks.pop(key)  # autograd runs them in order of insertion
 
     @property
     def filled(self) -> frozenset[str]:
@@ -701,7 +672,7 @@ class GradientBlock:
         self.num_changes += 1
 
     def consume(self) -> frozenset[str]:
-        """Hand the sums over to an update: return whose they are; the next gradient starts a new sum.
+        """Hand the sums over to an update: return their names; the next gradient starts a new sum.
 
         Raises:
             RuntimeError: another gradient came to a parameter than those that left for the store.
@@ -727,7 +698,7 @@ class GradientBlock:
             set_gradient(parameter, None)
 
     def _drop_cleared(self) -> None:
-        """Drop those whose stand-in somebody took away: ``zero_grad`` of the module."""
+        """Drop gradients whose stand-in is gone: the module's ``zero_grad`` removed it."""
         for name, parameter in self._ordinary.items():
             if gradient_of(parameter) is None:
                 self._filled.discard(name)
@@ -749,76 +720,174 @@ class GradientBlock:
             }
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a gradient from its parameter into the block: autograd's hook, after it has added to ``.grad``."""
+        """Move a gradient from its parameter into the block: autograd's hook after it has added to ``.grad``."""
         gradient = gradient_of(parameter)
         if gradient is None or isinstance(gradient, StandIn):
             return
         set_gradient(parameter, None)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if not self._filled and self.before_add is not None:
-            self.before_add()
+        if not self._filled and self.updater is not None:
+            self.updater.finish_update()  # it reads the sums that this gradient replaces
         name = self._names[id(parameter)]
         entry = self._entries[name]
         with torch.no_grad(), self._store.acquire(self.key, self._tier, "rw" if self._filled else "w") as lease:
-            place = self.view(lease.tensor, entry).view(entry.shape)
-            if name in self._filled:
-                place.add_(gradient)
-            else:
-                place.copy_(gradient)
-        self._filled.add(name)
+            sums = {name: self.view(lease.tensor, entry).view(entry.shape)}
+            GradientAccumulator(sums, self._filled).add(name, gradient)
         self.num_changes += 1
-        if name in self._ordinary:  # whoever clips or reads it is told, instead of finding nothing
+        if name in self._ordinary:  # so that clipping or reading it raises, instead of finding no gradient
             set_gradient(parameter, stand_in(parameter, name, is_gradient=True))
 
     def _make_way(self, parameter: Tensor, arriving: Any) -> None:
-        """Take the stand-in of an earlier gradient away before autograd adds the next one to it."""
+        """Remove the stand-in of an earlier gradient before autograd adds the next one to it."""
         if isinstance(gradient_of(parameter), StandIn):
             set_gradient(parameter, None)
         else:
             self._filled.discard(self._names[id(parameter)])  # cleared by zero_grad, or replaced
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedWeight:
-    """A view of a block's numbers, without them. ``version``: of the block, as it was saved."""
+class SavedTensor(ABC):
+    """Stands in the graph for a tensor that autograd saved."""
 
+    __slots__ = ()
+
+    @abstractmethod
+    def unpack(self) -> Tensor:
+        """Return the tensor, as it was saved."""
+
+
+def unpack(saved: SavedTensor) -> Tensor:
+    """Return a saved tensor: the second of a pair of hooks."""
+    return saved.unpack()
+
+
+OuterHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def outer_hooks() -> OuterHooks | None:
+    """Return the saved-tensor hooks that are installed now. autograd calls the innermost pair alone."""
+    hooks: OuterHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+class Delegated(SavedTensor):
+    """What the hooks around ours made of a tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, hooks: OuterHooks, tensor: Tensor) -> None:
+        self._packed, self._unpack = hooks[0](tensor), hooks[1]
+
+    def unpack(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class Versioned(SavedTensor):
+    """A tensor whose version is checked here: autograd does not check what a hook took.
+
+    Args:
+        probe: has the version counter of ``tensor``.
+    """
+
+    __slots__ = ("_probe", "_version")
+    saved_inside = "the forward of an offloaded module"
+
+    def __init__(self, tensor: Tensor, probe: Tensor) -> None:
+        self._probe = probe
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def check_version(self) -> None:
+        """Raise ``RuntimeError`` if the tensor was modified in place since it was saved."""
+        if self._version is not None and self._probe._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._describe()} is at version {self._probe._version}; expected version {self._version} instead. "
+                f"It was saved inside {self.saved_inside}; torch.autograd.set_detect_anomaly(True) shows by what"
+            )
+
+    def _describe(self) -> str:
+        return f"[{self._probe.type()} {list(self._probe.shape)}]"
+
+
+class Kept(Versioned):
+    """A tensor that stays in memory. Detached: a saved output must not hold the node that holds it."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor, tensor.detach())
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        return self._probe
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedWeight(SavedTensor):
+    """A view of a weight block, without its memory. ``version``: of the block, when it was saved."""
+
+    window: BackwardWindow
     block: WeightBlock
     version: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
+    def unpack(self) -> Tensor:
+        if self.block.version != self.version:
+            raise RuntimeError(
+                f"the weights of {self.block.layout.name}, needed for gradient computation, have been changed by an "
+                "optimizer's step or otherwise since the forward: run the forward again"
+            )
+        weights = self.window.weights(self.block)
+        return weights.as_strided(self.size, self.stride, weights.storage_offset() + self.offset)
 
-@dataclass(frozen=True, slots=True)
-class _SavedHere:
-    """Any other tensor. Hooks keep autograd from seeing that it was changed in between: so its version is kept."""
 
-    tensor: Tensor
-    version: int
+_EVENTS_AHEAD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedElsewhere:
-    """What the hooks around these ones made of a tensor."""
+class UseOrder:
+    """Learned access order: each event (a unit's forward, backward or update) is expected to follow as it did last.
 
-    unpack: Callable[[Any], Tensor]
-    packed: Any
+    The engine compiles its order into a tape; a host trainer may add micro-batches, evaluate in between or leave
+    modules out. A wrong guess costs a fetch, never an error. Used by one thread at a time.
+    """
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+        self._next: dict[Hashable, Hashable] = {}
+        self._requests: dict[Hashable, tuple[tuple[str, str], ...]] = {}
+        self._last: Hashable = None
+
+    def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
+        """Record an event and the ``(key, tier)`` pairs that it uses; prefetch for the events expected next."""
+        self._requests[event] = tuple(requests)
+        if self._last is not None:
+            self._next[self._last] = event
+        self._last = event
+        for _ in range(_EVENTS_AHEAD):
+            following = self._next.get(event)
+            if following is None or following == self._last:
+                return
+            event = following
+            for key, tier in self._requests[event]:
+                if self._store.prefetch(key, tier).skipped:
+                    return
 
 
 class BackwardWindow:
-    """Leases of the backward: a unit's weights stay while its nodes run, and go when another unit's are wanted.
+    """Leases of the backward: a unit's weights stay while its nodes run, and go when another unit's are needed.
 
-    A node of the graph has let go of its weights when it has run: that is seen by the number of tensors that share
-    their memory, so a lease never ends under a node that still computes. Used by the thread that runs autograd.
+    A node drops its weights when it has run. The number of tensors over their memory shows that, so a lease never ends
+    under a node that still computes. Used by the thread that runs autograd.
     """
 
     def __init__(self, order: UseOrder) -> None:
         self._order = order
         self._open: OrderedDict[WeightBlock, tuple[Lease, int]] = OrderedDict()
 
-    def numbers(self, block: WeightBlock) -> Tensor:
-        """Return the flat numbers of a block, which stay valid until no view of them is left."""
+    def weights(self, block: WeightBlock) -> Tensor:
+        """Return the flat weights of a block, valid as long as a view of them exists."""
         if block.held is not None:
             return block.held
         if block not in self._open:
@@ -826,22 +895,22 @@ class BackwardWindow:
             if not self._open:
                 self._close_after_backward()
             self._order.note(("backward", block.key), [(block.key, block.tier)])
-            lease = block.borrow()
+            lease = block.lease()
             self._open[block] = (lease, references(lease.tensor))
         return self._open[block][0].tensor
 
     def close_unused(self) -> None:
-        """Give back the leases whose numbers nobody looks at."""
+        """Release the leases of weights that no tensor views any more."""
         for block, (lease, num_references) in list(self._open.items()):
             if references(lease.tensor) <= num_references:
                 del self._open[block]
                 lease.release()
 
     def close(self, block: WeightBlock) -> None:
-        """Give back the lease of one block, which is about to change.
+        """Release the lease of one block, which is about to change.
 
         Raises:
-            WeightInUseError: something still looks at its numbers.
+            WeightInUseError: a graph still uses its weights.
         """
         if block not in self._open:
             return
@@ -858,58 +927,22 @@ class BackwardWindow:
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.close_unused)
         except RuntimeError:
-            return  # a saved tensor is looked at outside of a backward: the next use closes it
+            return  # a saved tensor is read outside of a backward: the next use closes the lease
 
 
-class WeightHooks:
-    """Saved-tensor hooks for one forward of a unit, or of a whole tiered module; entered and left once.
+def weight_hooks(window: BackwardWindow) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return saved-tensor hooks for one forward of a unit or of a whole offloaded module: weights are saved by block.
 
-    Only the innermost pair of hooks is asked by autograd, so what is no weight goes to the pair around: that of
-    ``offload_activations``, of ``torch.utils.checkpoint``, or of the user.
+    Everything else goes to the hooks around these: those of ``offload_activations``, of ``torch.utils.checkpoint``, or
+    the user's own.
     """
+    outer = outer_hooks()
 
-    def __init__(self, window: BackwardWindow) -> None:
-        self._window = window
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = outer
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def enter(self) -> None:
-        """Be asked from now on."""
-        self._hooks.__enter__()
-
-    def leave(self) -> None:
-        """Be asked no more."""
-        self._hooks.__exit__()
-
-    def _pack(self, tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> SavedTensor:
         block = block_under(tensor)
         if block is not None and block.held is not None:
             offset = int(tensor.storage_offset()) - int(block.held.storage_offset())
-            return _SavedWeight(block, block.version, tensor.size(), tensor.stride(), offset)
-        if self._outer is None:
-            return tensor if tensor.is_inference() else _SavedHere(tensor, tensor._version)
-        pack, unpack = self._outer
-        return _SavedElsewhere(unpack, pack(tensor))
+            return _SavedWeight(window, block, block.version, tensor.size(), tensor.stride(), offset)
+        return Kept(tensor) if outer is None else Delegated(outer, tensor)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _SavedHere):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{packed.tensor.dtype} {tuple(packed.tensor.shape)} is at version {packed.tensor._version}; "
-                    f"expected version {packed.version} instead"
-                )
-            return packed.tensor
-        if isinstance(packed, _SavedWeight):
-            if packed.block.version != packed.version:
-                raise RuntimeError(
-                    f"the weights of {packed.block.layout.name}, needed for gradient computation, have been changed by "
-                    "an optimizer's step or otherwise since the forward: run the forward again"
-                )
-            numbers = self._window.numbers(packed.block)
-            return numbers.as_strided(packed.size, packed.stride, numbers.storage_offset() + packed.offset)
-        if isinstance(packed, _SavedElsewhere):
-            return packed.unpack(packed.packed)
-        assert isinstance(packed, Tensor), type(packed)
-        return packed
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

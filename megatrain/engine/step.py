@@ -11,7 +11,6 @@ the next one, block group by block group, each just before the forward that read
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +34,14 @@ from megatrain.engine.program import (
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 from megatrain.models.layout import UnitLayout, views
 from megatrain.optim.base import Optimizer, Segment, Update
-from megatrain.optim.clip import clip_coefficient, device_squared_norm, global_norm, squared_norm, sum_gradients
+from megatrain.optim.clip import (
+    NonFiniteGradientError,
+    device_squared_norm,
+    global_norm,
+    gradient_scale,
+    squared_norm,
+    sum_gradients,
+)
 from megatrain.optim.threads import KernelThreads
 from megatrain.run.activity import Activity
 
@@ -49,16 +55,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EvaluationEngine",
-    "NonFiniteGradientError",
     "StepEngine",
     "StepResult",
     "weight_is_split",
     "zero_gaps",
 ]
-
-
-class NonFiniteGradientError(Exception):
-    """The gradient of a step is NaN or infinite. No parameter was changed by that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +179,9 @@ class StepEngine:
         loss, norm = self._read(queued)
         if not self._defers:
             return StepResult(loss, norm, queued.num_trained_tokens)
-        if math.isfinite(norm):
-            update = self._next_update(lr, scale=clip_coefficient(norm, self._max_grad_norm))
-        elif self._nonfinite == "ignore":
-            update = self._next_update(lr, scale=self._max_grad_norm / norm)  # as torch does
+        scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
+        if scale is not None:
+            update = self._next_update(lr, scale=scale)
         elif self._nonfinite == "stop":
             raise NonFiniteGradientError(
                 f"step {number + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import Unit
 
 __all__ = [
+    "METADATA_QUERIES",
     "AbsentWeight",
     "BoundUnit",
     "KeptGraph",
@@ -45,6 +46,8 @@ __all__ = [
     "absent_weight",
     "installed_stubs",
     "optional_gradients",
+    "placeholder",
+    "version_probe",
 ]
 
 
@@ -395,12 +398,12 @@ class KeptGraph:
         self.wanted = [stream for stream in streams if stream.requires_grad]
         self.edges = [get_gradient_edge(output) for output in outputs]
         self.num_outputs = len(self.edges)
-        self._inside = [_counter(output) for output in outputs]
+        self._inside = [version_probe(output) for output in outputs]
         self._outside: list[Tensor] = []
 
     def note_aliases(self, aliases: Sequence[Tensor]) -> None:
         """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
-        self._outside = [_counter(alias) for alias in aliases]
+        self._outside = [version_probe(alias) for alias in aliases]
 
     def check(self) -> None:
         """Let autograd refuse the backward if the graph needs an output that was changed in place since.
@@ -413,11 +416,11 @@ class KeptGraph:
                 increment_version(inside)
 
 
-def _counter(tensor: Tensor) -> Tensor:
-    """Return an empty tensor that shares the version counter of `tensor`, and nothing else."""
-    counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter
+def version_probe(tensor: Tensor) -> Tensor:
+    """Return an empty tensor whose `_version` is that of `tensor`, now and after `tensor` is gone."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
 
 
 class BoundUnit:
@@ -574,13 +577,13 @@ def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[N
                 module.__dict__["forward"] = forward
 
 
-#: Tensor methods that need no values.
-_METADATA = frozenset(
+#: Tensor methods that need no values; ``embed`` answers the same of a parameter that is in the store.
+METADATA_QUERIES = frozenset(
     {
-        "__get__",
         "size",
         "dim",
         "numel",
+        "nelement",
         "stride",
         "ndimension",
         "element_size",
@@ -588,8 +591,8 @@ _METADATA = frozenset(
         "is_floating_point",
         "is_complex",
         "is_contiguous",
+        "is_sparse",
         "__len__",
-        "__repr__",
         "__hash__",
     }
 )
@@ -609,7 +612,7 @@ class AbsentWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") not in _METADATA:
+        if getattr(func, "__name__", "") not in METADATA_QUERIES | {"__get__", "__repr__"}:
             raise UnsupportedModelError(
                 "the model",
                 f"its code uses a weight outside of the weight's own module ({getattr(func, '__name__', func)}); "
@@ -618,12 +621,16 @@ class AbsentWeight(Tensor):
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of NaN in the memory of one element."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
 def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
     """Return a placeholder with the shape and dtype of `parameter` on `device`, in the memory of one element."""
-    nan = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
-    placeholder = Tensor._make_subclass(AbsentWeight, nan.expand(parameter.shape))
-    assert isinstance(placeholder, AbsentWeight)
-    return placeholder
+    absent = Tensor._make_subclass(AbsentWeight, placeholder(parameter.shape, parameter.dtype, device))
+    assert isinstance(absent, AbsentWeight)
+    return absent
 
 
 #: Compiled variants of one class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.layout import UnitLayout, build_layout
+from megatrain.models.layout import UnitLayout, build_layouts
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def graph_of(
         for _, parameter in parameters:
             if owner[id(parameter)] not in layout_of:
                 own[owner[id(parameter)]] = parameter
-        for layout in _layouts(path, own):
+        for layout in build_layouts(path, own):
             layouts[layout.name] = layout
             layout_of.update((entry.name, layout.name) for entry in layout.entries)
         params = tuple(
@@ -277,15 +277,6 @@ def _names_by_parameter(model: PreTrainedModel) -> list[tuple[nn.Parameter, list
             type(model).__name__, f"parameters that are not floating-point numbers: {', '.join(integer[:4])}"
         )
     return list(names.values())
-
-
-def _layouts(path: str, own: Mapping[str, nn.Parameter]) -> list[UnitLayout]:
-    trainable = [(name, parameter.shape) for name, parameter in own.items() if parameter.requires_grad]
-    frozen = [(name, parameter.shape) for name, parameter in own.items() if not parameter.requires_grad]
-    layouts = [build_layout(path, trainable, True)] if trainable else []
-    if frozen:
-        layouts.append(build_layout(f"{path}.frozen" if trainable else path, frozen, False))
-    return layouts
 
 
 def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
-__all__ = ["ALIGNMENT_ELEMENTS", "TensorEntry", "UnitLayout", "build_layout", "views"]
+__all__ = ["ALIGNMENT_ELEMENTS", "TensorEntry", "UnitLayout", "build_layout", "build_layouts", "views"]
 
 ALIGNMENT_ELEMENTS = 1024
 """Every tensor starts at a multiple of this many elements: 4 KiB in fp32, the sector of an O_DIRECT transfer."""
@@ -78,6 +79,30 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
         entries.append(entry)
         offset += -(-entry.numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
     return UnitLayout(name, tuple(entries), offset, trainable)
+
+
+def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype: bool = False) -> list[UnitLayout]:
+    """Return the layouts of the parameters that a unit owns: the trained ones in one block, the frozen ones in another.
+
+    Args:
+        path: Name of the unit; that of the first layout.
+        parameters: Full name -> parameter, in definition order.
+        by_dtype: Each dtype has blocks of its own.
+
+    Returns:
+        The trained ones first: `<unit>`, `<unit>.frozen`; for other dtypes `<unit>.<dtype>`, `<unit>.<dtype>.frozen`.
+    """
+    kinds: dict[tuple[bool, torch.dtype | None], list[tuple[str, torch.Size]]] = {}
+    for name, parameter in parameters.items():
+        kind = (parameter.requires_grad, parameter.dtype if by_dtype else None)
+        kinds.setdefault(kind, []).append((name, parameter.shape))
+    layouts = []
+    ordered = sorted(kinds, key=lambda kind: not kind[0])
+    for trains, dtype in ordered:
+        other_dtype = "" if dtype == ordered[0][1] else f".{str(dtype).removeprefix('torch.')}"
+        frozen_part = ".frozen" if ordered[0][0] and not trains else ""
+        layouts.append(build_layout(f"{path}{other_dtype}{frozen_part}", kinds[trains, dtype], trains))
+    return layouts
 
 
 def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:

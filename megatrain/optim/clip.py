@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from megatrain.optim.elementwise import flat_gradient
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_out
 
 __all__ = [
+    "NonFiniteGradientError",
     "clip_coefficient",
     "device_squared_norm",
     "global_norm",
+    "gradient_scale",
     "squared_norm",
     "squared_norms",
     "sum_gradients",
@@ -35,6 +38,10 @@ _EPS = 1e-6
 _CALLER = KernelThreads(1)
 _PIECE_ELEMENTS = 1 << 22
 """Piece of a gradient on a device: bounds the fp64 temporaries, 32 MiB each."""
+
+
+class NonFiniteGradientError(Exception):
+    """The gradient of a step is NaN or infinite. No parameter was changed by that step."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
@@ -147,6 +154,19 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
     assert math.isfinite(norm) and norm >= 0, norm
     assert max_grad_norm >= 0, max_grad_norm
     return min(1.0, max_grad_norm / (norm + _EPS)) if max_grad_norm > 0 else 1.0
+
+
+def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> float | None:
+    """Return the factor on every gradient of a step; None where the step is not to be used.
+
+    Args:
+        norm: Global norm of the step.
+        max_grad_norm: Largest norm that is let through.
+        nonfinite: What a norm of NaN or infinity does: "ignore" scales by it as torch does, else the step is not used.
+    """
+    if math.isfinite(norm):
+        return clip_coefficient(norm, max_grad_norm)
+    return max_grad_norm / norm if nonfinite == "ignore" else None
 
 
 def warm_up() -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 #: Kernels of torch and ours round differently in fp32; so much of a loss it was after 8 updates.
 TOLERANCE = 1e-5
 #: Bytes that the plain program keeps for a parameter, of what the example keeps in the store.
-STATE_BYTES = {"pytorch_optimizer": 8, "pytorch_tier": 16, "lightning_tier": 16}
+STATE_BYTES = {"pytorch_optimizer": 8, "pytorch_offload": 16, "lightning_offload": 16}
 
 
 @dataclass(frozen=True)

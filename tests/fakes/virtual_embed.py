@@ -1,4 +1,4 @@
-"""What lets ``megatrain.tier`` take parameters to a CUDA device in software, whose tensors are not torch's own.
+"""What lets ``megatrain.offload`` take parameters to a CUDA device in software, whose tensors are not torch's own.
 
 torch gives a parameter of the host the memory of a device by ``data``; it refuses that for tensors of another class.
 So the parameter changes places with a new one of the device, and stays of its class while it is present or absent.
@@ -34,7 +34,7 @@ class _StandIn(weights.StandIn, VirtualTensor):
 
 def _stand_in(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        made: Any = weights._no_numbers(parameter.shape, parameter.dtype, parameter.device)
+        made: Any = weights.placeholder(parameter.shape, parameter.dtype, parameter.device)
     made.__class__ = _StandIn
     made.what, made.is_gradient = what, is_gradient
     result: Tensor = made
@@ -60,7 +60,7 @@ class _Data:
 
 @contextmanager
 def embedded(device: VirtualCuda) -> Iterator[None]:
-    """Let modules be tiered on the device."""
+    """Let modules be offloaded on the device."""
     address = weights._address
     stand_ins: dict[str, Any] = {
         "_DATA": _Data(),

@@ -1,4 +1,4 @@
-"""``megatrain.tier`` on a GPU: the numbers of the plain model there, the same bits at every size of its memory."""
+"""``megatrain.offload`` on a GPU: the numbers of the plain model there, the same bits at every size of its memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tiered(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
     """Return losses, weights, and the bytes that every link moved."""
     with megatrain.open_store(ram="8MiB", nvme=folder, nvme_size="32MiB", gpu=gpu) as store:
-        model = megatrain.tier(make_model(dtype), store, weights=weights, gradients=gradients)
+        model = megatrain.offload(make_model(dtype), store, weights=weights, gradients=gradients)
         optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         losses = train(model, optimizer)
         found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -111,6 +111,6 @@ def test_the_trainer_of_transformers_on_the_device(virtual: VirtualCuda | None, 
 
     expected = losses_of(Trainer, make_model(torch.float32), tmp_path / "plain", use_cpu=True)
     with megatrain.open_store(ram="8MiB", nvme=tmp_path / "store", nvme_size="32MiB", gpu=2 * MiB) as store:
-        model = megatrain.tier(make_model(torch.float32), store)
-        losses = losses_of(megatrain.hf.tiered(Trainer), model, tmp_path / "tiered")
+        model = megatrain.offload(make_model(torch.float32), store)
+        losses = losses_of(megatrain.hf.offloaded(Trainer), model, tmp_path / "tiered")
     assert losses == pytest.approx(expected, rel=1e-4)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.engine.step import GradientAccumulator, NonFiniteGradientError, StepEngine, StepResult
+from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, run_config

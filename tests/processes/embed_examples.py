@@ -32,8 +32,8 @@ class Program:
 
 PROGRAMS = {
     "pytorch_optimizer": Program(("--steps", "8"), ("--steps", "4")),
-    "pytorch_tier": Program(("--steps", "8"), ("--steps", "4")),
-    "lightning_tier": Program(("--epochs", "2"), ("--epochs", "1")),
+    "pytorch_offload": Program(("--steps", "8"), ("--steps", "4")),
+    "lightning_offload": Program(("--epochs", "2"), ("--epochs", "1")),
 }
 
 

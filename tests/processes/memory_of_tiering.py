@@ -51,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warm = nn.Sequential(nn.Linear(8, 8))
     with megatrain.open_store(ram="4MiB", nvme=folder / "warm", nvme_size="4MiB") as store:
-        megatrain.tier(warm, store)(torch.zeros(1, 8)).sum().backward()
+        megatrain.offload(warm, store)(torch.zeros(1, 8)).sum().backward()
     config = LlamaConfig(
         vocab_size=64, hidden_size=512, intermediate_size=16, num_hidden_layers=LAYERS, tie_word_embeddings=True
     )
@@ -64,7 +64,7 @@ def main() -> None:
     for home, ram_bytes in (("ram", 200 << 20), ("nvme", 3 * UNIT_BYTES)):
         with megatrain.open_store(ram=ram_bytes, nvme=folder / home, nvme_size="512MiB") as store:
             with peak(results, f"tier in {home}"):
-                megatrain.tier(model, store, weights=home, gradients="nvme")
+                megatrain.offload(model, store, weights=home, gradients="nvme")
             del model
         gc.collect()
         model = LlamaForCausalLM(config)

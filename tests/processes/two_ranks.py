@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megatrain
-from megatrain.embed.partition import TieringError
+from megatrain.embed.partition import OffloadError
 from tiered import TieredStore
 
 
@@ -42,14 +42,14 @@ def optimizer_of(module: nn.Module, store: TieredStore) -> Any:
 def refusals(store: TieredStore) -> list[str]:
     """Return what is said to things that would train each rank by itself."""
     said = []
-    tiered = megatrain.tier(make(1), store)
+    tiered = megatrain.offload(make(1), store)
     for spoil in (
         lambda: DistributedDataParallel(tiered),
         lambda: megatrain.TieredAdamW(make(2).parameters(), store=store, offload_gradients=True, name="x"),
     ):
         try:
             spoil()
-        except (TieringError, ValueError) as error:
+        except (OffloadError, ValueError) as error:
             said.append(str(error))
     return said
 

@@ -16,38 +16,37 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from megatrain.embed.offload import offloaded_module
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
-from megatrain.embed.partition import TieringError
-from megatrain.embed.stores import ledger_of
-from megatrain.embed.tier import TieredModule, tiered_module
+from megatrain.embed.partition import OffloadError
+from megatrain.embed.stores import shared_state
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tiered import TieredStore
 
-__all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "tiered"]
+__all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "offloaded"]
 
 #: Beside the optimizer's state in a checkpoint of the trainer: which generation of which store belongs to it.
 RECORD_NAME = "tiered.json"
 
 
-def tiered(trainer: type[Any]) -> type[Any]:
-    """Return a trainer's class with the mixin before it: ``SFTTrainer = megatrain.hf.tiered(SFTTrainer)``."""
-    return type(f"Tiered{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
+def offloaded(trainer: type[Any]) -> type[Any]:
+    """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``."""
+    return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
 class TierTrainerMixin:
-    """Put before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
+    """A mixin before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
 
-    The optimizer that the arguments ask for (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) is made as
-    a tiered one, with the trainer's own parameter groups; the trainer's clipping is the optimizer's, exact; its
-    checkpoints name a generation of the store, which is kept as long as the checkpoint's folder; resuming brings back
-    weights and state from there.
+    The optimizer of the arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) is the tiered one of
+    that kind, with the trainer's own parameter groups, and clips by the exact norm. Checkpoints name a generation of
+    the store, which is kept as long as the checkpoint's folder; resuming restores weights and state from it.
 
     Args:
-        store: of the optimizer's state, where the model is an ordinary one; a tiered model brings its own.
-        tier_options: more for the optimizer, e.g. ``{"offload_gradients": True}``.
+        store: of the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
+        optimizer_options: of the optimizer, besides those of the arguments, e.g. ``{"offload_gradients": True}``.
     """
 
     optimizer: Any
@@ -59,14 +58,16 @@ class TierTrainerMixin:
         self,
         *positional: Any,
         store: TieredStore | None = None,
-        tier_options: dict[str, Any] | None = None,
+        optimizer_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._store, self._tier_options = store, dict(tier_options or {})
+        self._store, self._tier_options = store, dict(optimizer_options or {})
         super().__init__(*positional, **options)
         self._store = _store_of(self.model) or store
         if self._store is None:
-            raise TieringError("the model is not tiered: call megatrain.tier(model, store) before, or pass store=...")
+            raise OffloadError(
+                "the model is not offloaded: call megatrain.offload(model, store) before, or pass store=..."
+            )
         self.add_callback(TierCallback(self._store))  # type: ignore[attr-defined]
         self._clip_elsewhere = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._measure_norm
@@ -102,7 +103,7 @@ class TierTrainerMixin:
         return torch.tensor(optimizer.measure_grad_norm())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Leave weights that a generation has to the optimizer, which loads both."""
+        """Leave weights that a generation holds to the optimizer, which loads both."""
         has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
         if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
             return
@@ -119,22 +120,22 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         self._store = store
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Look after the generations from now on."""
+        """Keep the generations that checkpoints name from now on."""
         output_dir = Path(args.output_dir)
         self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Note the generation that ``optimizer.state_dict()`` committed for the checkpoint that was just written."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        _, generation = ledger_of(self._store).committed
+        _, generation = shared_state(self._store).committed
         if folder.is_dir() and generation is not None:
             record = {"store": self._store.path, "generation": generation}
             (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
-        """Make the last update, so that whoever has the model now finds it done."""
-        if model is not None and (tiered := _tiered(model)) is not None:
-            tiered.finish_updates()
+        """Make the updates that are due."""
+        if model is not None and (found := offloaded_module(model)) is not None:
+            found.finish_updates()
 
 
 def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
@@ -153,13 +154,6 @@ def _record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _tiered(model: Any) -> TieredModule | None:
-    try:
-        return tiered_module(model)
-    except (TieringError, AttributeError):
-        return None
-
-
 def _store_of(model: Any) -> TieredStore | None:
-    tiered = _tiered(model)
-    return None if tiered is None else tiered.store
+    found = offloaded_module(model)
+    return None if found is None else found.store

@@ -27,10 +27,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 from megatrain.embed.integrations.lightning_files import KeptGenerations, MappedCheckpointIO, file_exists, local_path
-from megatrain.embed.optimizer import TieredOptimizer, release
-from megatrain.embed.partition import TieringError
-from megatrain.embed.stores import compute_device, ledger_of, open_store
-from megatrain.embed.tier import tier
+from megatrain.embed.offload import offload
+from megatrain.embed.optimizer import TieredOptimizer
+from megatrain.embed.partition import OffloadError
+from megatrain.embed.stores import compute_device, open_store, shared_state
 from megatrain.embed.weights import block_of
 
 if TYPE_CHECKING:
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 __all__ = ["TierStrategy"]
 
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
-#: Optimizers that the last fit of a module left behind: they hold its parameters until the next one.
+#: Optimizers of the last fit of a module: its parameters have their state until the next fit.
 _LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyDictionary()
 
 
 class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """``Trainer(strategy=TierStrategy(store))``, with ``TieredAdamW`` or another of them in ``configure_optimizers``.
 
-    When the trainer sets up, the module's parameters move into the store, as by ``megatrain.tier``; those that are in
-    a store already, and those that the ``LightningModule`` owns itself, stay as they are. ``gradient_clip_val`` clips
-    by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files: weights are in them, state is
-    in the generation of the store that they name, which is kept as long as the file.
+    When the trainer sets up, the module's parameters move into the store, as by ``megatrain.offload``; those that are
+    in a store already, and those that the ``LightningModule`` owns itself, stay as they are. ``gradient_clip_val``
+    clips by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files: weights are in them,
+    state is in the generation of the store that they name, which is kept as long as the file.
 
     Args:
         store: None: one of its own, in RAM that is free and then in ``default_root_dir/tiers``; it is open until the
             program ends. ``strategy="megatrain"`` means that.
-        tier_model: False leaves the module as it is: the store holds optimizer state alone.
-        options: as for ``megatrain.tier``.
+        offload_model: False leaves the module as it is: the store holds optimizer state alone.
+        options: as for ``megatrain.offload``.
         accelerator: as for every strategy.
         checkpoint_io: as for every strategy.
         precision_plugin: as for every strategy.
@@ -72,7 +72,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self,
         store: TieredStore | None = None,
         *,
-        tier_model: bool = True,
+        offload_model: bool = True,
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
@@ -80,7 +80,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     ) -> None:
         device = torch.device("cpu") if store is None else compute_device(store)
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
-        self._store, self._tier_model, self._options = store, tier_model, options
+        self._store, self._tier_model, self._options = store, offload_model, options
         self._kept: KeptGenerations | None = None
         self._clipping: list[TieredOptimizer] = []
         self._loads_late: bool | None = None
@@ -97,7 +97,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Look whether trainer and store go together; open a store where none was given.
 
         Raises:
-            TieringError: another device, a precision without master weights, or nowhere to save to.
+            OffloadError: another device, a precision without master weights, or nowhere to save to.
         """
         trainer = self.lightning_module.trainer
         if self._store is None:
@@ -119,24 +119,24 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             stays = [name for name, p in model.named_parameters() if id(p) in own or block_of(p) is not None]
             if len(stays) < len(list(model.parameters())):
                 options = {**self._options, "leave": [*self._options.get("leave", ()), *map(escape, stays)]}
-                tier(model, self.store, **options)
+                offload(model, self.store, **options)
         super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, after the state of those of an earlier fit has left the store.
 
         Raises:
-            TieringError: an optimizer that cannot see gradients in the store, or that of an earlier fit.
+            OffloadError: an optimizer that cannot see gradients in the store, or that of an earlier fit.
         """
         released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
         for optimizer in released:
-            release(optimizer)
+            optimizer.release()
         super().setup_optimizers(trainer)
         _LAST_OPTIMIZERS[self.lightning_module] = [o for o in self.optimizers if isinstance(o, TieredOptimizer)]
         _check_optimizers(trainer, self.optimizers, released)
 
     def setup_precision_plugin(self) -> None:
-        """Let the optimizers do the clipping."""
+        """Leave clipping to the optimizers."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if "clip_grad_by_norm" not in vars(plugin):
@@ -145,7 +145,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let modules be made in RAM: where they compute they need not fit."""
+        """Make modules in RAM: they need not fit where they compute."""
         device, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -191,7 +191,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._forward_redirection(model, model, name, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Make a step; what the trainer clips to counts for this one."""
+        """Make a step; the trainer's clipping holds for this one alone."""
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
@@ -206,7 +206,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             optimizer.max_grad_norm = float(clip_val)
             self._clipping.append(optimizer)
         elif optimizer.max_grad_norm != clip_val:
-            raise TieringError(
+            raise OffloadError(
                 f"gradient_clip_val={clip_val} beside {type(optimizer).__name__}(max_grad_norm="
                 f"{optimizer.max_grad_norm}): give one of them"
             )
@@ -215,7 +215,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def checkpoint_io(self) -> Any:
-        """Lightning's, or ours that needs no memory."""
+        """Lightning's own if one was given, else one that streams."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
         return super().checkpoint_io
@@ -225,12 +225,12 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return the state of an optimizer: for a tiered one plain values that name a generation."""
+        """Return the state of an optimizer; that of a tiered one is plain values that name a generation."""
         optimizer = _unwrapped(optimizer)
         if isinstance(optimizer, TieredOptimizer):
-            ledger = ledger_of(optimizer.store)
+            shared = shared_state(optimizer.store)
             # A file may be loaded after steps were made: so even a state without any is a generation.
-            ledger.num_changes = max(1, ledger.num_changes)
+            shared.num_changes = max(1, shared.num_changes)
             self._named_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 
@@ -294,7 +294,7 @@ def _clip_by_value(otherwise: Any, optimizer: Any, clip_val: float) -> None:
 
 
 def _refuse_clipping_by_value() -> None:
-    raise TieringError(
+    raise OffloadError(
         'gradient_clip_algorithm="value": the tiered optimizers clip by norm alone. Leave it out, or give "norm"'
     )
 
@@ -302,16 +302,18 @@ def _refuse_clipping_by_value() -> None:
 def _check_trainer(trainer: Any, device: torch.device, store: TieredStore) -> None:
     precision = trainer.precision_plugin.precision
     if precision not in _PRECISIONS:
-        raise TieringError(f'precision="{precision}": a tiered module is trained in one of {", ".join(_PRECISIONS)}')
+        raise OffloadError(
+            f'precision="{precision}": an offloaded module is trained in one of {", ".join(_PRECISIONS)}'
+        )
     accelerator = type(trainer.accelerator).__name__
     if accelerator != f"{device.type.upper()}Accelerator":
-        raise TieringError(
+        raise OffloadError(
             f"the store computes on {device.type}, the trainer has a {accelerator}: "
             'Trainer(accelerator="cpu"), or open_store(gpu="auto") for a CUDA device'
         )
     saves_state = any(not getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks)
     if trainer.state.fn == TrainerFn.FITTING and saves_state and store.path is None:
-        raise TieringError(
+        raise OffloadError(
             "the trainer saves checkpoints and the store has no folder for state: open_store(path=...), "
             "open_store(nvme=...), or Trainer(enable_checkpointing=False)"
         )
@@ -320,14 +322,14 @@ def _check_trainer(trainer: Any, device: torch.device, store: TieredStore) -> No
 def _check_optimizers(trainer: Any, optimizers: list[Any], released: list[TieredOptimizer]) -> None:
     for optimizer in optimizers:
         if any(optimizer is old for old in released):
-            raise TieringError("configure_optimizers returned the optimizer of the last fit: make a new one there")
+            raise OffloadError("configure_optimizers returned the optimizer of the last fit: make a new one there")
         if isinstance(optimizer, TieredOptimizer):
             if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
                 _refuse_clipping_by_value()
             continue
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if (block := block_of(parameter)) is not None:
-                raise TieringError(
+                raise OffloadError(
                     f"configure_optimizers returned {type(optimizer).__name__} for {block.name_of(parameter)}, whose "
                     "gradient is in the store: return megatrain.TieredAdamW(self.parameters(), ...)"
                 )

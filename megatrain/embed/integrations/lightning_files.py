@@ -32,7 +32,7 @@ class KeptGenerations:
 
     Args:
         folder: of the store's generations.
-        exists: tells whether a checkpoint file is still there.
+        exists: returns whether a checkpoint file still exists.
     """
 
     def __init__(self, folder: str, exists: Callable[[str], bool]) -> None:
@@ -111,7 +111,7 @@ def local_path(path: Any) -> Path | None:
 
 
 def file_exists(path: str) -> bool:
-    """Tell whether a checkpoint is there; one that nobody can be asked about now counts as there."""
+    """Return whether a checkpoint exists; True where the file system cannot be reached."""
     local = local_path(path)
     if local is not None:
         return local.exists()

@@ -28,7 +28,7 @@ def train(folder: Path, backward: Callable[[Tensor], Any], **options: Any) -> tu
     with megatrain.open_store(ram=6 * MiB, nvme=folder, nvme_size="32MiB") as store:
         model = make_model()
         if tiered := options.pop("tiered"):
-            megatrain.tier(model, store, weights="nvme", gradients="nvme")
+            megatrain.offload(model, store, weights="nvme", gradients="nvme")
         optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-2, store=store, max_grad_norm=0.1, **options)
         context = megatrain.offload_activations(store, model=model, min_bytes=4 * KiB)
         for number, batch in enumerate(rows):

@@ -47,4 +47,4 @@ def test_two_ranks_and_one(tmp_path: Path) -> None:
         assert results[rank]["ram"] == total_ram_bytes() // 2 // 100
         assert all(torch.equal(one, weights[rank][name]) for name, one in module.state_dict().items())
         parallel, offloaded = results[rank]["refused"]
-        assert "DistributedDataParallel around a tiered module" in parallel and "averaged" in offloaded
+        assert "DistributedDataParallel around an offloaded module" in parallel and "averaged" in offloaded

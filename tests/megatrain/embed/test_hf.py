@@ -83,7 +83,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train(model: Any, args: Any, *, resume: bool = False, **options: Any) -> Any:
-    trainer = mt.hf.tiered(Trainer)(model=model, args=args, train_dataset=data(), **options)
+    trainer = mt.hf.offloaded(Trainer)(model=model, args=args, train_dataset=data(), **options)
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
 
@@ -102,7 +102,7 @@ def test_tiered_or_only_its_optimizer_give_the_same_as_each_other_and_as_plain(
         model_of(folder, dtype), arguments(tmp_path / "a", gradient_accumulation_steps=1), store=stores()
     )
     found = losses(only_state), weights(only_state.model)
-    model = mt.tier(model_of(folder, dtype), stores())
+    model = mt.offload(model_of(folder, dtype), stores())
     tiered = train(model, arguments(tmp_path / "b", gradient_accumulation_steps=1))
     assert losses(tiered) == found[0]
     assert all(torch.equal(value, found[1][name]) for name, value in weights(tiered.model).items())
@@ -118,7 +118,7 @@ def test_resumes_bit_for_bit_also_with_other_sizes(
     def run(output: Path, store: TieredStore, **options: Any) -> Any:
         model = model_of(folder, torch.bfloat16)
         if tiers_model:
-            mt.tier(model, store)
+            mt.offload(model, store)
         return train(model, arguments(output), store=store, **options)
 
     whole = run(tmp_path / "whole", stores(nvme=tmp_path / "store_of_whole"))
@@ -134,7 +134,7 @@ def test_generations_live_as_long_as_the_checkpoints_that_name_them(
     folder: Path, tmp_path: Path, stores: Stores
 ) -> None:
     store = stores(keep_generations=1)
-    model = mt.tier(model_of(folder), store)
+    model = mt.offload(model_of(folder), store)
     train(model, arguments(tmp_path / "out", max_steps=5, save_steps=1, save_total_limit=3))
     folders = sorted((tmp_path / "out").glob("checkpoint-*"))
     assert [one.name for one in folders] == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
@@ -147,7 +147,7 @@ def test_generations_live_as_long_as_the_checkpoints_that_name_them(
 
 
 def test_best_model_at_the_end(folder: Path, tmp_path: Path, stores: Stores) -> None:
-    model = mt.tier(model_of(folder), stores())
+    model = mt.offload(model_of(folder), stores())
     args = arguments(
         tmp_path / "out", eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=0.05
     )
@@ -158,7 +158,7 @@ def test_best_model_at_the_end(folder: Path, tmp_path: Path, stores: Stores) -> 
 
 
 def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
-    trainer = mt.hf.tiered(Trainer)(model=model_of(folder), args=arguments(tmp_path), store=stores())
+    trainer = mt.hf.offloaded(Trainer)(model=model_of(folder), args=arguments(tmp_path), store=stores())
     names = {"adamw_torch_fused": "TieredAdamW", "sgd": "TieredSGD", "lion_32bit": "TieredLion"}
     for name, wanted in {**names, "adafactor": "TieredAdafactor"}.items():
         chosen, options = trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
@@ -170,12 +170,12 @@ def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
 
 
 def test_refuses_a_model_without_a_store(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"call megatrain.tier\(model, store\) before, or pass store"):
-        mt.hf.tiered(Trainer)(model=model_of(folder), args=arguments(tmp_path), train_dataset=data())
+    with pytest.raises(ValueError, match=r"call megatrain.offload\(model, store\) before, or pass store"):
+        mt.hf.offloaded(Trainer)(model=model_of(folder), args=arguments(tmp_path), train_dataset=data())
 
 
 def test_a_plain_trainer_cannot_train_a_tiered_model_unseen(folder: Path, tmp_path: Path, stores: Stores) -> None:
-    model = mt.tier(model_of(folder), stores())
+    model = mt.offload(model_of(folder), stores())
     trainer = Trainer(model=model, args=arguments(tmp_path / "out"), train_dataset=data())
     with pytest.raises(RuntimeError, match="gradient of"):
         trainer.train()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatrain import TieredAdamW, TieredLion, open_store
-from megatrain.embed.partition import TieringError
+from megatrain.embed.partition import OffloadError
 from megatrain.embed.weights import block_of
 from tiered import TieredStore
 
@@ -310,17 +310,17 @@ def test_fit_again_validate_predict_and_save_afterwards(store: TieredStore, tmp_
 
 
 def test_what_is_in_a_store_already_stays_there(store: TieredStore, tmp_path: Path) -> None:
-    from megatrain import tier
+    from megatrain import offload
 
     model = net()
-    tier(model.layers, store, name="mine")
+    offload(model.layers, store, name="mine")
     trainer(tmp_path, store).fit(model, data())
     assert {spec.key.split("/")[0] for spec in store.blocks()} == {"mine", "optimizer"}
 
 
 def test_optimizer_state_alone(store: TieredStore, tmp_path: Path) -> None:
     model, plain = net(lambda parameters: TieredLion(parameters, lr=1e-3, store=store)), net(adamw)
-    options: dict[str, Any] = {"strategy": tier_lightning.TierStrategy(store, tier_model=False)}
+    options: dict[str, Any] = {"strategy": tier_lightning.TierStrategy(store, offload_model=False)}
     trainer(tmp_path, None, gradient_clip_val=0.1, **options).fit(model, data())
     trainer(tmp_path, None, max_epochs=1).fit(plain, data())
     assert not any(block_of(parameter) for parameter in model.parameters())
@@ -340,7 +340,7 @@ def test_the_registered_name_opens_a_store_of_its_own(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, store: TieredStore, message: str, model: Net | None = None, **options: Any) -> None:
-    with pytest.raises(TieringError, match=message):
+    with pytest.raises(OffloadError, match=message):
         trainer(folder, store, **options).fit(model or net(), data())
 
 

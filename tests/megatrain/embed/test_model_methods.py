@@ -1,4 +1,4 @@
-"""What is asked of a tiered module outside of its forward: answered rightly, or refused with what to do."""
+"""What is asked of an offloaded module outside of its forward: answered rightly, or refused with what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.partition import TieringError
+from megatrain.embed.partition import OffloadError
 from megatrain.embed.weights import AbsentWeightError, StoredParameter, WeightInUseError, block_of
 from oracles.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
 from tiered import TieredStore
@@ -76,7 +76,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("name", list(READS))
 def test_reading_what_is_in_the_store_is_refused_with_its_name(name: str, home: str, store: TieredStore) -> None:
-    module = megatrain.tier(make(), store, weights=home)
+    module = megatrain.offload(make(), store, weights=home)
     with torch.no_grad(), pytest.raises(AbsentWeightError, match=r"(0\.weight.*gathered|gathered)"):
         READS[name](module[0].weight)
 
@@ -84,7 +84,7 @@ def test_reading_what_is_in_the_store_is_refused_with_its_name(name: str, home: 
 def test_questions_are_answered(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
     before = list(module.parameters())
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     for one, other in zip(plain.parameters(), module.parameters(), strict=True):
         assert isinstance(other, nn.Parameter) and isinstance(other, StoredParameter)
         assert (one.shape, one.dtype, one.device, one.requires_grad) == (
@@ -115,7 +115,7 @@ def test_questions_are_answered(home: str, store: TieredStore) -> None:
 def test_memory_of_the_parameters_is_gone(home: str, store: TieredStore) -> None:
     module = make()
     storages = [parameter.untyped_storage()._weak_ref() for parameter in module.parameters()]
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     gc.collect()
     assert all(torch.UntypedStorage._expired(one) for one in storages)
     for one in storages:
@@ -127,7 +127,7 @@ def test_memory_of_the_parameters_is_gone(home: str, store: TieredStore) -> None
 
 def test_gathered_reads_and_changes(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     with megatrain.gathered(module):
         for one, other in zip(plain.parameters(), module.parameters(), strict=True):
             assert torch.equal(one, other)
@@ -176,7 +176,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
             return super().forward(y)
 
     module = nn.Sequential(Changes(8, 8), nn.Linear(8, 8))
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     try:  # also where another error is being handled
         raise OSError
     except OSError:
@@ -187,7 +187,7 @@ def test_changes_while_reading_are_refused(way: str, when: str, home: str, store
 def test_a_change_beside_another_error_still_counts(store: TieredStore) -> None:
     """It is saved with the next generation, and the low half of the masters is forgotten."""
     _, module = pair_of(lambda: make().bfloat16())
-    megatrain.tier(module, store)
+    megatrain.offload(module, store)
     optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-3)
     run_backward(module, x().bfloat16())
     optimizer.step()
@@ -211,7 +211,7 @@ def test_a_view_that_outlives_its_weights_is_refused(store: TieredStore) -> None
             return super().forward(y)
 
     module = nn.Sequential(Leaks(8, 8), nn.Linear(8, 8))
-    megatrain.tier(module, store, weights="nvme")
+    megatrain.offload(module, store, weights="nvme")
     with pytest.raises(WeightInUseError, match="keeps a view of the weights"):
         module(x())
     with pytest.raises(WeightInUseError, match="keeps a view"), megatrain.gathered(module[1]):
@@ -240,7 +240,7 @@ def test_weights_that_are_handed_out_of_a_module(home: str, store: TieredStore) 
 
     for whole in (True, False):
         plain, module = pair_of(lambda whole=whole: Model(whole))
-        megatrain.tier(module, store, weights=home, name=f"whole{whole}")
+        megatrain.offload(module, store, weights=home, name=f"whole{whole}")
         run_backward(plain, x())
         if home == "nvme" and not whole:
             with pytest.raises(WeightInUseError, match="leave="):
@@ -253,7 +253,7 @@ def test_weights_that_are_handed_out_of_a_module(home: str, store: TieredStore) 
 
 def test_computing_inside_gathered_can_be_differentiated(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     y = x().requires_grad_()
     with megatrain.gathered(module[0]):
         loss = nn.functional.linear(y, module[0].weight).square().sum()
@@ -265,7 +265,7 @@ def test_computing_inside_gathered_can_be_differentiated(home: str, store: Tiere
 
 def test_state_dict(home: str, store: TieredStore, tmp_path: Path) -> None:
     plain, module = pair_of(lambda: nn.Sequential(Tied(), Rooted(), make()))
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     assert_same_weights(plain, module)
     assert_same_weights(plain[0], module[0])
     state = module.state_dict()
@@ -284,7 +284,7 @@ def test_state_dict(home: str, store: TieredStore, tmp_path: Path) -> None:
 
 def test_load_state_dict(home: str, store: TieredStore) -> None:
     source, module = make(), make()
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     module.load_state_dict(source.state_dict())
     assert_same_weights(source, module)
     extra = {**make().state_dict(), "other": torch.zeros(1)}
@@ -297,7 +297,7 @@ def test_load_state_dict(home: str, store: TieredStore) -> None:
     assert len(result.missing_keys) == 7 and bool((module.state_dict()["0.weight"] == 1).all())
     with pytest.raises(RuntimeError, match="size mismatch"):
         module.load_state_dict({"0.weight": torch.ones(2)}, strict=False)
-    with pytest.raises(TieringError, match="assign=True"):
+    with pytest.raises(OffloadError, match="assign=True"):
         module.load_state_dict(source.state_dict(), assign=True)
     module[1].load_state_dict(source[1].state_dict())
     assert_same_weights(source[1], module[1])
@@ -305,7 +305,7 @@ def test_load_state_dict(home: str, store: TieredStore) -> None:
 
 
 def test_copies_and_pickles_are_refused(store: TieredStore) -> None:
-    module = megatrain.tier(make(), store)
+    module = megatrain.offload(make(), store)
     for spoil in (
         lambda: copy.deepcopy(module),
         lambda: copy.deepcopy(module[1]),
@@ -318,9 +318,9 @@ def test_copies_and_pickles_are_refused(store: TieredStore) -> None:
 
 
 def test_conversions_are_refused_and_moves_ignored(store: TieredStore) -> None:
-    module = megatrain.tier(make(), store)
+    module = megatrain.offload(make(), store)
     for spoil in (module.half, module.bfloat16, module.double, lambda: module.to(torch.float16), module[1].half):
-        with pytest.raises(TieringError, match="convert it before"):
+        with pytest.raises(OffloadError, match="convert it before"):
             spoil()
     assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in module.buffers())
     assert module.to("cpu") is module.cpu() is module.float() is module.to(torch.float32) is module
@@ -331,7 +331,7 @@ def test_conversions_are_refused_and_moves_ignored(store: TieredStore) -> None:
 
 def test_what_is_left_out_stays_ordinary(store: TieredStore) -> None:
     plain, module = pair_of(make)
-    megatrain.tier(module, store, leave=["1.1.*", "0.bias"])
+    megatrain.offload(module, store, leave=["1.1.*", "0.bias"])
     assert [block_of(p) is None for p in module.parameters()] == [False, True, False, False, True, True]
     optimizers = [
         megatrain.TieredAdamW(plain.parameters(), lr=1e-2, store=store, max_grad_norm=0.1, name="plain"),
@@ -349,20 +349,20 @@ def test_what_is_left_out_stays_ordinary(store: TieredStore) -> None:
 def test_what_cannot_be_tiered(store: TieredStore) -> None:
     module = make()
     for spoil, message in (
-        (lambda: megatrain.tier(nn.ReLU(), store), "no parameters"),
-        (lambda: megatrain.tier(make().half(), store), "model.to"),
-        (lambda: megatrain.tier(make().double(), store), "float64"),
-        (lambda: megatrain.tier(make(), store, weights="tape"), "tape"),
-        (lambda: megatrain.tier(shared_memory(), store), "same memory"),
-        (lambda: megatrain.tier(whole_numbers(), store), "leave="),
+        (lambda: megatrain.offload(nn.ReLU(), store), "no parameters"),
+        (lambda: megatrain.offload(make().half(), store), "model.to"),
+        (lambda: megatrain.offload(make().double(), store), "float64"),
+        (lambda: megatrain.offload(make(), store, weights="tape"), "tape"),
+        (lambda: megatrain.offload(shared_memory(), store), "same memory"),
+        (lambda: megatrain.offload(whole_numbers(), store), "leave="),
     ):
         with pytest.raises(ValueError, match=message):
             spoil()
-    megatrain.tier(module, store)
-    with pytest.raises(TieringError, match="called before"):
-        megatrain.tier(module, store, name="again")
+    megatrain.offload(module, store)
+    with pytest.raises(OffloadError, match="called before"):
+        megatrain.offload(module, store, name="again")
     frozen = make().half().requires_grad_(False)
-    megatrain.tier(frozen, store, name="frozen")
+    megatrain.offload(frozen, store, name="frozen")
     assert frozen[0](x().half()).dtype == torch.float16
 
 
@@ -381,18 +381,18 @@ def whole_numbers() -> nn.Module:
 def test_weights_that_were_frozen_cannot_be_trained_in_silence(store: TieredStore) -> None:
     module = make()
     module[0].requires_grad_(False)
-    megatrain.tier(module, store)
+    megatrain.offload(module, store)
     optimizer = megatrain.TieredAdamW(module.parameters())
     run_backward(module, x())
     optimizer.step()
     module[0].requires_grad_(True)
-    with pytest.raises(WeightInUseError, match="frozen when it was tiered"):
+    with pytest.raises(WeightInUseError, match="frozen when it was offloaded"):
         module(x())
 
 
 def test_functional_call_uses_what_it_is_given(home: str, store: TieredStore) -> None:
     plain, module = pair_of(make)
-    megatrain.tier(module, store, weights=home)
+    megatrain.offload(module, store, weights=home)
     other = {name: numbers + 1 for name, numbers in plain.state_dict().items() if numbers.is_floating_point()}
     results = [torch.func.functional_call(one, dict(other), (x(),)) for one in (plain, module)]
     assert torch.equal(*results)
@@ -403,6 +403,6 @@ def test_functional_call_uses_what_it_is_given(home: str, store: TieredStore) ->
 def test_a_module_of_a_closed_store_says_so(tmp_path: Path) -> None:
     module = make()
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
     with pytest.raises(Exception, match="the store is closed"):
         module(x())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.embed.stores import home_order, ledger_of
+from megatrain.embed.stores import home_order, shared_state
 from megatrain.plan.machine import total_ram_bytes
 from tiered import CapacityError, LockedError, MiB
 
@@ -67,27 +67,27 @@ def test_copies_do_not_take_the_room_of_homes(tmp_path: Path) -> None:
     places = []
     for touches in (False, True):
         with megatrain.open_store(ram=8 * MiB, nvme=tmp_path / str(touches), nvme_size="64MiB") as store:
-            ledger = ledger_of(store)
+            shared = shared_state(store)
             for number in range(4):
-                ledger.register(store, f"a{number}", MiB // 4, torch.float32, ["nvme"], durable=True)
+                shared.register(f"a{number}", MiB // 4, torch.float32, ["nvme"], durable=True)
                 if touches:
                     with store.acquire(f"a{number}", "ram", "w") as lease:
                         lease.tensor.zero_()
             for number in range(6):
-                ledger.register(store, f"b{number}", MiB // 4, torch.float32, ["ram", "nvme"], durable=False)
+                shared.register(f"b{number}", MiB // 4, torch.float32, ["ram", "nvme"], durable=False)
             places.append([spec.home for spec in store.blocks()])
     assert places[0] == places[1] == ["nvme"] * 4 + ["ram"] * 6
 
 
 def test_what_fails_leaves_no_blocks(tmp_path: Path) -> None:
     with megatrain.open_store(ram=2 * MiB, nvme=tmp_path, nvme_size="16MiB") as store:
-        ledger = ledger_of(store)
+        shared = shared_state(store)
         free = store.stats().tiers["nvme"].used_bytes
 
         def register() -> None:
-            with ledger.all_or_nothing(store):
-                ledger.register(store, "a", MiB // 4, torch.float32, ["nvme"], durable=True)
-                ledger.register(store, "b", 100 * MiB, torch.float32, ["ram", "nvme"], durable=True)
+            with shared.all_or_nothing():
+                shared.register("a", MiB // 4, torch.float32, ["nvme"], durable=True)
+                shared.register("b", 100 * MiB, torch.float32, ["ram", "nvme"], durable=True)
 
         with pytest.raises(CapacityError) as caught:
             register()

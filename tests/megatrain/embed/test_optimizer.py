@@ -41,7 +41,7 @@ def train(
     norms = []
     with small_store(folder) as store:
         if "tier" in place:
-            megatrain.tier(module, store, **place["tier"])
+            megatrain.offload(module, store, **place["tier"])
         optimizer = KINDS[kind](module.parameters(), store=store, max_grad_norm=max_grad_norm, **options)
         xs = iter(batches(5 * micro, dtype))
         for _ in range(5):
@@ -101,7 +101,7 @@ def test_beside_torch(kind: str, tmp_path: Path) -> None:
     plain, module = pair_of(make)
     other = torch_twin(kind, plain.parameters())
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, weights="nvme")
+        megatrain.offload(module, store, weights="nvme")
         optimizer = KINDS[kind](module.parameters(), max_grad_norm=0.05)
         for x in batches(20):
             run_backward(plain, x)
@@ -136,7 +136,7 @@ def test_schedulers(name: str, is_tiered: bool, tmp_path: Path) -> None:
     other = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2, store=store)
         schedules = [SCHEDULERS[name](one) for one in (other, optimizer)]
         for x in batches(5):
@@ -168,7 +168,7 @@ def test_groups_of_parameters(place: str, tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         options = dict(PLACES[place])
         if "tier" in options:
-            megatrain.tier(module, store, **options.pop("tier"))
+            megatrain.offload(module, store, **options.pop("tier"))
         optimizer = megatrain.TieredAdamW(groups_of(module), lr=1e-2, store=store, **options)
         for step, x in enumerate(batches(6)):
             for one, chosen in ((plain, other), (module, optimizer)):
@@ -218,7 +218,7 @@ def test_gradients_of_one_block_that_come_apart_are_all_used(tmp_path: Path) -> 
     """One weight's gradient waits on the drive, its room in RAM is somebody else's, when another's arrives."""
     plain, module = pair_of(EitherWeight)
     with small_store(tmp_path, "256KiB") as store:
-        megatrain.tier(module, store, gradients="nvme")
+        megatrain.offload(module, store, gradients="nvme")
         optimizer = megatrain.TieredSGD(module.parameters(), lr=0.5)
         twin = megatrain.TieredSGD(plain.parameters(), lr=0.5, store=store)
         for x, name in zip(batches(3), ("first", "second", "first"), strict=True):
@@ -240,7 +240,7 @@ def test_weights_of_one_block_have_rates_and_steps_of_their_own(
 ) -> None:
     plain, module = pair_of(EitherWeight)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         groups = [
             [{"params": [one.first], "lr": rates[0]}, {"params": [one.second], "lr": rates[1]}]
             for one in (plain, module)
@@ -289,7 +289,7 @@ def test_parameters_that_come_later_are_frozen_or_get_no_gradient(is_tiered: boo
     plain, module = pair_of(lambda: nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]))
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store, leave=["2.*"])
+            megatrain.offload(module, store, leave=["2.*"])
         for one in (plain, module):
             one[2].requires_grad_(False)
         chosen = [
@@ -315,8 +315,8 @@ def test_two_modules_with_the_same_names_in_one_optimizer(tmp_path: Path) -> Non
     _, one = pair_of(make)
     plain, other = pair_of(make, seed=1)
     with small_store(tmp_path) as store:
-        megatrain.tier(one, store, name="one")
-        megatrain.tier(other, store, name="other")
+        megatrain.offload(one, store, name="one")
+        megatrain.offload(other, store, name="other")
         optimizer = megatrain.TieredAdamW([*one.parameters(), *other.parameters()], weight_decay=1.0)
         run_backward(one, batches(1)[0])
         optimizer.step()
@@ -329,7 +329,7 @@ def test_a_closure(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     (x,) = batches(1)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters(), max_grad_norm=1.0)
         twin = megatrain.TieredAdamW(plain.parameters(), store=store, max_grad_norm=1.0)
 
@@ -350,7 +350,7 @@ def test_whoever_reads_after_a_step_sees_it(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     (x,) = batches(1)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, weights="nvme")
+        megatrain.offload(module, store, weights="nvme")
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-1)
         twin = megatrain.TieredAdamW(plain.parameters(), lr=1e-1, store=store)
         for reads in (
@@ -374,7 +374,7 @@ def read(parameter: Tensor) -> Tensor:
 def test_tied_weights_are_updated_once(tmp_path: Path) -> None:
     plain, module = pair_of(Tied)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         assert module.head.weight is module.embed.weight
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2)
         twin = torch.optim.AdamW(plain.parameters(), lr=1e-2)

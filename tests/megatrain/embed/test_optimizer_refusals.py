@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.embed.weights import WeightInUseError
-from megatrain.engine.step import NonFiniteGradientError
+from megatrain.optim.clip import NonFiniteGradientError
 from oracles.embedded import assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import CapacityError
 
@@ -23,7 +23,7 @@ def test_gradients_that_are_not_finite(nonfinite: Any, is_tiered: bool, tmp_path
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters(), store=store, max_grad_norm=1.0, nonfinite=nonfinite)
         run_backward(module, batches(1)[0], float("inf"))
         if nonfinite == "stop":
@@ -42,7 +42,7 @@ def test_a_norm_that_was_measured_counts_until_the_gradients_change(tmp_path: Pa
         _, module = pair_of(make)
         with small_store(tmp_path / str(is_tiered)) as store:
             if is_tiered:
-                megatrain.tier(module, store)
+                megatrain.offload(module, store)
             optimizer = megatrain.TieredAdamW(module.parameters(), store=store, max_grad_norm=1.0)
             one, other = batches(2)
             run_backward(module, one, 1000.0)
@@ -59,7 +59,7 @@ def test_zero_grad_of_either_object_clears_the_sums(is_tiered: bool, tmp_path: P
     one, other = batches(2)
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters(), store=store, max_grad_norm=9.0, offload_gradients=True)
         twin = megatrain.TieredAdamW(plain.parameters(), store=store, max_grad_norm=9.0, name="twin")
         for clear in (
@@ -87,7 +87,7 @@ def test_what_others_would_do_to_gradients_in_the_store_is_refused(is_tiered: bo
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         megatrain.TieredAdamW(module.parameters(), store=store, offload_gradients=True)
         run_backward(module, batches(1)[0])
         for spoil in (
@@ -112,7 +112,7 @@ def test_a_gradient_that_was_set_by_hand_is_not_forgotten(tmp_path: Path) -> Non
         with pytest.raises(RuntimeError, match="set by hand"):
             optimizer.step()
         _, tiered = pair_of(make)
-        megatrain.tier(tiered, store)
+        megatrain.offload(tiered, store)
         with pytest.raises(RuntimeError, match="setting a gradient"):
             tiered[0].weight.grad = torch.ones(16, 8)
 
@@ -139,10 +139,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             adamw(copy.deepcopy(module).half().parameters(), store=store)
         optimizer = adamw(module.parameters(), store=store)
         with pytest.raises(ValueError, match="order is: megatrain"):
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         with pytest.raises(ValueError, match="name"):
             adamw(other.parameters(), store=store)  # the first one has these names of blocks
-        megatrain.tier(other, store)
+        megatrain.offload(other, store)
         adamw(other.parameters())
         with pytest.raises(ValueError, match="has an optimizer already"):
             adamw(other.parameters())
@@ -162,7 +162,7 @@ def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
     _, module = pair_of(make)
     named = dict(module.named_parameters())
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         groups = [{"params": [named.pop("1.1.weight")], "momentum": 0.0}, {"params": list(named.values())}]
         optimizer = megatrain.TieredSGD(groups, lr=1e-2, momentum=0.9)  # of one layer, with and without momentum
         run_backward(module, batches(1)[0])
@@ -178,7 +178,7 @@ def test_momentum_that_comes_later_needs_its_state(tmp_path: Path) -> None:
 def test_no_room_is_told_by_the_constructor_and_leaves_nothing_behind(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with megatrain.open_store(ram="1200KiB", path=tmp_path) as store:
-        megatrain.tier(module, store, name="a", gradients="ram")
+        megatrain.offload(module, store, name="a", gradients="ram")
         known = [spec.key for spec in store.blocks()]
         with pytest.raises(CapacityError, match=r"ram.*Give a tier more room.*nvme=") as caught:
             megatrain.TieredAdamW(module.parameters())
@@ -188,7 +188,7 @@ def test_no_room_is_told_by_the_constructor_and_leaves_nothing_behind(tmp_path: 
     other = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     with megatrain.open_store(ram="1000KiB", path=tmp_path) as store:
         with pytest.raises(CapacityError, match="Give a tier more room"):
-            megatrain.tier(other, store)
+            megatrain.offload(other, store)
         assert not list(store.blocks())
         other(torch.zeros(1, 256)).sum().backward()  # as it was
 
@@ -205,7 +205,7 @@ def test_state_that_cannot_come_to_ram_beside_the_homes_is_refused(tmp_path: Pat
 def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = pair_of(make)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters())
         run_backward(module, batches(1)[0])
         optimizer.step()
@@ -226,7 +226,7 @@ def test_an_update_that_ends_halfway_is_told(tmp_path: Path, monkeypatch: pytest
 def test_a_step_while_weights_are_held_is_refused_and_costs_nothing(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=0.1)
         run_backward(module, batches(1)[0])
         with megatrain.gathered(module), pytest.raises(WeightInUseError, match=r"step\(\) while .* is held"):

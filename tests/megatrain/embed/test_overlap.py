@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.embed.groups import InterruptedUpdateError, UntieredGroup
+from megatrain.embed.groups import InterruptedUpdateError, OrdinaryGroup
 
 WIDTH, NUM_LAYERS = 800, 4  # 0.64 M elements each: more than are put together, so every layer is a group
 
@@ -58,16 +58,16 @@ def test_a_module_waits_for_its_own_parameters_alone(tmp_path: Path, monkeypatch
     model, order, may_go_on = make(), [], threading.Event()
     with megatrain.open_store(ram="128MiB", nvme=tmp_path, nvme_size="256MiB") as store:
         optimizer = megatrain.TieredAdamW(model.parameters(), store=store, overlap=model)
-        update = UntieredGroup.update
+        update = OrdinaryGroup.update
 
-        def slow(group: UntieredGroup, work: Any) -> None:
+        def slow(group: OrdinaryGroup, work: Any) -> None:
             is_last = group is optimizer.groups[-1]
             if is_last:
                 assert may_go_on.wait(60)
             update(group, work)
             order.append("last update" if is_last else "update")
 
-        monkeypatch.setattr(UntieredGroup, "update", slow)
+        monkeypatch.setattr(OrdinaryGroup, "update", slow)
         loss_of(model, 0).backward()
         optimizer.step()
         assert model[0].weight.grad is None, "gradients are consumed"
@@ -91,7 +91,7 @@ def test_an_update_that_fails_is_told_and_none_follows(tmp_path: Path, monkeypat
 
         loss_of(model, 0).backward()
         with monkeypatch.context() as patched:
-            patched.setattr(UntieredGroup, "update", fail)
+            patched.setattr(OrdinaryGroup, "update", fail)
             optimizer.step()
             with pytest.raises(OSError, match="no"):
                 loss_of(model, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.stores import ledger_of
+from megatrain.embed.stores import shared_state
 from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
 from processes import warm
 from tiered import GenerationError, TieredStore
@@ -43,7 +43,7 @@ def steps(module: nn.Module, optimizer: Any, first: int, last: int) -> list[floa
 
 def build(store: TieredStore, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
     module, _ = pair_of(make, seed)
-    megatrain.tier(module, store, **options)
+    megatrain.offload(module, store, **options)
     return module, megatrain.TieredAdamW(module.parameters(), lr=1e-2, max_grad_norm=0.5)
 
 
@@ -93,7 +93,7 @@ def test_saving_twice_without_a_change_commits_once(tmp_path: Path) -> None:
         first, second = optimizer.state_dict(), optimizer.state_dict()
         assert first == second and first["tiered"]["generation"] == 1
         optimizer.load_state_dict(first)
-        assert ledger_of(store).committed[1] == 1
+        assert shared_state(store).committed[1] == 1
         steps(module, optimizer, 1, 2)
         assert optimizer.state_dict()["tiered"]["generation"] == 2
 
@@ -119,7 +119,7 @@ def test_two_optimizers_of_one_store_are_saved_together(tmp_path: Path) -> None:
             pairs = []
             for number in range(2):
                 module, _ = pair_of(make, number)
-                megatrain.tier(module, store, name=f"m{number}")
+                megatrain.offload(module, store, name=f"m{number}")
                 pairs.append((module, megatrain.TieredAdamW(module.parameters(), lr=1e-2)))
             if is_resumed:
                 for (_, optimizer), state in zip(pairs, states, strict=True):
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> Non
         def without(group: str, **values: Any) -> dict[str, Any]:
             return {**good, group: {**good[group], **values}}
 
-        ledger_of(store).num_changes += 1
+        shared_state(store).num_changes += 1
         steps_after = dict(optimizer.steps)
         for state, kind, message in (
             ({**good, "param_groups": []}, ValueError, "groups of"),
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> Non
         assert all(torch.equal(numbers, module.state_dict()[name]) for name, numbers in before.items())
     with small_store(tmp_path / "two") as store:
         other = nn.Linear(3, 3)
-        megatrain.tier(other, store)
+        megatrain.offload(other, store)
         optimizer = megatrain.TieredAdamW(other.parameters())
         good["param_groups"][0]["params"] = [0, 1]
         with pytest.raises(ValueError, match="other parameters"):
@@ -238,7 +238,7 @@ def test_to_torch_and_back(kind: str, is_tiered: bool, tmp_path: Path) -> None:
     plain, module = pair_of(lambda: make().float())
     with small_store(tmp_path) as store:
         if is_tiered:
-            megatrain.tier(module, store)
+            megatrain.offload(module, store)
         other, cls = make_both(plain, store)
         options = {"momentum": 0.9} if kind == "sgd" else {}
         optimizer = cls(module.parameters(), lr=1e-2, store=store, **options)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.models.graph import FreezeError, UnsupportedModelError, build_graph, graph_of
-from megatrain.models.layout import ALIGNMENT_ELEMENTS, build_layout, views
+from megatrain.models.layout import ALIGNMENT_ELEMENTS, build_layout, build_layouts, views
 from oracles.families import FAMILIES, tiny_config
 
 
@@ -25,6 +25,29 @@ def test_layout_aligns_entries_and_views_share_memory() -> None:
     found["c"].fill_(1.0)
     assert found["a"].shape == (3, 4) and found["b"].shape == ()
     assert flat.sum() == 2000 and flat[2048] == 1 and flat[2047] == 0
+
+
+def test_a_unit_has_a_layout_for_each_kind_of_parameter() -> None:
+    def made(dtype: torch.dtype, trains: bool) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(2, dtype=dtype), trains)
+
+    kinds = {
+        "a": (torch.float32, False),
+        "b": (torch.bfloat16, True),
+        "c": (torch.float32, True),
+        "d": (torch.bfloat16, False),
+    }
+    parameters = {name: made(*kind) for name, kind in kinds.items()}
+
+    def names(**options: bool) -> dict[str, str]:
+        layouts = build_layouts("unit", parameters, **options)
+        assert all(layout.trainable is kinds[entry.name][1] for layout in layouts for entry in layout.entries)
+        return {layout.name: "".join(entry.name for entry in layout.entries) for layout in layouts}
+
+    assert names() == {"unit": "bc", "unit.frozen": "ad"}
+    assert names(by_dtype=True) == {"unit": "b", "unit.float32": "c", "unit.float32.frozen": "a", "unit.frozen": "d"}
+    del parameters["b"], parameters["c"]
+    assert names() == {"unit": "ad"} and names(by_dtype=True) == {"unit": "a", "unit.bfloat16": "d"}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.optim import clip
-from megatrain.optim.clip import clip_coefficient, global_norm, squared_norm, squared_norms, sum_gradients
+from megatrain.optim.clip import (
+    clip_coefficient,
+    global_norm,
+    gradient_scale,
+    squared_norm,
+    squared_norms,
+    sum_gradients,
+)
 from megatrain.optim.threads import KernelThreads
 from oracles import adamw as reference
 
@@ -81,6 +88,13 @@ def test_the_coefficient_is_that_of_torch() -> None:
 def test_a_norm_that_is_not_finite_has_no_coefficient() -> None:
     with pytest.raises(AssertionError, match="nan"):
         clip_coefficient(math.nan, 1.0)
+
+
+def test_a_norm_that_is_not_finite_is_used_only_where_it_is_ignored() -> None:
+    for norm in (math.nan, math.inf):
+        assert gradient_scale(norm, 1.0, "stop") is None and gradient_scale(norm, 1.0, "skip") is None
+    assert gradient_scale(math.inf, 1.0, "ignore") == 0.0
+    assert gradient_scale(5.0, 1.0, "stop") == clip_coefficient(5.0, 1.0)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -1,4 +1,4 @@
-"""Tiered modules of every kind: outputs, gradients and weights of plain ones, bit by bit."""
+"""Offloaded modules of every kind: outputs, gradients and weights of plain ones, bit by bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_outputs_gradients_and_weights_are_those_of_a_plain_module(name: str, ho
     plain, module = pair_of(ZOO[name])
     is_away = homes != "ram"
     with small_store(tmp_path) as store:
-        assert megatrain.tier(module, store, **HOMES[homes]) is module
+        assert megatrain.offload(module, store, **HOMES[homes]) is module
         trained = [p for p in plain.parameters() if p.requires_grad]
         twin = megatrain.TieredAdamW(trained, lr=1e-2, store=store, max_grad_norm=1.0)
         state = "nvme" if is_away else "auto"
@@ -67,7 +67,7 @@ def test_bf16(name: str, homes: str, tmp_path: Path) -> None:
     """One micro-batch: the bits of plain bf16. Several: the store sums up in fp32, plain bf16 does not."""
     plain, module = pair_of(lambda: ZOO[name]().bfloat16())
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, **HOMES[homes])
+        megatrain.offload(module, store, **HOMES[homes])
         twin = megatrain.TieredAdamW(plain.parameters(), lr=1e-2, store=store, max_grad_norm=1.0)
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2, max_grad_norm=1.0)
         for x in inputs(3, torch.bfloat16):
@@ -83,7 +83,7 @@ def test_bf16_gradients_are_summed_in_fp32(tmp_path: Path) -> None:
     plain, module = pair_of(lambda: ZOO["sequential"]().bfloat16())
     exact = copy.deepcopy(plain)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         sums = [torch.zeros_like(p, dtype=torch.float32) for p in exact.parameters()]
         for x in inputs(3, torch.bfloat16):
             run_backward(module, x, 1 / 3)
@@ -106,7 +106,7 @@ def test_bf16_gradients_are_summed_in_fp32(tmp_path: Path) -> None:
 def test_autocast(name: str, tmp_path: Path) -> None:
     plain, module = pair_of(ZOO[name])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, **HOMES["all on a drive"])
+        megatrain.offload(module, store, **HOMES["all on a drive"])
         for x in inputs(2):
             outs = []
             for one in (plain, module):
@@ -125,7 +125,7 @@ def test_whatever_the_size_of_ram_it_is_refused_at_once_or_works(tmp_path: Path)
         with small_store(tmp_path / str(size), size) as store:
             told: CapacityError | None = None
             try:
-                megatrain.tier(model, store)
+                megatrain.offload(model, store)
                 optimizer = megatrain.TieredAdamW(model.parameters(), max_grad_norm=1.0)
             except CapacityError as error:
                 told = error
@@ -146,7 +146,7 @@ def test_whatever_the_size_of_ram_it_is_refused_at_once_or_works(tmp_path: Path)
 def test_forwards_without_gradients_in_between(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["encoder"])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, **HOMES["all on a drive"])
+        megatrain.offload(module, store, **HOMES["all on a drive"])
         for x in inputs(2):
             out, expected = module(x), plain(x)
             with torch.no_grad():
@@ -165,7 +165,7 @@ def test_forwards_without_gradients_in_between(tmp_path: Path) -> None:
 def test_retain_graph_and_autograd_grad(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["tied"])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, **HOMES["all on a drive"])
+        megatrain.offload(module, store, **HOMES["all on a drive"])
         (x,) = inputs(1)
         for one in (plain, module):
             loss = one(x).square().mean()
@@ -180,7 +180,7 @@ def test_retain_graph_and_autograd_grad(tmp_path: Path) -> None:
 def test_a_backward_in_another_thread(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["encoder"])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, **HOMES["all on a drive"])
+        megatrain.offload(module, store, **HOMES["all on a drive"])
         optimizer = megatrain.TieredAdamW(module.parameters())
         for x in inputs(2):
             run_backward(plain, x)
@@ -212,7 +212,7 @@ def test_training_goes_on_after_an_error(where: str, tmp_path: Path) -> None:
     )
     broken = module[1][1]
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, **HOMES["all on a drive"])
+        megatrain.offload(module, store, **HOMES["all on a drive"])
         optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2)
         twin = megatrain.TieredAdamW(plain.parameters(), lr=1e-2, store=store)
         x, y = inputs(2)
@@ -247,7 +247,7 @@ def test_a_graph_that_is_out_of_date_is_refused(tmp_path: Path) -> None:
     """Plain torch sees it by the version of the weights; hooks on saved tensors hide that from it."""
     _, module = pair_of(ZOO["sequential"])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         optimizer = megatrain.TieredAdamW(module.parameters())
         x, y = inputs(2)
         old = module(x.requires_grad_()).sum()
@@ -270,7 +270,7 @@ def test_activations_that_were_changed_in_place_are_refused(tmp_path: Path) -> N
 
     plain, module = pair_of(InPlace)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         for one in (plain, module):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 one(inputs(1)[0]).sum().backward()
@@ -280,11 +280,11 @@ def test_two_modules_in_one_store(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["encoder"])
     _, reference = pair_of(ZOO["encoder"], seed=1)
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         with pytest.raises(ValueError, match="name="):
-            megatrain.tier(reference, store)
+            megatrain.offload(reference, store)
         assert all(block_of(p) is None for p in reference.parameters())
-        megatrain.tier(reference.requires_grad_(False), store, name="reference")
+        megatrain.offload(reference.requires_grad_(False), store, name="reference")
         (x,) = inputs(1)
         (module(x) - reference(x)).square().mean().backward()
         _, same = pair_of(ZOO["encoder"], seed=1)
@@ -295,7 +295,7 @@ def test_two_modules_in_one_store(tmp_path: Path) -> None:
 def test_layers_of_a_tiered_module_can_be_called_alone(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["encoder"])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, weights="nvme")
+        megatrain.offload(module, store, weights="nvme")
         x = torch.randn(2, 3, 8)
         assert torch.equal(module.encoder.layers[1](x), plain.encoder.layers[1](x))
 
@@ -308,7 +308,7 @@ def _clamp(parameter: Tensor) -> None:
 def test_sparse_gradients_are_used_as_dense_ones(tmp_path: Path) -> None:
     plain, module = pair_of(lambda: Tied(sparse=True))
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         for x in inputs(2):
             plain.zero_grad()
             module.zero_grad()
@@ -322,7 +322,7 @@ def test_hooks_of_the_user_run_and_those_that_fail_leave_nothing_behind(tmp_path
     seen: list[Any] = []
     module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         before = dict(module.named_parameters())
         for one in (plain, module):
             one[2].weight.register_post_accumulate_grad_hook(_clamp)
@@ -343,7 +343,7 @@ def test_a_module_from_the_meta_device_gets_its_weights_later(tmp_path: Path) ->
     with torch.device("meta"):
         module = ZOO["encoder"]()
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store, weights="nvme")
+        megatrain.offload(module, store, weights="nvme")
         (x,) = inputs(1)
         with pytest.raises(RuntimeError, match="no numbers yet"):
             module(x)
@@ -356,7 +356,7 @@ def test_a_module_from_the_meta_device_gets_its_weights_later(tmp_path: Path) ->
 def test_compiled_module(tmp_path: Path) -> None:
     plain, module = pair_of(ZOO["sequential"])
     with small_store(tmp_path) as store:
-        megatrain.tier(module, store)
+        megatrain.offload(module, store)
         compiled = torch.compile(module, backend="eager")
         for x in inputs(2):
             plain.zero_grad()

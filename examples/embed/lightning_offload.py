@@ -2,7 +2,7 @@
 
 Without the marked lines it is an ordinary program that keeps 13 MB of them in memory. ``--resume`` goes on from the
 last checkpoint that Lightning wrote, bit for bit. A small random model, so that it takes seconds:
-``python examples/embed/lightning_tier.py --output /tmp/lightning_tier --epochs 2``.
+``python examples/embed/lightning_offload.py --output /tmp/lightning_offload --epochs 2``.
 """
 
 import argparse

@@ -30,7 +30,7 @@ def test_gradients_and_weights(family: str, tmp_path: Path) -> None:
     plain, model = pair_of(lambda: make(family))
     generator = torch.Generator().manual_seed(2)
     with small_store(tmp_path) as store:
-        megatrain.tier(model, store, weights="nvme", gradients="nvme")
+        megatrain.offload(model, store, weights="nvme", gradients="nvme")
         twin = megatrain.TieredAdamW(plain.parameters(), lr=1e-3, store=store, max_grad_norm=1.0)
         optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
         for step in range(2):

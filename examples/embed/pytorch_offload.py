@@ -2,7 +2,7 @@
 
 Without the marked lines it keeps 13 MB of weights, gradients and state in memory, and activations on top. ``--resume``
 goes on from the last checkpoint, bit for bit. A small model with random weights stands for a downloaded one, so that it
-takes seconds: ``python examples/embed/pytorch_tier.py --output /tmp/pytorch_tier``.
+takes seconds: ``python examples/embed/pytorch_offload.py --output /tmp/pytorch_offload``.
 """
 
 import argparse

@@ -1,0 +1,591 @@
+"""``offload``: move any module's parameters into a store, in place; they are present while its layers run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatrain.embed.optimizer import TieredOptimizer
+from megatrain.embed.partition import OffloadError, Part, UnitPart, partition
+from megatrain.embed.stores import Wanted, compute_device, compute_tier, home_order, room_for_homes, shared_state
+from megatrain.embed.weights import (
+    AbsentWeightError,
+    BackwardWindow,
+    GradientBlock,
+    UseOrder,
+    WeightBlock,
+    block_of,
+    mapped_copy,
+    release_all,
+    weight_hooks,
+)
+from tiered.errors import CapacityError
+
+if TYPE_CHECKING:
+    from tiered import TieredStore
+
+
+_ATTRIBUTE = "_megatrain_offloaded"
+_SHARD_SIZE = "2GB"  # what a writer of safetensors holds at once
+_log = logging.getLogger(__name__)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def offload(
+    model: AnyModule,
+    store: TieredStore,
+    *,
+    name: str = "model",
+    weights: Sequence[str] | str = "auto",
+    gradients: Sequence[str] | str = "auto",
+    leave: Sequence[str] = (),
+) -> AnyModule:
+    """Move a module's parameters into a store, in place, and return the module.
+
+    Each layer's weights are fetched when its forward or backward needs them, and ahead of that in the order of the last
+    time; gradients move to the store as they are made. ``parameters()`` are the same objects as before,
+    to be given to ``TieredAdamW``. Set ``requires_grad`` of what is frozen before. Forward, backward, ``generate``,
+    ``state_dict``, ``load_state_dict``, ``save_pretrained`` work as before; moving it to another device is ignored,
+    converting its dtype is refused. It computes on the device of the store's fastest tier.
+
+    Args:
+        name: of its blocks; a second module in one store needs another.
+        weights: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
+        gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
+        leave: globs over names of parameters that stay ordinary ones.
+
+    Raises:
+        OffloadError: a dtype without master weights, nothing to offload, or offloaded already.
+        CapacityError: no room.
+    """
+    units = partition(model, name, leave)
+    parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
+    homes = home_order(store, weights), home_order(store, gradients)
+    check_room(store, name, units, parts, *homes)
+    _refuse_foreign_optimizers()
+    offloaded = OffloadedModule(store)
+    blocks: dict[int, WeightBlock] = {}
+    for part in parts:
+        block = WeightBlock(store, part.weight_key, part.layout, part.parameters, part.dtype, homes[0])
+        block.take_over()
+        blocks[id(part)] = block
+        offloaded.blocks.append(block)
+    for part in parts:
+        if part.layout.trainable:
+            gradients_of = GradientBlock(store, part.gradient_key, part.layout, part.parameters, homes[1])
+            blocks[id(part)].gradients = gradients_of
+    for unit in units:
+        _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], offloaded).install()
+    offloaded.install(model)
+    _move_buffers(model, compute_device(store))
+    model.__dict__[_ATTRIBUTE] = offloaded
+    install_methods(model, offloaded)
+    return model
+
+
+@contextmanager
+def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False) -> Iterator[None]:
+    """Hold the weights of a module, or of some parameters, in the compute tier: to read or with ``writable`` to change.
+
+    All of them at once: gather layer by layer what does not fit together. Parameters that are in no store are left
+    alone. What is computed with the weights can be differentiated, inside the context or after it.
+
+    Raises:
+        CapacityError: together they do not fit.
+        WeightInUseError: changed without ``writable``, or a view outlives it.
+    """
+    parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
+    blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)
+    call = Call()
+    try:
+        for block in blocks:
+            block.hold("rw" if writable else "r", is_watched=writable)
+            call.held.append(block)
+        window = next((block.owner.window for block in blocks if block.owner is not None), None)
+        if window is not None and torch.is_grad_enabled():
+            call.install_hooks(window)
+        yield
+    finally:
+        call.end()
+
+
+def offloaded_module(model: nn.Module) -> OffloadedModule | None:
+    """Return the blocks and calls of a module; None if it was not offloaded."""
+    found: OffloadedModule | None = model.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+class OffloadedModule:
+    """The blocks of an offloaded module and its running forwards; ``offloaded_module(model)`` returns it.
+
+    Attributes:
+        blocks: of all its parameters, in definition order.
+        window: leases of the backward.
+        order: in which units were used.
+        calls: forwards that are running.
+    """
+
+    def __init__(self, store: TieredStore) -> None:
+        self.store = store
+        self.blocks: list[WeightBlock] = []
+        self.order = UseOrder(store)
+        self.window = BackwardWindow(self.order)
+        self.calls = Calls()
+        self._for_backward: list[WeightBlock] = []
+
+    def install(self, model: nn.Module) -> None:
+        """Provide weights also to code that uses them outside of their own module's forward.
+
+        A fused loss, a head that multiplies with the embedding, attention that reads its projections: such a use
+        fetches the weights, and they stay to the end of the forward, or of the backward that it takes place in.
+        """
+        _register(model, self._before, self._after)
+        for block in self.blocks:
+            block.owner = self
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        self.recover()
+        call = self.calls.begin(self)
+        if torch.is_grad_enabled():
+            call.install_hooks(self.window)
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.calls.end(self)
+
+    def recover(self) -> None:
+        """Release what forwards and backwards hold that ended with an error without running their hooks."""
+        self.calls.drop_dead()
+        if not self.calls and torch._C._current_graph_task_id() == -1:
+            self.end_backward(is_failing=True)
+
+    def provide(self, block: WeightBlock) -> bool:
+        """Hold a block to the end of the running forward or backward; False where neither runs."""
+        call = self.calls.innermost_of(self)
+        if call is not None:
+            self.order.note(("use", block.key), [(block.key, block.tier)])
+            call.hold(block)
+            return True
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        if not self._for_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        block.hold()
+        self._for_backward.append(block)
+        return True
+
+    def end_backward(self, *, is_failing: bool = False) -> None:
+        """Release what the backward held for code that uses weights outside of their modules."""
+        blocks, self._for_backward = self._for_backward, []
+        release_all(blocks, is_failing=is_failing)
+
+    def finish_updates(self) -> None:
+        """Make the updates that wait for the next use of each unit."""
+        for block in self.blocks:
+            if block.updater is not None:
+                block.updater.finish_update()
+
+
+class _UnitHooks:
+    """Hold a unit's weights while its forward runs; the graph saves them by block."""
+
+    def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], offloaded: OffloadedModule) -> None:
+        self._unit, self._blocks, self._offloaded = unit, tuple(blocks), offloaded
+        self._requests = [(block.key, block.tier) for block in blocks]
+
+    def install(self) -> None:
+        """Install the hooks of the module's forward."""
+        _register(self._unit.module, self._before, self._after)
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        call = self._offloaded.calls.begin(self)
+        for block in self._blocks:
+            block.check_frozen()
+        self._offloaded.window.close_unused()
+        for block in self._blocks:
+            call.hold(block)
+        self._offloaded.order.note(("forward", self._unit.name), self._requests)
+        if torch.is_grad_enabled():
+            call.install_hooks(self._offloaded.window)
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._offloaded.calls.end(self)
+
+
+def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Install hooks of a module's forward: the first one before it, the last one after it. No compiler traces them."""
+    disable: Callable[[Any], Any] = torch.compiler.disable
+    module.register_forward_pre_hook(disable(before), prepend=True)
+    module.register_forward_hook(disable(after), always_call=True)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[leaf] = buffer.to(device)
+
+
+@functools.cache
+def _refuse_foreign_optimizers() -> None:
+    """Let optimizers that cannot see the gradients of offloaded parameters raise instead of doing nothing."""
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, TieredOptimizer):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (block := block_of(parameter)) is not None:
+                    raise OffloadError(
+                        f"{type(optimizer).__name__} was given {block.name_of(parameter)}, whose gradient is in the "
+                        "store: it would do nothing. Use megatrain.TieredAdamW(model.parameters(), ...)"
+                    )
+
+    register_optimizer_step_pre_hook(check)
+
+
+#: torch's function that runs a forward and its hooks.
+_CALLER = "_call_impl"
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward of a unit or of a whole module, or one ``gathered``: the blocks and hooks that end with it.
+
+    Attributes:
+        owner: hooks of the unit, or the module.
+        frame: of torch's function that runs the hooks.
+        outer_error: being handled when the call began; any other one was raised by the call.
+        thread_id: of the thread that runs it.
+    """
+
+    owner: object = None
+    frame: FrameType | None = None
+    held: list[WeightBlock] = field(default_factory=list)
+    hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+    outer_error: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
+    thread_id: int = field(default_factory=threading.get_ident)
+
+    def hold(self, block: WeightBlock) -> None:
+        """Hold a block until the call ends."""
+        block.hold()
+        self.held.append(block)
+
+    def install_hooks(self, window: BackwardWindow) -> None:
+        """Save weights by block from now on."""
+        self.hooks = weight_hooks(window)
+        self.hooks.__enter__()
+
+    def end(self, *, is_failing: bool = False) -> None:
+        """Uninstall the hooks and release all blocks."""
+        if self.hooks is not None:
+            self.hooks.__exit__()
+        error = sys.exc_info()[1]
+        release_all(self.held, is_failing=is_failing or (error is not None and error is not self.outer_error))
+
+
+class Calls:
+    """The running forwards of an offloaded module and its units, innermost last. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._running: list[Call] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def begin(self, owner: object) -> Call:
+        """Record a forward before anything of it can fail: torch runs the hooks after it in any case."""
+        call = Call(owner, _caller())
+        self._running.append(call)
+        return call
+
+    def end(self, owner: object) -> None:
+        """End the innermost forward if it is the owner's: after a failed hook it may not have been recorded."""
+        if self._running and self._running[-1].owner is owner:
+            self._running.pop().end()
+
+    def innermost_of(self, owner: object) -> Call | None:
+        """Return the last forward of an owner."""
+        return next((call for call in reversed(self._running) if call.owner is owner), None)
+
+    def drop_dead(self) -> None:
+        """End forwards that an interrupt has ended: torch runs no hooks for them.
+
+        Only those of the calling thread: an interrupt reaches the main thread alone. Frames of other threads cannot be
+        read: before Python 3.12, a garbage collection inside ``sys._current_frames`` deadlocks when it frees tensors.
+        """
+        if self._running:
+            alive = set(_frames())
+            while self._running and _has_ended(self._running[-1], alive):
+                self._running.pop().end(is_failing=True)
+
+
+def _has_ended(call: Call, alive: set[FrameType | None]) -> bool:
+    return call.thread_id == threading.get_ident() and call.frame not in alive
+
+
+def _caller() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != _CALLER:
+        frame = frame.f_back
+    return frame
+
+
+def _frames() -> Iterator[FrameType | None]:
+    """Yield the stack of the calling thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
+    """Replace the methods that would read or move absent values, on the module and those inside that own parameters."""
+    mapped = _MappedWeights(offloaded)
+    for module in model.modules():
+        if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
+            # torch sets an attribute on the hook, which a bound method does not allow.
+            module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
+            module.__dict__["_load_from_state_dict"] = _loading(module)
+            module.__dict__["_apply"] = _applying(module)
+        if any(block_of(parameter) is not None for parameter in module.parameters()):
+            module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "make the second from its config or folder")
+            module.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: save_pretrained(folder) or state_dict()")
+    model.__dict__["_apply"] = _applying_whole(model, offloaded)
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
+    save_pretrained = getattr(model, "save_pretrained", None)
+    if save_pretrained is not None:
+        model.__dict__["save_pretrained"] = _saving(save_pretrained)
+
+
+class _MappedWeights:
+    """``state_dict`` of modules whose weights are in the store: tensors over unlinked files.
+
+    The values are copied into the files unit by unit: they take disk, and no memory beyond the page cache. A tied
+    parameter gives the same tensor under all its names.
+    """
+
+    def __init__(self, offloaded: OffloadedModule) -> None:
+        self._store, self._blocks = offloaded.store, frozenset(offloaded.blocks)
+        self._last: dict[int, Tensor] = {}
+        self._destination: ref[Any] | None = None
+
+    def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Replace the module's own absent parameters by their values: torch's hook after ``state_dict``."""
+        if self._destination is None or self._destination() is not state_dict:
+            self._last.clear()  # tied parameters share a copy within one call only: the caller may change it
+            self._destination = ref(state_dict, lambda _: self._last.clear())
+        for leaf, parameter in module._parameters.items():
+            key = prefix + leaf
+            if parameter is None or key not in state_dict or state_dict[key] is parameter:
+                continue  # keep_vars=True asks for the parameters themselves
+            block = block_of(parameter)
+            if block is None or block not in self._blocks:
+                continue
+            values = self._last.get(id(parameter))
+            if values is None:
+                block.hold()
+                try:
+                    values = mapped_copy(parameter.detach(), self._folder)
+                finally:
+                    block.release()
+                self._last[id(parameter)] = values
+            state_dict[key] = values
+
+    @property
+    def _folder(self) -> str | None:
+        path = self._store.path
+        return path if path is not None and os.path.isdir(path) else None
+
+
+def _loading(module: nn.Module) -> Callable[..., None]:
+    """Return ``_load_from_state_dict`` with the module's own weights held for writing."""
+    load = module._load_from_state_dict
+
+    def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise OffloadError("load_state_dict(assign=True) would replace parameters by others that no store knows")
+        own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
+        held: list[WeightBlock] = []
+        is_failing = True
+        try:
+            for block in dict.fromkeys(block for _, block in own.values()):
+                block.hold("rw")
+                held.append(block)
+            same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
+            load(state_dict, prefix, local_metadata, *rest)
+            for parameter, block in same:  # so that a master in the store keeps its lower half
+                block.is_unchanged(parameter)
+            is_failing = False
+        finally:
+            release_all(held, is_failing=is_failing)
+
+    return load_into_store
+
+
+def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> bool:
+    if not isinstance(values, Tensor) or values.shape != parameter.shape or block.name_of(parameter) in block.missing:
+        return False
+    return torch.equal(parameter.detach(), values.detach().to(parameter.device, parameter.dtype))
+
+
+def _applying(module: nn.Module) -> Callable[..., nn.Module]:
+    """Return ``_apply``, what ``to``, ``cuda``, ``half`` and the like call: for all but the offloaded parameters."""
+    apply: Callable[..., nn.Module] = module._apply
+
+    def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = module._parameters
+        absent = {leaf: p for leaf, p in own.items() if p is not None and block_of(p) is not None}
+        for parameter in absent.values():
+            _refuse_conversion(fn, parameter.dtype)
+        _log_ignored_move()
+        module._parameters = {leaf: None if leaf in absent else p for leaf, p in own.items()}
+        try:
+            apply(fn, recurse)
+            own.update((leaf, p) for leaf, p in module._parameters.items() if leaf not in absent)
+        finally:
+            module._parameters = own
+        return module
+
+    return apply_to_others
+
+
+def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
+    """Return ``_apply`` of the whole: it refuses before anything is converted; buffers stay on the compute device."""
+    apply: Callable[..., nn.Module] = model._apply
+
+    def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for dtype in dict.fromkeys(block.dtype for block in offloaded.blocks):
+            _refuse_conversion(fn, dtype)
+        before = [(module, leaf, buffer) for module in model.modules() for leaf, buffer in module._buffers.items()]
+        apply(fn, recurse)
+        for module, leaf, buffer in before:
+            now = module._buffers[leaf]
+            if buffer is not None and now is not None and now.device != buffer.device:
+                module._buffers[leaf] = buffer.to(now.dtype)
+        return model
+
+    return apply_to_others
+
+
+def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    if (other := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+        raise OffloadError(
+            f"an offloaded module cannot be converted from {dtype} to {other}: convert it before megatrain.offload"
+        )
+
+
+class _NoParallel:
+    """Stands where ``DistributedDataParallel`` looks up the parameters to ignore, and refuses."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise OffloadError(
+            "DistributedDataParallel around an offloaded module: its gradients leave for the store before they could "
+            "be averaged. Leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which "
+            "keeps the state of each rank in the store; or train on one rank"
+        )
+
+
+def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``save_pretrained`` with files small enough to be held in memory."""
+
+    def save(*args: Any, **options: Any) -> Any:
+        options.setdefault("max_shard_size", _SHARD_SIZE)
+        return save_pretrained(*args, **options)
+
+    return save
+
+
+def _refuse(what: str, instead: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AbsentWeightError("this module", f"{what} is refused ({instead})")
+
+    return refuse
+
+
+@functools.cache
+def _log_ignored_move() -> None:
+    _log.info("an offloaded module stays where its store computes: moving its parameters is ignored")
+
+
+#: Bytes per trained parameter that an update has in RAM: weights, gradient and the largest optimizer state.
+_STATE_BYTES = 4 + 4 + 8
+
+
+def check_room(
+    store: TieredStore,
+    name: str,
+    units: Sequence[UnitPart],
+    parts: Sequence[Part],
+    weights: Sequence[str],
+    gradients: Sequence[str],
+) -> None:
+    """Refuse what the store has no room for, as homes or while a layer runs; reserve the working set.
+
+    Args:
+        weights: tiers that they may live in, most wanted first.
+        gradients: tiers that they may live in, most wanted first.
+
+    Raises:
+        CapacityError: with the tier, and what it would need.
+        OffloadError: the name is in use.
+    """
+    wanted = [Wanted(part.weight_key, part.weight_bytes, tuple(weights), True) for part in parts]
+    wanted += [
+        Wanted(part.gradient_key, part.gradient_bytes, tuple(gradients), False)
+        for part in parts
+        if part.layout.trainable
+    ]
+    known = {spec.key for spec in store.blocks()}
+    if any(block.key in known for block in wanted):
+        raise OffloadError(f'this store has a module of that name: megatrain.offload(..., name="..."), not "{name}"')
+    shared = shared_state(store)
+    working_bytes = max(shared.working_bytes, _working_bytes(units))
+    before, shared.working_bytes = shared.working_bytes, working_bytes
+    try:
+        homes = shared.placed(wanted)
+        _check_layers(store, units, dict(zip([block.key for block in wanted], homes, strict=True)), wanted)
+    except BaseException:
+        shared.working_bytes = before
+        raise
+
+
+def _check_layers(
+    store: TieredStore, units: Sequence[UnitPart], homes: dict[str, str], wanted: Sequence[Wanted]
+) -> None:
+    """Refuse a compute tier in which a layer does not fit beside the homes there and the modules around it."""
+    where = compute_tier(store)
+    tier = store.tier(where)
+    taken = sum(tier.slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
+    room = room_for_homes(store, where) - taken
+    for unit in units:
+        around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
+        needed = {part.weight_key: part.weight_bytes for other in around for part in other.parts}
+        needed.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
+        need = sum(tier.slot_bytes(nbytes) for key, nbytes in needed.items() if homes[key] != where)
+        if need > room:
+            raise CapacityError(
+                where,
+                need,
+                max(0, room),
+                detail=f"to run {unit.name or 'the module'} with its weights and gradients. Give {where} more room",
+            )
+
+
+def _working_bytes(units: Sequence[UnitPart]) -> int:
+    """Return what the largest unit's update and the next unit's weights take together."""
+    sizes = [sum(part.layout.num_elements for part in unit.parts) for unit in units]
+    return (_STATE_BYTES + 2 * 4) * max(sizes)
