@@ -25,6 +25,7 @@ import torch
 from bench.common import QUICKSTART, ROOT, Report
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve_checkpoint
 from megatrain.data.loader import LoaderPosition
 from megatrain.run.metrics import RunObserver
 from megatrain.trainer import Trainer
@@ -168,7 +169,7 @@ def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tenso
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     pieces: list[torch.Tensor] = []
     with trainer.open():
-        checkpoint = trainer.load(find_candidates(config, print))
+        checkpoint = trainer.load(find_candidates(resolve_checkpoint(config), print))
         assert checkpoint is not None and checkpoint.state.step == NUM_STEPS, checkpoint
         engine = trainer.make_engine(1)
         head = trainer.plan.graph.model.get_output_embeddings()

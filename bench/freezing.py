@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench.common import Report
 from megatrain.optim.base import Segment, Update
-from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
 
@@ -122,7 +122,7 @@ def train_ours(start: Tensor, gradient: Gradient, lr: float, num_steps: int) -> 
     blocks = {"weight": torch.empty_like(start), "low": torch.empty(size, dtype=torch.int16)}
     encode(start.float(), blocks["weight"], blocks["low"])
     blocks |= {"m": torch.zeros(size), "v": torch.zeros(size)}
-    optimizer = AdamW(AdamWConfig(lr, *BETAS, EPS, weight_decay=0.0), threads)
+    optimizer = AdamW(*BETAS, EPS, threads=threads)
     for step in range(num_steps):
         optimizer.update(blocks, gradient(blocks["weight"], step), (Segment(0, size, 0.0),), Update(step + 1, lr))
     master = torch.empty(size)

@@ -36,6 +36,7 @@ from bench.common import QUICKSTART, ROOT, Report
 from bench.compare.processes import import_failure
 from bench.compare.trl_rows import compare_with_trl
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve_evaluation
 from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
@@ -307,7 +308,9 @@ def run_plainly(
     source = config.model.model_name_or_path
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    optimizer = make_plain_optimizer(list(model.named_parameters()), table)
+    optimizer = make_plain_optimizer(
+        list(model.named_parameters()), trainer.run.optimizer, trainer.run.schedule.learning_rate
+    )
     warmup = int(table.warmup_steps if table.warmup_steps >= 1 else math.ceil(table.warmup_steps * len(batches)))
     schedule = get_scheduler(table.lr_scheduler_type, optimizer, warmup, len(batches))
     rows = test_rows(trainer)
@@ -332,7 +335,7 @@ def test_rows(trainer: Trainer) -> list[dict[str, Tensor]]:
     """Return the test rows one by one, without padding."""
     config = trainer.config
     tokenizer = load_tokenizer(config.model.model_name_or_path, chat_template=config.model.chat_template)
-    (each,) = load_evaluation_sets(config, trainer.plan, tokenizer, lambda text: None)
+    (each,) = load_evaluation_sets(resolve_evaluation(config), trainer.plan, tokenizer, lambda text: None)
     data = each.loader.dataset
     rows = []
     for first, end in zip(data.starts[:-1], data.starts[1:], strict=True):

@@ -34,6 +34,7 @@ import torch
 from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import MicroBatches, Ours, StepTimes, batches, run_config
+from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
@@ -115,7 +116,7 @@ class Regime:
         ram = self._arguments.ram
         if ram is None:
             try:
-                plan_run(self._config_with_ram("1MiB"))
+                plan_run(resolve(self._config_with_ram("1MiB")))
                 ram = "1MiB"
             except DoesNotFitError as error:
                 ram = f"{2 * error.need_bytes}B"

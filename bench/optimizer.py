@@ -33,7 +33,7 @@ from bench.common import Report
 from bench.update_sides import MEMORY_BYTES, TEMPORARY_BYTES, Block, Side, ceilings, chains, make_blocks, ours, peers
 from megatrain.optim import clip
 from megatrain.optim.base import Segment, Update
-from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, default_num_threads
 from megatrain.precision import decode, encode
 
@@ -112,7 +112,7 @@ def tell_bits(report: Report) -> None:
             blocks |= {"weight": torch.empty(size, dtype=torch.bfloat16), "low": torch.empty(size, dtype=torch.int16)}
             encode(start, blocks["weight"], blocks["low"])
         threads = KernelThreads(num_threads)
-        AdamW(AdamWConfig(), threads).update(blocks, gradient, (Segment(0, size, 0.1),), update)
+        AdamW(threads=threads).update(blocks, gradient, (Segment(0, size, 0.1),), update)
         threads.close()
         master = torch.empty(size) if split else blocks["weight"]
         if split:

@@ -40,6 +40,7 @@ import torch
 from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import Ours, StepTimes, batches, run_config
+from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.optim.threads import default_num_threads
@@ -166,7 +167,7 @@ class Bench:
         needs = [1]
         for table in self._tables("never", 0.0).values():
             try:
-                plan_run(self._config("plan", table, "1MiB"))
+                plan_run(resolve(self._config("plan", table, "1MiB")))
             except DoesNotFitError as error:
                 needs.append(error.need_bytes)
         return f"{2 * max(needs)}B"

@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.accuracy_cases import CASES, QUICK_CASES, Case, write_config
 from bench.common import QUICKSTART, ROOT, Report
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.plan.what_if import overrides_of
+from megatrain_tier_cli.plan import overrides_of
 
 TOLERANCE = 0.15
 WARM_STEPS = 2
@@ -113,23 +114,25 @@ class Comparison:
         self._tell_bytes(self._name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
         if change:
             other = plan["what_if"][1]
-            changes = [*self._overrides, *overrides_of(change, load_config(self._config).config)]
+            changes = [*self._overrides, *overrides_of(change, resolve(load_config(self._config).config))]
             real = self._real(changes, "what_if")
             name = f"{self._name}.what_if.{self._case.what_if}"
             ratios.append(self._tell_time(name, other["step_s"], real))
-            planned = plan_run(load_config(self._config, (), changes).config)
+            planned = plan_run(resolve(load_config(self._config, (), changes).config))
             assert sum(planned.traffic.values()) == other["moved_bytes"], (planned.traffic, other)
             moved = planned.placement.run_traffic_bytes(self._num_steps)
             self._tell_bytes(name, moved, other["peak_bytes"], other["capacity_bytes"], real)
         return ratios
 
     def _num_parameters(self) -> int:
-        return plan_run(load_config(self._config, (), self._overrides).config).graph.num_parameters
+        return plan_run(resolve(load_config(self._config, (), self._overrides).config)).graph.num_parameters
 
     def _tight_ram(self) -> str:
         """Return a RAM tier that is a third larger than the least that works."""
         try:
-            plan_run(load_config(self._config, (), ["tiers.ram.size=1MiB", *self._case.drive(self._folder)]).config)
+            plan_run(
+                resolve(load_config(self._config, (), ["tiers.ram.size=1MiB", *self._case.drive(self._folder)]).config)
+            )
         except DoesNotFitError as error:
             return f"{error.need_bytes * 4 // 3}B"
         return "1MiB"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.config.resolve import resolve, resolve_data
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
@@ -53,7 +54,7 @@ def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
         config_with_ram: makes the config of a size, such as "1MiB".
     """
     try:
-        plan_run(config_with_ram("1MiB"))
+        plan_run(resolve(config_with_ram("1MiB")))
     except DoesNotFitError as error:
         return config_with_ram(f"{error.need_bytes * 5 // 4}B")
     return config_with_ram("1MiB")
@@ -89,7 +90,7 @@ def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches of step after step."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     loader = BatchLoader(
-        load_dataset(config, tokenizer),
+        load_dataset(resolve_data(config), tokenizer),
         micro_batch_size=config.training.per_device_train_batch_size,
         num_micro_batches=config.training.gradient_accumulation_steps,
         max_length=config.data.max_length,
@@ -142,7 +143,7 @@ class Ours:
         plan: Plan | None = None,
         make_trainer: type[Trainer] = Trainer,
     ) -> None:
-        plan = plan or plan_run(config)
+        plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
         plan.warm_up()  # the device's kernels as well: the first update is made in a step that is measured
         self.optimizer = TimedOptimizer(plan.optimizer)

@@ -29,6 +29,7 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.draw_timeline import PASSES, UPDATES, WAITING, Bar, busy_s, draw, read_bars
 from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
+from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
@@ -132,7 +133,7 @@ def write_picture(bars: Sequence[Bar], title: str, note: str, path: Path) -> Non
 def twice_the_minimum(model: Path, arguments: argparse.Namespace, folder: Path) -> str:
     """Return twice the least RAM tier with which the plan works."""
     try:
-        plan_run(make_config(model, arguments, folder, "1MiB"))
+        plan_run(resolve(make_config(model, arguments, folder, "1MiB")))
     except DoesNotFitError as error:
         return f"{2 * error.need_bytes}B"
     return "1MiB"

@@ -13,10 +13,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megatrain.optim.adafactor import Adafactor, AdafactorConfig
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
-from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, Lion, LionConfig, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.threads import KernelThreads, cut
 from megatrain.precision import encode
 
@@ -123,7 +123,7 @@ def _run_cut(kernel: Callable[..., None], flats: list[np.ndarray[Any, Any]], thr
 
 def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
     """Yield our optimizers: AdamW in every format, with and without the norm, and the others on split masters."""
-    adamw = AdamW(AdamWConfig(LR, *BETAS, EPS, WEIGHT_DECAY), threads)
+    adamw = AdamW(*BETAS, EPS, threads=threads)
     for name in ("fp32", "split"):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):
             call = one_after_the_other([_update(adamw, block, name, grad) for block in blocks])
@@ -132,9 +132,9 @@ def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
     norms = [partial(squared_norm, block.grad16, threads) for block in blocks]
     yield Side("ours.norm_and_split_bf16grad", 28, one_after_the_other([*norms, *updates]))
     others: tuple[Optimizer, ...] = (
-        Lion(LionConfig(LR, weight_decay=WEIGHT_DECAY), threads),
-        SGD(SGDConfig(LR, weight_decay=WEIGHT_DECAY), threads),
-        Adafactor(AdafactorConfig(LR, weight_decay=WEIGHT_DECAY), threads),
+        Lion(threads=threads),
+        SGD(threads=threads),
+        Adafactor(threads=threads),
     )
     for optimizer in others:
         call = one_after_the_other([_update(optimizer, block, "split", "grad") for block in blocks])

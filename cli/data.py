@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -41,9 +42,13 @@ def preview_command(
     """
     loaded = load(config, extra_files, overrides)
 
+    from megatrain.config.resolve import resolve_data, resolve_model
+    from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import preview_rows
 
-    previews = preview_rows(loaded.config, count, row)
+    model = resolve_model(loaded.config)
+    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    previews = preview_rows(resolve_data(loaded.config), tokenizer, count, row)
     if as_json:
         click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
         return 0
@@ -102,17 +107,24 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     """
     loaded = load(config, extra_files, overrides)
 
+    from megatrain.config.resolve import resolve_batch, resolve_data, resolve_model
+    from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
-    from megatrain.plan.packing import packing_with_model
+    from megatrain.models.packed_rows import settle_packing_of
 
-    config_of_run, warning = packing_with_model(loaded.config)
+    model, data, batch = resolve_model(loaded.config), resolve_data(loaded.config), resolve_batch(loaded.config)
+    packing, warning = settle_packing_of(model, data.packing, is_default=data.has_default_packing)
+    data = dataclasses.replace(data, packing=packing)
     if warning:
         click.echo(f"warning: {warning}", err=True)
-    stats = dataset_stats(config_of_run, lambda text: click.echo(text, err=True))
+    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    stats = dataset_stats(
+        data, tokenizer, batch.num_rows, batch.given_rows or 1, lambda text: click.echo(text, err=True)
+    )
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
-    _print_stats(stats, is_packed=bool(config_of_run.data.packing), max_length=config_of_run.data.max_length)
+    _print_stats(stats, is_packed=bool(packing), max_length=data.max_length)
     return 0
 
 

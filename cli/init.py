@@ -33,6 +33,7 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, a
     if not path.absolute().parent.is_dir():
         raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
 
+    from megatrain.config.resolve import default_tiers
     from megatrain.config.starter import starter_toml
     from megatrain.plan.machine import machine_facts, model_facts
 
@@ -40,7 +41,12 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, a
     facts = None
     if model is not None:
         facts = model_facts(_as_written(model, folder), Path(model).expanduser() if _is_path(model) else None)
-    text = starter_toml(machine_facts(folder), task, facts, None if data is None else _as_written(data, folder))
+    text = starter_toml(
+        machine_facts(folder, default_tiers()),
+        task,
+        facts,
+        None if data is None else _as_written(data, folder),
+    )
     schema = _write_schema(folder)
     with path.open("x", encoding="utf-8") as file:
         file.write(text)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tiered.units import parse_size
 
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, RunFailedError
 from .main import describe as describe_error
@@ -18,12 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from megatrain.config.schema import RunConfig
-    from megatrain.plan.plan import Plan
+    from megatrain.evaluation import EvaluationSpec
+    from megatrain.plan.measure import PlanTimer
+    from megatrain.plan.plan import Plan, RunSpec
     from megatrain.plan.simulate import SimulatedStep
-    from megatrain.plan.timed import PlanTimer
     from megatrain.plan.what_if import Alternative, RunLength
-    from megatrain.trainer import Trainer
+
+
+_NEXT_CHANGE = re.compile(r",(?=\s*[A-Za-z_][\w.]*\s*=)")
+_SHORT = "ram, gpu, nvme, batch, length"
 
 
 @click.command("plan")
@@ -60,63 +66,101 @@ def command(
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
+            from megatrain.config.resolve import resolve, resolve_evaluation
             from megatrain.plan.machine import carried_tensors
             from megatrain.plan.placement import DoesNotFitError
-            from megatrain.plan.what_if import overrides_of, plan_alternative
+            from megatrain.plan.what_if import plan_alternative
+            from megatrain.run.metrics import RunObserver
+            from megatrain.trainer import Trainer
 
+        run = resolve(loaded.config)
         try:
-            changes = {text: overrides_of(text, loaded.config) for text in alternatives}
+            changes = {text: overrides_of(text, run) for text in alternatives}
         except ValueError as error:
             raise RunFailedError(f"--what-if: {error}", EXIT_CONFIG) from None
         timer = None
         if measure:
             spinner.stop()  # what is measured is said in lines that stay
-            timer = _measure([loaded.config, *_configs_of(changes.values(), config, extra_files, overrides)])
+            timer = _measure([run, *_runs_of(changes.values(), config, extra_files, overrides)])
         spinner.say("reading the model and planning")
         others = [plan_alternative(text, config, extra_files, overrides, sets, timer) for text, sets in changes.items()]
         try:
             with without_collector():
-                trainer = _trainer(loaded.config)
+                trainer = Trainer(loaded.config, observer=RunObserver())
         except DoesNotFitError as error:
             if not others:
                 raise
             spinner.stop()
             _print_misfit(error, others, as_json=as_json)
             return EXIT_DOES_NOT_FIT
-        plan = trainer.plan if timer is None else timer.timed(trainer.plan, loaded.config)
-        plan = dataclasses.replace(plan, carried_tensors=carried_tensors(loaded.config, plan.graph))
+        plan = trainer.plan if timer is None else timer.timed(trainer.plan)
+        plan = dataclasses.replace(plan, carried_tensors=carried_tensors(plan.run.model, plan.graph))
         num_steps = None
         if count_steps:
             spinner.say("reading the data")
-            training = loaded.config.training
-            num_steps = trainer.make_loader().num_steps(training.num_train_epochs, training.max_steps)
+            num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
     if plan.packing_warning:
         click.echo(f"warning: {plan.packing_warning}", err=True)
-    _print(plan, loaded.config, others, as_json=as_json, simulate=simulate, num_steps=num_steps)
+    evaluation = resolve_evaluation(loaded.config)
+    _print(plan, evaluation, others, as_json=as_json, simulate=simulate, num_steps=num_steps)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
-def _trainer(config: RunConfig) -> Trainer:
-    from megatrain.run.metrics import RunObserver
-    from megatrain.trainer import Trainer
+def overrides_of(text: str, run: RunSpec) -> list[str]:
+    """Return what ``--set`` would be for ``"ram=64GiB,batch=16"``.
 
-    return Trainer(config, observer=RunObserver())
+    Besides any key of the config: ``ram``, ``gpu`` and ``nvme`` (all drives together, or "none") are sizes, ``length``
+    is ``data.max_length``, and ``batch`` the key of the batch that the config uses.
+
+    Raises:
+        ValueError: a part is not ``NAME=VALUE``, or the size of the drives is none.
+    """
+    found: list[str] = []
+    for part in _NEXT_CHANGE.split(text):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not name or not value:
+            raise ValueError(f'"{part}" is not NAME=VALUE. Write for example ram=64GiB; names: {_SHORT}, or any key')
+        if name in ("ram", "gpu"):
+            found.append(f"tiers.{name}.size={value}")
+        elif name == "nvme":
+            found.extend(_drives(value, run))
+        elif name == "length":
+            found.append(f"data.max_length={value}")
+        elif name == "batch":
+            by_tokens = run.batch.given_rows is None
+            found.append(f"training.{'train_batch_tokens' if by_tokens else 'per_device_train_batch_size'}={value}")
+        else:
+            found.append(f"{name}={value}")
+    return found
 
 
-def _configs_of(
+def _drives(value: str, run: RunSpec) -> list[str]:
+    """Return the changes that give all drives together a size; without any, one below ``output_dir``."""
+    if value in ("none", "0"):
+        return ["tiers.nvme=[]"]
+    count = len(run.tiers.drives)
+    if not count:
+        return [f'tiers.nvme=[{{ path = "{run.output_dir / "nvme"}", size = "{value}" }}]']
+    is_share = value == "auto" or value.endswith("%")
+    each = value if is_share else f"{parse_size(value) // count}B"
+    return [f"tiers.nvme.{number}.size={each}" for number in range(count)]
+
+
+def _runs_of(
     alternatives: Iterable[Sequence[str]], path: Path, extra_files: Sequence[Path], overrides: Sequence[str]
-) -> Iterator[RunConfig]:
-    """Yield the configs of the valid alternatives, which may name other drives."""
+) -> Iterator[RunSpec]:
+    """Yield the runs of the valid alternatives, which may name other drives."""
     from megatrain.config import load_config
     from megatrain.config.problems import ConfigError
+    from megatrain.config.resolve import resolve
 
     for changes in alternatives:
         with contextlib.suppress(ConfigError):
-            yield load_config(path, extra_files, [*overrides, *changes]).config
+            yield resolve(load_config(path, extra_files, [*overrides, *changes]).config)
 
 
-def _measure(configs: Iterable[RunConfig]) -> PlanTimer:
-    """Measure the machine and the drives of some configs, and keep the rates for this plan and later ones.
+def _measure(runs: Iterable[RunSpec]) -> PlanTimer:
+    """Measure the machine and the drives of some runs, and keep the rates for this plan and later ones.
 
     Returns:
         What times the steps of plans.
@@ -124,13 +168,13 @@ def _measure(configs: Iterable[RunConfig]) -> PlanTimer:
     from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.doctor.examine import examine
     from megatrain.plan.machine import existing_parent, profile_path, store_profile
-    from megatrain.plan.timed import PlanTimer
+    from megatrain.plan.measure import PlanTimer
 
     def say(what: str) -> None:
         click.echo(f"measuring {what} ...", err=True)
 
-    tables = [table for config in configs for table in config.tiers.nvme]
-    paths = list(dict.fromkeys(existing_parent(table.path) for table in tables))
+    drives = [drive for run in runs for drive in run.tiers.drives]
+    paths = list(dict.fromkeys(existing_parent(drive.path) for drive in drives))
     with terminated_as_interrupted():
         found = examine(paths, quick=True, on_progress=say)
     try:
@@ -142,7 +186,7 @@ def _measure(configs: Iterable[RunConfig]) -> PlanTimer:
 
 def _print(
     plan: Plan,
-    config: RunConfig,
+    evaluation: EvaluationSpec,
     others: Sequence[Alternative],
     *,
     as_json: bool,
@@ -155,7 +199,7 @@ def _print(
 
     simulated = _simulated(plan) if simulate else None
     given = describe(GIVEN, plan) if isinstance(plan, TimedPlan) and plan.estimate is not None else None
-    length = None if given is None else run_length(plan, config, num_steps, given.step_s)
+    length = None if given is None else run_length(plan, num_steps, given.step_s)
     lines = [one for one in (given, *others) if one is not None] if others else []
     if as_json:
         values: dict[str, Any] = {**plan_to_json(plan), "run": None if length is None else length.to_json()}
@@ -167,7 +211,7 @@ def _print(
         return
     print_plan(plan, simulated=simulated)
     if length is not None and given is not None:
-        for line in [*_run_lines(length, given.step_s), *_evaluation_lines(config)]:
+        for line in [*_run_lines(length, given.step_s), *_evaluation_lines(evaluation, plan.run.data.val_size)]:
             click.echo(line)
     if lines:
         _print_alternatives(lines)
@@ -216,16 +260,15 @@ def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
     return lines
 
 
-def _evaluation_lines(config: RunConfig) -> list[str]:
+def _evaluation_lines(spec: EvaluationSpec, val_size: float | None) -> list[str]:
     """Return what is evaluated, and when."""
-    table, val_size = config.evaluation, config.data.val_size
-    sets = [source.shown_name for source in config.data.eval]
+    sets = [source.name for source in spec.sources]
     if val_size is not None:
         share = f"{val_size:.4g} of the rows, kept from training"
         sets = [share if val_size < 1 else f"{val_size:,.0f} rows kept from training"]
-    moments = ["at the start"] if table.eval_on_start else []
-    if table.eval_strategy != "no":
-        every = "after each epoch" if table.eval_strategy == "epoch" else f"every {table.eval_steps:,} steps"
+    moments = ["at the start"] if spec.on_start else []
+    if spec.strategy != "no":
+        every = "after each epoch" if spec.strategy == "epoch" else f"every {spec.every_steps:,} steps"
         moments += [every, "at the end"]
     return [f"evaluated       {', '.join(sets)}: {', '.join(moments)}"] if sets and moments else []
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.optim.lr import num_warmup_steps
-
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
-    from megatrain.models.graph import ModelGraph
+    from megatrain.models.graph import ModelGraph, ModelSpec
+    from megatrain.optim.factory import OptimizerSpec
+    from megatrain.optim.lr import ScheduleSpec
 
 __all__ = ["model_warnings", "schedule_warnings"]
 
@@ -40,24 +39,20 @@ _FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
 _LONG_WARMUP_SHARE = 0.5
 
 
-def model_warnings(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
+def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerSpec, graph: ModelGraph) -> Iterator[str]:
     """Yield what about a config does not suit its model: rows longer than its positions, rates that are far out."""
-    yield from _positions(config, graph)
-    is_new = config.model.train_from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
-    table = config.optimizer
-    yield from _rate("optimizer.learning_rate", table.learning_rate, table.optim, is_new=is_new)
-    for number, group in enumerate(table.groups):
-        if group.learning_rate is not None:
-            key = f"optimizer.groups.{number}.learning_rate"
-            yield from _rate(key, group.learning_rate, table.optim, is_new=is_new)
+    yield from _positions(graph, max_length, from_scratch=model.from_scratch)
+    is_new = model.from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
+    for key, rate in optimizer.learning_rates.items():
+        yield from _rate(key, rate, optimizer.name, is_new=is_new)
 
 
-def _positions(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
-    positions, length = getattr(graph.config.get_text_config(), "max_position_embeddings", None), config.data.max_length
+def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:
+    positions = getattr(graph.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or not 1 < positions < length:
         return
     what = f"data.max_length = {length}, but the model's config.json says max_position_embeddings = {positions}"
-    if config.model.train_from_scratch:
+    if from_scratch:
         yield f"{what}: programs that load it may cut there. Write at most {positions}, or raise it in config.json"
     else:
         yield (
@@ -77,13 +72,12 @@ def _rate(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
         yield f"{what}: the weights hardly change below {bounds.lowest:g}. Write more"
 
 
-def schedule_warnings(config: RunConfig, num_steps: int) -> Iterator[str]:
+def schedule_warnings(schedule: ScheduleSpec, num_steps: int) -> Iterator[str]:
     """Yield what about the warm-up makes no sense in a run of ``num_steps`` steps."""
-    table = config.optimizer
-    warmup = num_warmup_steps(table.warmup_steps, num_steps)
-    if not warmup or table.lr_scheduler_type == "constant":
+    warmup = schedule.num_warmup_steps(num_steps)
+    if not warmup or not schedule.has_warmup:
         return
-    what = f"optimizer.warmup_steps = {table.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
+    what = f"optimizer.warmup_steps = {schedule.warmup:g}: the warm-up takes {warmup} of the {num_steps} steps"
     if warmup >= num_steps:
         yield f"{what}, so that the learning rate never reaches its peak. Write 0, or train for more steps"
     elif warmup > _LONG_WARMUP_SHARE * num_steps:

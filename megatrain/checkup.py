@@ -24,8 +24,21 @@ from megatrain.checkpoint.resume import (
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.load import salvage
+from megatrain.config.resolve import (
+    resolve,
+    resolve_checkpoint,
+    resolve_data,
+    resolve_evaluation,
+    resolve_export,
+    resolve_logging,
+    resolve_model,
+    resolve_optimizer,
+    resolve_tiers,
+    with_packing,
+)
+from megatrain.config.resolved import to_toml
 from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.rows_report import DataError, check_losses, source_names
+from megatrain.data.rows_report import DataError, check_losses
 from megatrain.evaluation import load_evaluation_sets
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
@@ -38,7 +51,6 @@ from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError
 from megatrain.plan import machine
 from megatrain.plan.limits import drive_paths, find_objections
-from megatrain.plan.packing import with_packing
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -49,7 +61,6 @@ from megatrain.trainer import (
     check_positions,
     check_token_ids,
     describe_model,
-    learning_rates,
     make_loader,
     tokenizer_of,
 )
@@ -190,20 +201,20 @@ class _Checkup:
 
     def _look_at_loggers(self) -> Iterator[Finding]:
         try:
-            check_loggers(self._config)
+            check_loggers(resolve_logging(self._config))
         except ConfigError as error:
             for each in error.problems:
                 yield Finding("loggers", "problem", str(each), "config")
 
     def _look_at_model(self) -> Iterator[Finding]:
-        config, table = self._config, self._config.model
-        device = machine.resolve_device(config.model_copy(update={"device": "auto"} if config.device == "cuda" else {}))
+        config, table, model = self._config, self._config.model, resolve_model(self._config)
+        device = machine.resolve_device("auto" if config.device == "cuda" else config.device)
         if config.device == "cuda" and device.type != "cuda":
             text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
             yield Finding("device", "problem", text, "config")
             self._is_planned = False
         self._device = device
-        dtype = machine.resolve_compute_dtype(config, device)
+        dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
         folder = table.model_name_or_path
         graph = build_graph(
             folder,
@@ -226,10 +237,10 @@ class _Checkup:
             if carried.names:
                 yield Finding("model", "note", f"{carried}. An export copies them: keep this folder")
         try:
-            check_positions(config, graph)
+            check_positions(model, config.data.max_length, graph)
         except ConfigError as error:
             yield from (Finding("model", "problem", str(each), "config") for each in error.problems)
-        for text in model_warnings(config, graph):
+        for text in model_warnings(model, config.data.max_length, resolve_optimizer(config.optimizer), graph):
             yield Finding("model", "warning", text)
 
     def _look_at_tokenizer(self) -> Iterator[Finding]:
@@ -241,7 +252,7 @@ class _Checkup:
             except ModelFolderError:
                 yield Finding("tokenizer", "note", "not looked at before the model's config.json is right")
                 return
-        self._tokenizer = tokenizer_of(self._config)
+        self._tokenizer = tokenizer_of(resolve_model(self._config))
         template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
         yield Finding("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
 
@@ -250,19 +261,21 @@ class _Checkup:
             yield Finding("data", "note", "not looked at without a tokenizer")
             return
         try:
-            dataset = load_dataset(self._config, self._tokenizer)
+            dataset = load_dataset(resolve_data(self._config), self._tokenizer)
         except DataError as error:
             yield from self._each_source(error)
             return
         self._dataset = dataset
         if self._graph is not None:
-            check_token_ids(self._config, dataset, self._graph)
+            check_token_ids(resolve_model(self._config), dataset, self._graph)
         head = str(dataset.report).splitlines()[0]
         proven = "; every mask proven" if self._config.task == "sft" else ""
         yield Finding("data", "ok", f"{head}{proven}")
         yield from self._rows_left_out(dataset.report)
         if self._bad_rows == "drop":
-            for text in check_losses(dataset.report, source_names(self._config.data), self._config.data.max_dropped):
+            for text in check_losses(
+                dataset.report, resolve_data(self._config).source_names, self._config.data.max_dropped
+            ):
                 yield Finding("data", "warning", text)
 
     def _each_source(self, error: DataError) -> Iterator[Finding]:
@@ -274,9 +287,8 @@ class _Checkup:
             return
         found = []
         for source in sources:
-            only = self._config.data.model_copy(update={"train": (source,), "val_size": None})
             try:
-                load_dataset(self._config.model_copy(update={"data": only}), self._tokenizer)
+                load_dataset(resolve_data(self._config, [source]), self._tokenizer)
             except DataError as each:
                 found.append(problem("data", each))
         yield from found or [problem("data", error)]
@@ -299,8 +311,8 @@ class _Checkup:
         if self._graph is None or not self._is_planned:
             yield Finding("plan", "note", "not made without a model and a device for it")
             return
-        self._plan = plan = plan_run(self._config)
-        self._config = with_packing(self._config, plan.packing)
+        self._plan = plan = plan_run(resolve(self._config))
+        self._config = with_packing(self._config, plan.run.data.packing)
         if plan.packing_warning:
             yield Finding("plan", "warning", plan.packing_warning)
         sizes = ", ".join(
@@ -314,18 +326,21 @@ class _Checkup:
             return
         said: list[str] = []
         warnings: list[str] = []
-        load_evaluation_sets(self._config, self._plan, self._tokenizer, said.append, self._dataset, warnings.append)
+        load_evaluation_sets(
+            resolve_evaluation(self._config), self._plan, self._tokenizer, said.append, self._dataset, warnings.append
+        )
         yield from (Finding("eval data", "ok", text.splitlines()[0]) for text in said)
         yield from (Finding("eval data", "warning", text) for text in warnings)
 
     def _look_at_drives(self) -> Iterator[Finding]:
         """Show where each path of the NVMe tier lies, and what the config gives the tiers that is not there."""
-        for path in drive_paths(self._config):
+        tiers = resolve_tiers(self._config)
+        for path in drive_paths(tiers.drives):
             yield Finding("drive", "ok", str(path))
         if self._device is None:
             return
         needs = None if self._plan is None else self._plan.totals
-        for each in find_objections(self._config, self._device, needs):
+        for each in find_objections(tiers, self._device, needs):
             subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
             if each.refuses:
                 yield Finding(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
@@ -350,36 +365,37 @@ class _Checkup:
                 check_ours(table.path)
         if self._plan is None or not is_usable:
             return
-        check_drives(self._config, self._plan)
+        check_drives(self._plan)
         yield Finding("disk", "ok", f"room for blocks, and for {self._config.checkpoint.save_total_limit} checkpoints")
 
     def _look_at_steps(self) -> Iterator[Finding]:
         if self._plan is None or self._dataset is None or self._tokenizer is None:
             return
-        config, training = self._config, self._config.training
-        loader = make_loader(config, self._plan, self._dataset, self._tokenizer)
-        num_steps = loader.num_steps(training.num_train_epochs, training.max_steps)
+        run = self._plan.run
+        loader = make_loader(self._plan, self._dataset, self._tokenizer)
+        num_steps = loader.num_steps(run.num_epochs, run.max_steps)
         try:
-            learning_rates(config, num_steps)
+            run.schedule.build(num_steps)
         except ScheduleError as error:
             yield problem("steps", error)
-        for text in schedule_warnings(config, num_steps):
+        for text in schedule_warnings(run.schedule, num_steps):
             yield Finding("steps", "warning", text)
         self._num_steps = num_steps
         text = f"{num_steps:,} steps, {num_steps / loader.steps_per_epoch:.4g} epochs of {loader.steps_per_epoch:,}"
         yield Finding("steps", "ok", text)
 
     def _look_at_checkpoints(self) -> Iterator[Finding]:
-        owner = living_owner(self._config.output_dir)
+        spec, dtype = resolve_checkpoint(self._config), resolve_export(self._config).dtype
+        owner = living_owner(spec.output_dir)
         if owner is not None:
             yield Finding("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
         drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
-        yield from (Finding("checkpoints", "note", text) for text in describe_drives(self._config, drive_bytes))
+        yield from (Finding("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
         notices: list[str] = []
         try:
-            candidates = find_candidates(self._config, notices.append)
+            candidates = find_candidates(spec, notices.append)
         except LostCheckpointsError as lost:
-            if self._num_steps is None or already_done(self._config, lost.newest, self._num_steps) is None:
+            if self._num_steps is None or already_done(lost.newest, self._num_steps, spec.output_dir, dtype) is None:
                 raise
             yield Finding("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
             return
@@ -392,15 +408,18 @@ class _Checkup:
             return
         changes: list[str] = []
         check_changes(
-            self._config,
+            to_toml(self._config),
             candidates[0],
-            describe_model(self._config, self._plan),
+            describe_model(self._plan),
             self._dataset.fingerprint(),
             allow=False,
             on_notice=changes.append,
         )
         yield from (Finding("checkpoints", "note", text) for text in changes)
-        if self._num_steps is not None and already_done(self._config, candidates[0], self._num_steps) is not None:
+        if (
+            self._num_steps is not None
+            and already_done(candidates[0], self._num_steps, spec.output_dir, dtype) is not None
+        ):
             yield Finding("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield Finding("checkpoints", "ok", f"continues from {candidates[0]}")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, load_dataset
 from megatrain.data.encoding import pad_token_id
@@ -18,20 +18,55 @@ from megatrain.engine.step import EvaluationEngine
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.placement import Traffic
 from megatrain.run.metrics import EvaluationMetrics, RunObserver
-from megatrain.tiers import lookahead_bytes, set_schedule
+from megatrain.tiers import set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.config.schema import RunConfig
-    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.dataset import DataSpec, TokenDataset
     from megatrain.plan.plan import Plan
     from megatrain.run.activity import Activity
     from megatrain.run.timeline import Timeline
     from tiered import TieredStore
 
 __all__ = ["EvaluationSet", "Evaluator", "load_evaluation_sets", "traffic_of_passes"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSource:
+    """Rows of one ``[[data.eval]]``.
+
+    Attributes:
+        name: as in metrics.
+        label: what messages call it.
+        data: how they are read.
+    """
+
+    name: str
+    label: str
+    data: DataSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSpec:
+    """When a run evaluates, and on what.
+
+    Attributes:
+        strategy: "steps", "epoch" or "no"; unless "no", also at the end.
+        every_steps: with "steps": from one evaluation to the next.
+        on_start: also before the first step.
+        rows: of a micro-batch, at most; None: as in training.
+        max_samples: rows that are used of what training does not get; None: all.
+        sources: further rows.
+    """
+
+    strategy: Literal["no", "steps", "epoch"]
+    every_steps: int
+    on_start: bool
+    rows: int | None
+    max_samples: int | None
+    sources: tuple[EvaluationSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +100,7 @@ class EvaluationSet:
 
 
 def load_evaluation_sets(
-    config: RunConfig,
+    spec: EvaluationSpec,
     plan: Plan,
     tokenizer: PreTrainedTokenizerFast,
     on_message: Callable[[str], None],
@@ -82,55 +117,53 @@ def load_evaluation_sets(
     Raises:
         DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
     """
-    table = config.evaluation
-    if table.eval_strategy == "no" and not table.eval_on_start:
+    if spec.strategy == "no" and not spec.on_start:
         return []
-    rows = min(table.per_device_eval_batch_size or plan.micro_batch_size, plan.micro_batch_size)
-    if rows < (table.per_device_eval_batch_size or 0):
+    run = plan.run
+    rows = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size)
+    if rows < (spec.rows or 0):
         on_message(f"evaluations use micro-batches of {rows} rows: memory is planned for those of training")
     num_micro_batches = plan.num_micro_batches * plan.micro_batch_size // rows
     sets = []
-    for number, (name, dataset) in enumerate(_datasets(config, tokenizer, on_message, training, on_warning)):
+    for number, (name, dataset) in enumerate(_datasets(spec, run.data, tokenizer, on_message, training, on_warning)):
         check_ids(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
         loader = BatchLoader(
             dataset,
             micro_batch_size=rows,
             num_micro_batches=num_micro_batches,
-            max_length=config.data.max_length,
-            packing=bool(config.data.packing),
-            data_seed=config.data_seed,
+            max_length=run.batch.max_length,
+            packing=bool(run.data.packing),
+            data_seed=run.data.seed,
             pad_token_id=pad_token_id(tokenizer),
         )
         # As in training: no more rows share a pass than memory is planned for.
-        together = num_micro_batches if config.advanced.micro_batch_order == "layer" else 1
-        sets.append(EvaluationSet(name, loader, num_micro_batches, together))
+        sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches)))
     return sets
 
 
 def _datasets(
-    config: RunConfig,
+    spec: EvaluationSpec,
+    data: DataSpec,
     tokenizer: PreTrainedTokenizerFast,
     on_message: Callable[[str], None],
     training: TokenDataset | None,
     on_warning: Callable[[str], None],
 ) -> Iterator[tuple[str, TokenDataset]]:
     """Yield the sets by name: rows kept from training, or each ``[[data.eval]]``."""
-    limit = config.evaluation.eval_max_samples
-    if config.data.val_size is not None:
-        whole = load_dataset(config, tokenizer, on_message) if training is None else training
-        dataset = held_out_part(whole, limit)
+    if data.val_size is not None:
+        whole = load_dataset(data, tokenizer, on_message) if training is None else training
+        dataset = held_out_part(whole, spec.max_samples)
         on_message(f"{NAME}: {describe(dataset)}")
         yield NAME, dataset
-    for number, source in enumerate(config.data.eval):
-        only = config.data.model_copy(update={"train": (source.as_source(limit),)})
+    for number, source in enumerate(spec.sources):
         try:
-            dataset = load_dataset(config.model_copy(update={"data": only}), tokenizer, on_message)
+            dataset = load_dataset(source.data, tokenizer, on_message)
         except DataError as error:
             raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
-        on_message(f"{source.shown_name}: {dataset.report}")
-        for text in check_losses(dataset.report, [f"data.eval.{number} ({source.path})"], config.data.max_dropped):
+        on_message(f"{source.name}: {dataset.report}")
+        for text in check_losses(dataset.report, [source.label], data.max_dropped):
             on_warning(text)
-        yield source.shown_name, dataset
+        yield source.name, dataset
 
 
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
@@ -145,6 +178,8 @@ class Evaluator:
     """Evaluates when the config asks for it. Used by the thread that trains.
 
     Args:
+        spec: when, and on what.
+        plan: of the run.
         store: of the run, with its weights.
         sets: what to evaluate on.
         observer: gets each evaluation.
@@ -159,7 +194,7 @@ class Evaluator:
 
     def __init__(
         self,
-        config: RunConfig,
+        spec: EvaluationSpec,
         plan: Plan,
         store: TieredStore,
         sets: Sequence[EvaluationSet],
@@ -172,8 +207,8 @@ class Evaluator:
         should_stop: Callable[[], bool],
         before: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     ) -> None:
-        self._table, self._cross_entropy = config.evaluation, LigerCrossEntropy.of(config.model)
-        self._lookahead_bytes = lookahead_bytes(config)
+        self._spec = spec
+        self._cross_entropy = LigerCrossEntropy() if plan.run.model.use_liger_kernel else None
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
@@ -189,20 +224,20 @@ class Evaluator:
         return name in self.latest and self.latest[name].step == step
 
     def _is_wanted(self, step: int) -> bool:
-        strategy = self._table.eval_strategy
+        strategy = self._spec.strategy
         if step == 0:
-            return self._table.eval_on_start
+            return self._spec.on_start
         if strategy == "no":
             return False
         return step == self._max_steps or step % self._interval == 0
 
     @property
     def _interval(self) -> int:
-        return self._steps_per_epoch if self._table.eval_strategy == "epoch" else self._table.eval_steps
+        return self._steps_per_epoch if self._spec.strategy == "epoch" else self._spec.every_steps
 
     def next_step(self, step: int) -> int:
         """Return the first step after ``step`` at which an evaluation, or the end of the run, interrupts training."""
-        if not self._sets or self._table.eval_strategy == "no":
+        if not self._sets or self._spec.strategy == "no":
             return self._max_steps
         return min(self._max_steps, (step // self._interval + 1) * self._interval)
 
@@ -243,7 +278,7 @@ class Evaluator:
     def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int]:
         """Return the loss summed over the tokens of a set, and their number."""
         schedule = engine.program.schedule(self._plan.placement.homes, each.num_passes)
-        set_schedule(self._store, schedule, self._lookahead_bytes)
+        set_schedule(self._store, schedule, self._plan.run.prefetch_bytes)
         terms: list[float] = []
         num_tokens = 0
         for number, micro_batches in enumerate(each.passes()):

@@ -11,21 +11,19 @@ from typing import TYPE_CHECKING
 from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.plan.machine import existing_parent, own_drive_bytes
-from megatrain.plan.placement import DURABLE_KINDS, MIN_GENERATIONS, DoesNotFitError
+from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.ext import files_below, plan_chunks
 from tiered.units import format_size
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
     from megatrain.plan.plan import Plan
     from tiered import Event, Schedule, Tier
 
-__all__ = ["check_drives", "lookahead_bytes", "make_tiers", "open_store", "register_blocks", "reserve", "set_schedule"]
+__all__ = ["check_drives", "make_tiers", "open_store", "register_blocks", "reserve", "set_schedule"]
 
 
 def open_store(
-    config: RunConfig,
     plan: Plan,
     *,
     on_notice: Callable[[str], None] = lambda text: None,
@@ -41,15 +39,15 @@ def open_store(
         LockedError: another run uses an NVMe path.
         UnusableDirectoryError: an NVMe path holds other files.
     """
-    checkpoints = config.output_dir / CHECKPOINTS_NAME
-    tiers = make_tiers(config, plan, on_notice)
+    run, checkpoints = plan.run, plan.run.output_dir / CHECKPOINTS_NAME
+    tiers = make_tiers(plan, on_notice)
     try:
         store = TieredStore(
             tiers,
-            LRU() if config.advanced.eviction_policy == "lru" else Belady(),
+            LRU() if run.eviction == "lru" else Belady(),
             path=str(checkpoints),
-            keep_generations=config.checkpoint.save_total_limit,
-            on_full=config.tiers.on_disk_full,
+            keep_generations=run.checkpoint.keep,
+            on_full=run.tiers.on_full,
             on_notice=on_notice,
             on_event=on_event,
         )
@@ -57,13 +55,14 @@ def open_store(
         for tier in tiers:  # no store owns them
             tier.close()
         raise
-    for table in config.tiers.nvme:
-        write_readme(table.path, checkpoints)
+    for drive in run.tiers.drives:
+        write_readme(drive.path, checkpoints)
     return store
 
 
-def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] | None = None) -> list[Tier]:
+def make_tiers(plan: Plan, on_notice: Callable[[str], None] | None = None) -> list[Tier]:
     """Return the tiers of a run, fast to slow, with the planned capacities."""
+    specs = plan.run.tiers
     tiers: list[Tier] = []
     for name, budget in plan.budgets_by_tier.items():
         if name == "gpu":
@@ -74,16 +73,16 @@ def make_tiers(config: RunConfig, plan: Plan, on_notice: Callable[[str], None] |
         else:
             tiers.append(
                 NvmeTier(
-                    [str(table.path) for table in config.tiers.nvme],
+                    [str(drive.path) for drive in specs.drives],
                     budget.capacity_bytes,
-                    rates=plan.nvme_rates,
-                    chunk_bytes=config.advanced.file_size,
-                    engine=config.tiers.engine,
+                    rates=specs.rates,
+                    chunk_bytes=specs.file_bytes,
+                    engine=specs.engine,
                     past_ram=bool(budget.direct_to),
-                    verify=config.tiers.verify,
-                    on_full=config.tiers.on_disk_full,
+                    verify=specs.verify,
+                    on_full=specs.on_full,
                     on_notice=on_notice,
-                    max_written_bytes=[table.max_written for table in config.tiers.nvme],
+                    max_written_bytes=[drive.max_written_bytes for drive in specs.drives],
                 )
             )
     return tiers
@@ -104,12 +103,6 @@ def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> 
             store.reserve(tier, sign * count)
 
 
-def lookahead_bytes(config: RunConfig) -> int | None:
-    """Return how far ahead of the steps the prefetcher may fetch; None: as far as there is room."""
-    prefetch = config.advanced.prefetch
-    return prefetch if isinstance(prefetch, int) else None
-
-
 def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:
     """Replace the schedule of the prefetcher; it may fetch ``lookahead_bytes`` ahead, None: as much as there is room.
 
@@ -121,7 +114,7 @@ def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | 
     store.set_schedule(schedule, lookahead_bytes=lookahead_bytes)
 
 
-def check_drives(config: RunConfig, plan: Plan) -> None:
+def check_drives(plan: Plan) -> None:
     """Refuse drives that have less free space than the plan puts on them; files of earlier runs are free space.
 
     On the drive of ``output_dir`` ``checkpoint.min_free_disk`` counts as well: without it no save would ever begin.
@@ -129,11 +122,11 @@ def check_drives(config: RunConfig, plan: Plan) -> None:
     Raises:
         DoesNotFitError: with the bytes that the drive would need.
     """
-    table, checkpoints = config.checkpoint, config.output_dir / CHECKPOINTS_NAME
-    generations = max(table.save_total_limit, MIN_GENERATIONS) if table.is_on else 0
-    needs = _drive_needs(config, plan, generations)
-    owned = {each.path: own_drive_bytes(each.path, checkpoints) for each in config.tiers.nvme}
-    own_files = [*files_below(checkpoints), *files_below(config.output_dir / COPIES_NAME)]
+    spec = plan.run.checkpoint
+    checkpoints = spec.output_dir / CHECKPOINTS_NAME
+    needs = _drive_needs(plan)
+    owned = {path: own_drive_bytes(path, checkpoints) for path in spec.drives}
+    own_files = [*files_below(checkpoints), *files_below(spec.output_dir / COPIES_NAME)]
     sizes = {status.st_ino: status.st_blocks * 512 for status in (file.lstat() for file in own_files)}
     owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
     drives: dict[int, list[Path]] = {}
@@ -146,28 +139,28 @@ def check_drives(config: RunConfig, plan: Plan) -> None:
             tier = "output_dir" if paths == [checkpoints] else "nvme"
             advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
             on_drives = any(path != checkpoints for path in paths)
-            if generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
-                advice += f" {generations} checkpoints are part of it: lower checkpoint.save_total_limit."
-            if checkpoints in paths and plan.copies and plan.checkpoint_bytes_on_drives:
-                size = format_size(plan.copies * plan.checkpoint_bytes_on_drives)
+            if spec.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
+                advice += f" {spec.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+            if checkpoints in paths and spec.num_copies and plan.checkpoint_bytes_on_drives:
+                size = format_size(spec.num_copies * plan.checkpoint_bytes_on_drives)
                 advice += f" {size} of it are for whole copies: checkpoint.save_copy."
-            if checkpoints in paths and table.min_free_disk:
-                advice += f" {format_size(table.min_free_disk)} of it stay free: checkpoint.min_free_disk."
+            if checkpoints in paths and spec.min_free_bytes:
+                advice += f" {format_size(spec.min_free_bytes)} of it stay free: checkpoint.min_free_disk."
             raise DoesNotFitError(tier, need, have, advice)
 
 
-def _drive_needs(config: RunConfig, plan: Plan, generations: int) -> Counter[Path]:
+def _drive_needs(plan: Plan) -> Counter[Path]:
     """Return path -> bytes that the run may come to hold there."""
-    rates, paths = tuple(plan.nvme_rates), [table.path for table in config.tiers.nvme]
+    spec, tiers = plan.run.checkpoint, plan.run.tiers
     needs = Counter[Path]()
     for key, block in plan.program.blocks.items():
         if plan.placement.homes[key] == "nvme":
-            cut = plan_chunks(block.nbytes, rates, config.advanced.file_size)
-            sets = 1 + (generations if block.kind in DURABLE_KINDS else 0)
+            cut = plan_chunks(block.nbytes, tiers.rates, tiers.file_bytes)
+            sets = 1 + (spec.num_generations if block.kind in DURABLE_KINDS else 0)
             for path_index, count in Counter(cut.path_of_chunk).items():
-                needs[paths[path_index]] += sets * cut.chunk_bytes * count
-    if generations:
-        in_output_dir = generations * plan.checkpoint_bytes_in_output_dir + config.checkpoint.min_free_disk
-        in_output_dir += plan.copies * plan.checkpoint_bytes_on_drives
-        needs[config.output_dir / CHECKPOINTS_NAME] += in_output_dir
+                needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
+    if spec.is_on:
+        in_output_dir = spec.num_generations * plan.checkpoint_bytes_in_output_dir + spec.min_free_bytes
+        in_output_dir += spec.num_copies * plan.checkpoint_bytes_on_drives
+        needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
-import torch
 
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.checkpoint.copier import CheckpointCopier
@@ -28,13 +27,13 @@ from megatrain.checkpoint.resume import (
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState, installed_versions, now_text
 from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.resolve import resolve, resolve_evaluation, resolve_logging, with_packing
 from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
-from megatrain.data.rows_report import check_losses, source_names
+from megatrain.data.rows_report import check_losses
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
-from megatrain.engine.objective import Objective
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
@@ -45,9 +44,7 @@ from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
-from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
 from megatrain.plan.limits import refuse
-from megatrain.plan.packing import with_packing
 from megatrain.plan.placement import DURABLE_KINDS
 from megatrain.plan.planner import plan_run
 from megatrain.report.history import write_plan, write_summary
@@ -59,7 +56,7 @@ from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
-from megatrain.tiers import check_drives, lookahead_bytes, open_store, register_blocks, reserve, set_schedule
+from megatrain.tiers import check_drives, open_store, register_blocks, reserve, set_schedule
 from megatrain.weights import RandomWeights, Weights, WeightSource
 from tiered import checksum
 
@@ -68,6 +65,7 @@ if TYPE_CHECKING:
 
     from megatrain.config.schema import RunConfig
     from megatrain.evaluation import EvaluationSet
+    from megatrain.models.graph import ModelSpec
     from megatrain.plan.plan import Plan
     from tiered import StoreStats, TieredStore
 
@@ -99,6 +97,7 @@ class Trainer:
     Attributes:
         config: of the run, with ``data.packing`` as the model allows it.
         plan: of the run.
+        run: its values.
         activity: what the run is doing.
         store: from ``open`` on, all blocks.
         weights: from ``open`` on, those of the store.
@@ -127,15 +126,17 @@ class Trainer:
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
     ) -> None:
-        self.plan = plan or plan_run(config)
-        self.config = with_packing(config, self.plan.packing)
+        self.plan = plan or plan_run(resolve(config))
+        self.run = self.plan.run
+        self.config = with_packing(config, self.run.data.packing)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
         self._allow_config_change = allow_config_change
         self._exit_code_of = exit_code_of
+        self._evaluation, self._logging = resolve_evaluation(self.config), resolve_logging(self.config)
         self._engine: StepEngine | None = None
         self._saver: Saver | None = None
-        check_positions(self.config, self.plan.graph)
+        check_positions(self.run.model, self.run.batch.max_length, self.plan.graph)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class Trainer:
             if summary is None:
                 with self.open(), self._resumed(candidates):
                     summary = self._run()
-                    write_summary(summary, self.config.output_dir)
+                    write_summary(summary, self.run.output_dir)
                     for logger in self._loggers:
                         logger.on_end(summary)
             # The status says "done" only after the store is closed without an error.
@@ -214,22 +215,26 @@ class Trainer:
 
     def _check(self) -> None:
         refuse(self.plan.objections)
-        check_loggers(self.config)
+        check_loggers(self._logging)
         check_writable(self.config)
-        check_target(self.config.output_dir / FINAL_NAME)
+        check_target(self.run.output_dir / FINAL_NAME)
 
     def _load_data(self) -> None:
         """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
-        config, plan = self.config, self.plan
+        run, plan = self.run, self.plan
         self.activity.begin("reading the data")
         self.loader = self.make_loader()
-        self._num_steps = self.loader.num_steps(config.training.num_train_epochs, config.training.max_steps)
-        self._learning_rate = learning_rates(config, self._num_steps)
+        self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
+        self._learning_rate = run.schedule.build(self._num_steps)
         self._evaluation_sets: Sequence[EvaluationSet] = load_evaluation_sets(
-            config, plan, tokenizer_of(config), self.observer.on_message, self.loader.dataset, self._warn
+            self._evaluation, plan, tokenizer_of(run.model), self.observer.on_message, self.loader.dataset, self._warn
         )
         warnings = [plan.packing_warning] if plan.packing_warning else []
-        for text in (*warnings, *model_warnings(config, plan.graph), *schedule_warnings(config, self._num_steps)):
+        for text in (
+            *warnings,
+            *model_warnings(run.model, run.batch.max_length, run.optimizer, plan.graph),
+            *schedule_warnings(run.schedule, self._num_steps),
+        ):
             self._warn(text)
 
     def make_loader(self) -> BatchLoader:
@@ -238,13 +243,13 @@ class Trainer:
         Raises:
             DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
-        config, tokenizer = self.config, tokenizer_of(self.config)
-        dataset = load_dataset(config, tokenizer, self.observer.on_message)
-        check_token_ids(config, dataset, self.plan.graph)
+        data, tokenizer = self.run.data, tokenizer_of(self.run.model)
+        dataset = load_dataset(data, tokenizer, self.observer.on_message)
+        check_token_ids(self.run.model, dataset, self.plan.graph)
         self.observer.on_message(str(dataset.report))
-        for text in check_losses(dataset.report, source_names(config.data), config.data.max_dropped):
+        for text in check_losses(dataset.report, data.source_names, data.max_dropped):
             self._warn(text)
-        return make_loader(config, self.plan, dataset, tokenizer)
+        return make_loader(self.plan, dataset, tokenizer)
 
     def _warn(self, text: str) -> None:
         self.observer.on_message(f"warning: {text}")
@@ -254,10 +259,10 @@ class Trainer:
         """Own ``output_dir``, with its ``status.json`` among the observers."""
         given = self.observer
         with (
-            RunFolder(self.config.output_dir) as folder,
+            RunFolder(self.run.output_dir) as folder,
             StatusWriter(
                 folder.path,
-                run_name=self.config.run_name,
+                run_name=self.run.name,
                 activity=self.activity,
                 is_paused=self.is_paused,
                 exit_code_of=self._exit_code_of,
@@ -271,18 +276,20 @@ class Trainer:
 
     def _find_checkpoints(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
         """Return the checkpoints to start from, best first, and the summary of a run that has nothing left to do."""
-        config, are_lost = self.config, False
+        run, are_lost = self.run, False
         try:
-            candidates = find_candidates(config, self.observer.on_message)
+            candidates = find_candidates(run.checkpoint, self.observer.on_message)
         except LostCheckpointsError as lost:
             # The user may have deleted them once there was the model.
-            if already_done(config, lost.newest, self._num_steps) is None:
+            if already_done(lost.newest, self._num_steps, run.output_dir, run.export.dtype) is None:
                 raise
             candidates, are_lost = [lost.newest], True
         else:
             if candidates:
                 self._check_changes(candidates[0], allow=self._allow_config_change)
-        summary = already_done(config, candidates[0], self._num_steps) if candidates else None
+        summary = None
+        if candidates:
+            summary = already_done(candidates[0], self._num_steps, run.output_dir, run.export.dtype)
         if summary is None:
             return candidates, None
         self.observer.on_message(
@@ -292,14 +299,14 @@ class Trainer:
         if not are_lost:
             self._copy_last(candidates[0])
         return candidates, replace(
-            summary, evaluations=last_evaluations(config.output_dir / METRICS_NAME, summary.num_steps)
+            summary, evaluations=last_evaluations(run.output_dir / METRICS_NAME, summary.num_steps)
         )
 
     def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
         check_changes(
-            self.config,
+            to_toml(self.config),
             checkpoint,
-            describe_model(self.config, self.plan),
+            describe_model(self.plan),
             self.loader.dataset.fingerprint(),
             allow=allow,
             on_notice=self.observer.on_message,
@@ -309,7 +316,7 @@ class Trainer:
         """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
         if not checkpoint.is_copy:
             drive_bytes = self.plan.checkpoint_bytes_on_drives
-            with CheckpointCopier(self.config, drive_bytes, self.observer.on_message) as copier:
+            with CheckpointCopier(self.run.checkpoint, drive_bytes, self.observer.on_message) as copier:
                 copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
                 copier.finish()
 
@@ -324,28 +331,28 @@ class Trainer:
             DoesNotFitError: a drive has too little free space.
             LockedError: another run uses an NVMe path.
         """
-        config, plan = self.config, self.plan
+        run, plan = self.run, self.plan
         # Everything that can be refused is looked at before anything is allocated.
         source = self._weight_source()
-        if config.model.use_liger_kernel:
-            apply_liger_kernels(plan.graph.model, with_mlps=not config.model.mlp_rows)
-        check_drives(config, plan)
+        if run.model.use_liger_kernel:
+            apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
+        check_drives(plan)
         self.timeline = Timeline()
         notice, model_type = self.observer.on_message, type(plan.graph.model).__name__
         # The store closes first, while errors of the device are still explained.
         with (
             device_errors_explained(),
-            deterministic_kernels(plan.device, model_type, enabled=config.full_determinism),
-            open_store(config, plan, on_notice=notice, on_event=self.timeline.on_event) as self.store,
+            deterministic_kernels(plan.device, model_type, enabled=run.is_deterministic),
+            open_store(plan, on_notice=notice, on_event=self.timeline.on_event) as self.store,
         ):
             self.weights = Weights(self.store, plan, source, self.activity, notice)
             yield self
 
     def _weight_source(self) -> WeightSource:
         model = self.plan.graph.model
-        if self.config.model.train_from_scratch:
-            return RandomWeights(model, self.config.seed)
-        source = WeightLoader(self.config.model.model_name_or_path, model)
+        if self.run.model.from_scratch:
+            return RandomWeights(model, self.run.seed)
+        source = WeightLoader(self.run.model.folder, model)
         if source.origin.carried.names:
             self.observer.on_message(str(source.origin.carried))
         return source
@@ -378,39 +385,39 @@ class Trainer:
     @contextmanager
     def _resumed(self, candidates: Sequence[Checkpoint]) -> Iterator[None]:
         """Load, and put the run at the step of its checkpoint, with all that saves, evaluates and reports its steps."""
-        config, plan, tell = self.config, self.plan, self.observer.on_message
+        run, plan, tell = self.run, self.plan, self.observer.on_message
         checkpoint = self.load(candidates)
         if checkpoint is not None and checkpoint is not candidates[0]:
             # The newest one has this config, or it was allowed; this one may have been saved before it changed.
             self._check_changes(checkpoint, allow=True)
         drive_bytes = plan.checkpoint_bytes_on_drives
-        for line in describe_drives(config, drive_bytes):
+        for line in describe_drives(run.checkpoint, drive_bytes):
             tell(line)
         # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
-            self.copier = stack.enter_context(CheckpointCopier(config, drive_bytes, tell))
+            self.copier = stack.enter_context(CheckpointCopier(run.checkpoint, drive_bytes, tell))
             in_store = checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy
             if checkpoint is not None and in_store:
                 self.copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
             step = None if checkpoint is None else checkpoint.state.step
-            write_resolved(config)
-            write_plan(plan, config, step)
+            write_resolved(self.config)
+            write_plan(plan, self.config, step)
             # Before the loggers: one of them drops what the file has of later steps.
-            evaluations = {} if step is None else last_evaluations(config.output_dir / METRICS_NAME, step)
-            self._loggers = make_loggers(config, step, tell)
+            evaluations = {} if step is None else last_evaluations(run.output_dir / METRICS_NAME, step)
+            self._loggers = make_loggers(self._logging, step, tell)
             for logger in self._loggers:
                 stack.enter_context(logger)
             self._observers = Observers([self.observer, *self._loggers])
             self.state = self._first_state() if checkpoint is None else self._continued_state(checkpoint.state)
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(
-                stops_after_step=config.checkpoint.save_on_signal,
+                stops_after_step=run.checkpoint.on_signal,
                 # While it waits for space for a checkpoint, the saver itself looks for a stop, and may still save.
                 is_stuck=lambda: self.store.is_paused,
                 activity=self.activity,
             )
             self.evaluator = Evaluator(
-                config,
+                self._evaluation,
                 plan,
                 self.store,
                 self._evaluation_sets,
@@ -423,7 +430,7 @@ class Trainer:
                 before=evaluations,
             )
             self._saver = self.saver = Saver(
-                config,
+                run.checkpoint,
                 self.store,
                 self._observers,
                 self._begin_checkpoint,
@@ -437,7 +444,7 @@ class Trainer:
             yield
 
     def _first_state(self) -> RunState:
-        config, table = self.config, self.config.optimizer
+        run = self.run
         return RunState(
             step=0,
             max_steps=self._num_steps,
@@ -449,18 +456,18 @@ class Trainer:
             seconds=0.0,
             first_loss=None,
             last_loss=None,
-            seed=config.seed,
-            data_seed=config.data_seed,
+            seed=run.seed,
+            data_seed=run.data.seed,
             lr_schedule={
-                "type": table.lr_scheduler_type,
-                "learning_rate": table.learning_rate,
+                "type": run.schedule.name,
+                "learning_rate": run.schedule.learning_rate,
                 "num_steps": self._num_steps,
-                "warmup_steps": num_warmup_steps(table.warmup_steps, self._num_steps),
+                "warmup_steps": run.schedule.num_warmup_steps(self._num_steps),
             },
-            config_toml=to_toml(config),
+            config_toml=to_toml(self.config),
             data_fingerprint=self.loader.dataset.fingerprint(),
-            model={**describe_model(config, self.plan), **self.weights.carried},
-            run_name=config.run_name,
+            model={**describe_model(self.plan), **self.weights.carried},
+            run_name=run.name,
             saved_at="",
             versions=installed_versions(),
         )
@@ -468,7 +475,7 @@ class Trainer:
     def _continued_state(self, before: RunState) -> RunState:
         """Return this run's state at a step of an earlier start, and let the loader go on there."""
         rows_before = config_from_toml(before.config_toml).rows_per_step
-        position = continued_position(before, rows_before, self.config.rows_per_step, self.loader.steps_per_epoch)
+        position = continued_position(before, rows_before, self.run.batch.num_rows, self.loader.steps_per_epoch)
         self.loader.seek(position)
         return replace(
             self._first_state(),
@@ -494,7 +501,7 @@ class Trainer:
             first_step: steps done before.
             num_updates: those of them whose gradient was used.
         """
-        config, plan, table = self.config, self.plan, self.config.optimizer
+        run, plan = self.run, self.plan
         self._schedule_steps(first_step, num_steps)
         self._engine = StepEngine(
             self.store,
@@ -505,14 +512,14 @@ class Trainer:
             plan.placement.stays,
             plan.optimizer,
             device=plan.device,
-            order=config.advanced.micro_batch_order,
-            segments=segment_builder(table, plan.optimizer, split_master=weight_is_split(plan.graph)),
-            max_grad_norm=table.max_grad_norm,
-            nonfinite=table.nonfinite,
-            seed=config.seed,
-            objective=Objective.of(config.training),
-            compiler=LayerCompiler.of(config.model),
-            cross_entropy=LigerCrossEntropy.of(config.model),
+            order=run.batch.order,
+            segments=segment_builder(run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph)),
+            max_grad_norm=run.optimizer.max_grad_norm,
+            nonfinite=run.optimizer.nonfinite,
+            seed=run.seed,
+            objective=run.objective,
+            compiler=LayerCompiler.of(run.model.compile_backend),
+            cross_entropy=LigerCrossEntropy() if run.model.use_liger_kernel else None,
             timeline=self.timeline,
             device_optimizer=plan.device_optimizer,
             activity=self.activity,
@@ -528,7 +535,7 @@ class Trainer:
     def _schedule_steps(self, first_step: int, num_steps: int) -> None:
         """Give the prefetcher steps, the first of which finds nothing to update."""
         schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
-        set_schedule(self.store, schedule, lookahead_bytes(self.config))
+        set_schedule(self.store, schedule, self.run.prefetch_bytes)
 
     def _schedule_to_next_evaluation(self) -> None:
         """Give the prefetcher the steps up to the next evaluation, and no more: nothing may wait through it."""
@@ -537,12 +544,11 @@ class Trainer:
 
     def _begin(self) -> None:
         """Compile the kernels, and report the start."""
-        config, plan, state = self.config, self.plan, self.state
+        run, plan, state = self.run, self.plan, self.state
         self.activity.begin("compiling kernels of the optimizer")
         plan.warm_up()
-        positions = config.rows_per_step * config.data.max_length
         self._observers.on_start(
-            RunInfo(config.run_name, config.task, str(plan.device), config.output_dir, state.max_steps, positions)
+            RunInfo(run.name, self.config.task, str(plan.device), run.output_dir, state.max_steps, run.batch.num_tokens)
         )
         if self._is_continued:
             self._observers.on_message(f"continuing after step {state.step} of {state.max_steps}")
@@ -551,11 +557,11 @@ class Trainer:
 
     def _report_warmup(self) -> None:
         """Report the first learning rate: it is 0 in transformers' schedules, which users do not expect."""
-        step, table = self.state.step, self.config.optimizer
+        step, peak = self.state.step, self.run.schedule.learning_rate
         if step >= self._warmup_steps:
             return
         first = self._learning_rate(0)
-        text = f"warm-up: the learning rate rises from {first:.3g} to {table.learning_rate:.3g} over "
+        text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
         text += f"{self._warmup_steps} steps"
         if first == 0.0 and step == 0:
             text += "; the first one changes no weights, as in transformers"
@@ -563,8 +569,7 @@ class Trainer:
 
     @property
     def _warmup_steps(self) -> int:
-        is_warmed_up = self.config.optimizer.lr_scheduler_type != "constant"  # transformers' has no warm-up
-        return int(self.state.lr_schedule["warmup_steps"]) if is_warmed_up else 0
+        return int(self.state.lr_schedule["warmup_steps"]) if self.run.schedule.has_warmup else 0
 
     def _begin_steps(self) -> None:
         step = self.state.step
@@ -580,7 +585,7 @@ class Trainer:
         num_ticks, num_micro_batches = len(self.plan.program.ticks), self.plan.num_micro_batches
         self.activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
         batch = next(self.loader)
-        self.timeline.is_on = number + 1 in self.config.profile.trace_steps
+        self.timeline.is_on = number + 1 in self.run.trace_steps
         lr = self._learning_rate(number)
         result = self._engine.step(batch.micro_batches, number=number, lr=lr)
         step_s, moved = time.perf_counter() - start_s, self.store.stats() - before
@@ -639,7 +644,7 @@ class Trainer:
         self.activity.begin("making the last update")
         self.finish_updates()
         if self.timeline.spans:
-            path = self.timeline.write(self.config.output_dir / TIMELINE_NAME)
+            path = self.timeline.write(self.run.output_dir / TIMELINE_NAME)
             self._observers.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
 
     # -- evaluate, save, export ----------------------------------------------------------------------------------
@@ -664,8 +669,8 @@ class Trainer:
 
     def save_last(self) -> None:
         """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
-        table = self.config.checkpoint
-        if table.save_strategy != "no" or (self.signals.stop_requested and table.save_on_signal):
+        spec = self.run.checkpoint
+        if spec.strategy != "no" or (self.signals.stop_requested and spec.on_signal):
             self.activity.begin("saving")
             self.saver.save(self._state_now(), wait=True)
         self.saver.finish()
@@ -700,14 +705,14 @@ class Trainer:
         """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
         self.activity.begin("exporting the model")
         self.end_steps()  # its room serves the fp32 copy of the unit that is written
-        config, table = self.config, self.config.export
+        run = self.run
         return export_model(
             self.plan.graph,
             self.weights.exported,
-            config.output_dir / FINAL_NAME,
-            dtype=self.plan.graph.dtype if table.dtype == "auto" else getattr(torch, table.dtype),
-            max_shard_nbytes=table.max_shard_size,
-            copy_from=Path(config.model.tokenizer_name_or_path or config.model.model_name_or_path),
+            run.output_dir / FINAL_NAME,
+            dtype=run.export.dtype or run.dtype,
+            max_shard_nbytes=run.export.max_shard_bytes,
+            copy_from=Path(run.model.tokenizer_folder),
             record={"step": self.state.step},
             origin=self.weights.source.origin,
             carried_checksum=self.weights.carried.get(CARRIED_CHECKSUM),
@@ -741,77 +746,55 @@ class Trainer:
 # -- parts of a run that a checkup looks at too --------------------------------------------------------------------
 
 
-def check_positions(config: RunConfig, graph: ModelGraph) -> None:
+def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
     """Refuse rows that are longer than the positions which the model has learned.
 
     Raises:
         ConfigError: names data.max_length.
     """
-    positions, length = num_learned_positions(graph), config.data.max_length
-    if positions is not None and length > positions:
-        message = f"data.max_length = {length}, but this model has {positions} positions"
+    positions = num_learned_positions(graph)
+    if positions is not None and max_length > positions:
+        message = f"data.max_length = {max_length}, but this model has {positions} positions"
         problem = Problem("data.max_length", message, f"Write at most {positions}")
-        raise ConfigError(config.model.model_name_or_path, [problem])
+        raise ConfigError(model.folder, [problem])
 
 
-def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerFast:
+def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a run."""
-    table = config.model
-    return load_tokenizer(table.tokenizer_name_or_path or table.model_name_or_path, chat_template=table.chat_template)
+    return load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
 
 
-def check_token_ids(config: RunConfig, dataset: TokenDataset, graph: ModelGraph) -> None:
+def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) -> None:
     """Refuse rows with tokens that the model has no embedding for.
 
     Raises:
         DataError: the tokenizer is not the model's.
     """
-    folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-    check_ids(dataset, graph.model.get_input_embeddings().weight.shape[0], where=folder)
+    check_ids(dataset, graph.model.get_input_embeddings().weight.shape[0], where=model.tokenizer_folder)
 
 
-def make_loader(
-    config: RunConfig, plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast
-) -> BatchLoader:
+def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
     """Return the batches of a run, from the beginning."""
     return BatchLoader(
         dataset,
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
-        max_length=config.data.max_length,
-        packing=bool(config.data.packing),
-        data_seed=config.data_seed,
+        max_length=plan.run.batch.max_length,
+        packing=bool(plan.run.data.packing),
+        data_seed=plan.run.data.seed,
         pad_token_id=pad_token_id(tokenizer),
     )
 
 
-def learning_rates(config: RunConfig, num_steps: int) -> Callable[[int], float]:
-    """Return the learning rate of each step, from 0.
-
-    Raises:
-        ScheduleError: the warm-up is longer than the run, or there is no such schedule.
-    """
-    table = config.optimizer
-    warmup = num_warmup_steps(table.warmup_steps, num_steps)
-    if table.warmup_steps >= 1 and warmup >= num_steps and table.lr_scheduler_type != "constant":
-        raise ScheduleError(
-            f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
-            "the run. Write fewer, or a fraction below 1 of all steps"
-        )
-    return learning_rate_schedule(
-        table.lr_scheduler_type, table.learning_rate, num_steps, warmup, table.lr_scheduler_kwargs
-    )
-
-
-def describe_model(config: RunConfig, plan: Plan) -> Mapping[str, Any]:
+def describe_model(plan: Plan) -> Mapping[str, Any]:
     """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
-    graph = plan.graph
+    graph, folder = plan.graph, plan.run.model.folder
     return {
-        "name": config.model.model_name_or_path,
+        "name": folder,
         "class": type(graph.model).__name__,
         "num_parameters": graph.num_parameters,
         "dtype": str(graph.dtype).removeprefix("torch."),
         "device": plan.device.type,
         "attention": graph.model.config._attn_implementation,
-        "config_xxh3_64": checksum(Path(config.model.model_name_or_path, "config.json").read_bytes()),
+        "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
     }

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+from megatrain.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered", "megatrain", "cli")
@@ -205,6 +208,47 @@ def test_no_circle_of_imports() -> None:
     for module in sorted(edges):
         visit(module, ())
     assert done == MODULES
+
+
+#: Who may know a whole config. All else takes the values that `megatrain.config.resolve` makes of it.
+KNOW_THE_CONFIG = {
+    "megatrain.checkup",
+    "megatrain.report.history",
+    "megatrain.trainer",
+    "megatrain.translate.translate",
+    "megatrain.verify.proof",
+}
+READ_TABLES = ("megatrain.config.", "megatrain.checkup", "megatrain.report.", "cli.")
+
+
+def test_few_modules_know_the_config() -> None:
+    knowing = {
+        source.module
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module == "megatrain.config.schema" or any(alias.name == "RunConfig" for alias in node.names))
+    }
+    strangers = {module for module in knowing if not module.startswith("megatrain.config.")} - KNOW_THE_CONFIG
+    assert not strangers, strangers
+    assert len(knowing) <= 12, sorted(knowing)
+
+
+def test_tables_of_the_config_are_read_where_values_are_made() -> None:
+    tables = {name for name, field in RunConfig.model_fields.items() if is_table(field.annotation)}
+    found = [
+        f"{source.name}:{node.lineno} {ast.unparse(node)}"
+        for source in SOURCES
+        if not source.module.startswith(READ_TABLES)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in tables and ast.unparse(node.value).endswith("config")
+    ]
+    assert {"model", "tiers", "advanced"} <= tables
+    assert not found, found
+
+
+def is_table(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 #: What other packages may import of `tiered`; everything else is its own business.

@@ -16,6 +16,7 @@ from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, W
 from bench.gpu_sides.cases import merged
 from bench.gpu_sides.job import SEED, Job, StepSeen, fill_weights
 from bench.sides import Ours, run_config, with_tight_ram
+from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
 from megatrain.models.layout import UnitLayout
@@ -57,7 +58,7 @@ class OursSide:
         self._job = job
         self._batches = job.micro_batches()
         config, start_s = run_config_of(job), time.perf_counter()
-        plan = plan_run(config, padded=False)
+        plan = plan_run(resolve(config), padded=False)
         self._plan_s = time.perf_counter() - start_s
         print(f"planned in {self._plan_s:.1f} s", file=sys.stderr, flush=True)
         self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, make_trainer=_Seeded)

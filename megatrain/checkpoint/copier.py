@@ -15,7 +15,7 @@ from tiered.errors import TieredError
 from tiered.units import format_size
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
+    from megatrain.checkpoint.state import CheckpointSpec
 
 __all__ = ["CheckpointCopier"]
 
@@ -45,19 +45,19 @@ class CheckpointCopier:
     copied would be pruned. A failed copy is reported and costs the copy, never the run.
 
     Args:
+        spec: which checkpoints are copied, and where.
         drive_bytes: of one checkpoint, what lies on drives and is copied. 0: checkpoints are whole without copies.
         tell: called with messages for the user.
     """
 
-    def __init__(self, config: RunConfig, drive_bytes: int, tell: Callable[[str], None]) -> None:
-        table = config.checkpoint
-        self.is_on = table.is_on and table.save_copy is not False and drive_bytes > 0
-        self._every = table.copy_every
-        self._keep, self._min_free_disk = table.save_total_limit, table.min_free_disk
+    def __init__(self, spec: CheckpointSpec, drive_bytes: int, tell: Callable[[str], None]) -> None:
+        self.is_on = spec.num_copies > 0 and drive_bytes > 0
+        self._every = spec.copy_every
+        self._keep, self._min_free_disk = spec.keep, spec.min_free_bytes
         self._drive_bytes, self._tell = drive_bytes, tell
-        self._source = config.output_dir / CHECKPOINTS_NAME
-        self._path = config.output_dir / COPIES_NAME
-        self._drives = [table.path for table in config.tiers.nvme]
+        self._source = spec.output_dir / CHECKPOINTS_NAME
+        self._path = spec.output_dir / COPIES_NAME
+        self._drives = spec.drives
         self._copies: WholeCopies | None = None
         self._job: _Job | None = None  # under way
         self._next: _Job | None = None  # due after it

@@ -13,7 +13,7 @@ from tiered.ext import read_owner, snapshot_folders
 from tiered.units import format_size
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
+    from megatrain.checkpoint.state import CheckpointSpec
 
 __all__ = ["README_NAME", "describe_drives", "write_readme"]
 
@@ -66,20 +66,21 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def describe_drives(config: RunConfig, drive_bytes: int) -> list[str]:
+def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
     """Return messages about the drives that hold, or will hold, parts of a run's checkpoints.
 
     Args:
+        spec: of the run.
         drive_bytes: bytes of one checkpoint that stay on drives, by the plan.
     """
-    drives = [table.path for table in config.tiers.nvme]
-    found = bytes_on_drives(config.output_dir, drives)
+    drives = spec.drives
+    found = bytes_on_drives(spec.output_dir, drives)
     lines = []
-    if drive_bytes and config.checkpoint.is_on:
+    if drive_bytes and spec.is_on:
         names = _names(drives)
         now = sum(found.get(path, 0) for path in drives)
         lies = f"{format_size(drive_bytes)} of each checkpoint stay in {names}, {format_size(now)} lie there now"
-        lines.append(f"{lies}: deleting that folder destroys them. {_advice(config)}")
+        lines.append(f"{lies}: deleting that folder destroys them. {_advice(spec)}")
     elif any(path in found for path in drives):
         there = [path for path in drives if path in found]
         nbytes = format_size(sum(found[path] for path in there))
@@ -89,13 +90,13 @@ def describe_drives(config: RunConfig, drive_bytes: int) -> list[str]:
     return lines
 
 
-def _advice(config: RunConfig) -> str:
-    if config.checkpoint.save_copy is False:
+def _advice(spec: CheckpointSpec) -> str:
+    if spec.save_copy is False:
         return "checkpoint.save_copy = true keeps whole copies in output_dir"
     which = {True: "every checkpoint", "last": "the last checkpoint"}.get(
-        config.checkpoint.save_copy, f"every {config.checkpoint.save_copy}th checkpoint"
+        spec.save_copy, f"every {spec.save_copy}th checkpoint"
     )
-    return f"A whole copy of {which} goes to '{config.output_dir / COPIES_NAME}'"
+    return f"A whole copy of {which} goes to '{spec.output_dir / COPIES_NAME}'"
 
 
 def _names(paths: Sequence[Path]) -> str:

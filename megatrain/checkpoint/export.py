@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ import torch
 from megatrain.checkpoint.catalog import find_checkpoint, search_paths
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.config.resolve import resolve_export, resolve_model
 from megatrain.config.resolved import config_from_toml
 from megatrain.engine.program import state_key, weight_key
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_target, export_model
-from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.layout import UnitLayout, views
 from megatrain.models.load import WeightLoader
 from megatrain.precision import decode
@@ -27,7 +29,6 @@ from tiered.ext import dtype_from_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatrain.config.schema import RunConfig
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
@@ -67,27 +68,20 @@ def export_checkpoint(
     found = find_checkpoint(run, step)
     check_target(Path(out).absolute())
     config = config_from_toml(found.state.config_toml, f"the config in {found}")
+    model, spec = resolve_model(config), resolve_export(config)
     source = _Source(found, on_progress)
-    folder = _model_folder(found, config, model_folder)
-    graph = build_graph(
-        folder,
-        attn_implementation=config.model.attn_implementation,
-        freeze=config.model.freeze,
-        dtype=source.dtype,
-        text_only=config.model.train_from_scratch,
-    )
+    folder = _model_folder(found, model, model_folder)
+    graph = replace(model, folder=str(folder)).build(source.dtype)
     source.check(graph, folder)
-    origin = None if config.model.train_from_scratch else WeightLoader(folder, graph.model).origin
-    table = config.export
-    if dtype is None:
-        dtype = graph.dtype if table.dtype == "auto" else getattr(torch, table.dtype)
-    companions = Path(config.model.tokenizer_name_or_path or folder)
+    origin = None if model.from_scratch else WeightLoader(folder, graph.model).origin
+    # Where the model's folder was given anew, so is that of its tokenizer.
+    companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
     return export_model(
         graph,
         source.weights,
         out,
-        dtype=dtype,
-        max_shard_nbytes=max_shard_size or table.max_shard_size,
+        dtype=dtype or spec.dtype or graph.dtype,
+        max_shard_nbytes=max_shard_size or spec.max_shard_bytes,
         copy_from=companions if companions.is_dir() else folder,
         record={"step": found.state.step},
         origin=origin,
@@ -95,8 +89,8 @@ def export_checkpoint(
     )
 
 
-def _model_folder(found: Checkpoint, config: RunConfig, given: Path | str | None) -> Path:
-    folder = Path(given if given is not None else config.model.model_name_or_path)
+def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None) -> Path:
+    folder = Path(given if given is not None else model.folder)
     if given is None and not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{found} was trained from the model in '{folder}', which is not there. Name a copy of that folder: "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.checkpoint.whereabouts import (
     CHECKPOINTS_NAME,
     COPIES_NAME,
@@ -25,7 +25,8 @@ from tiered import newest_first, read_manifest
 from tiered.errors import GenerationError, NewerFormatError
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
+    import torch
+
 
 __all__ = [
     "Checkpoint",
@@ -95,34 +96,34 @@ class Checkpoint:
         return f"the {what} of step {self.state.step} in '{self.path}' (generation {self.generation})"
 
 
-def find_candidates(config: RunConfig, on_notice: Callable[[str], None]) -> list[Checkpoint]:
+def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
     """Return the checkpoints and copies the run may resume from, best first; empty: it starts from scratch.
 
     Those of its own folder come before those of ``checkpoint.resume_from_checkpoint``.
 
     Args:
+        spec: of the run.
         on_notice: called for checkpoints with a damaged manifest or with parts missing on drives.
 
     Raises:
         LostCheckpointsError: there were some, and of each a part is gone with a drive.
         CheckpointError: the folder holds checkpoints and the config says "no"; or those it names are not there.
     """
-    source = config.checkpoint.resume_from_checkpoint
-    found = _all(config.output_dir, True, on_notice)
+    source = spec.resume_from
+    found = _all(spec.output_dir, True, on_notice)
     if source == "no":
         if found:
             raise CheckpointError(
-                f"'{config.output_dir}' holds a run that was saved at step {found[0].state.step}, and "
+                f"'{spec.output_dir}' holds a run that was saved at step {found[0].state.step}, and "
                 'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, name another output_dir, or '
-                f"remove its checkpoints: megatrain-tier ckpt rm {config.output_dir} --all"
+                f"remove its checkpoints: megatrain-tier ckpt rm {spec.output_dir} --all"
             )
         return []
-    drives = [table.path for table in config.tiers.nvme]
     if found or source == "auto":
-        return _with_all_parts(found, config.output_dir, drives, on_notice)
+        return _with_all_parts(found, spec.output_dir, spec.drives, on_notice)
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
-        found = _with_all_parts(_all(other, False, on_notice), other, drives, on_notice)
+        found = _with_all_parts(_all(other, False, on_notice), other, spec.drives, on_notice)
     else:  # a directory of generations itself
         found = _whole(other, False, on_notice)
     if not found:
@@ -211,7 +212,7 @@ def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None], *, is_c
 
 
 def check_changes(
-    config: RunConfig,
+    config_toml: str,
     checkpoint: Checkpoint,
     model: Mapping[str, Any],
     data_fingerprint: str,
@@ -222,12 +223,14 @@ def check_changes(
     """Compare the config, the model and the data with those of a checkpoint.
 
     Args:
+        config_toml: as in ``RunState``, of this run.
+        checkpoint: to go on from.
         model: as in ``RunState``, of this run.
 
     Raises:
         ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
     """
-    changes = compare(config_from_toml(checkpoint.state.config_toml), config)
+    changes = compare(config_from_toml(checkpoint.state.config_toml), config_from_toml(config_toml))
     altering = [str(change) for change in changes.altering]
     altering += [
         f"{WHAT_DECIDES[key]}: {checkpoint.state.model.get(key)} -> {value}"
@@ -258,16 +261,25 @@ def continued_position(
     return LoaderPosition(state.epoch, step)
 
 
-def already_done(config: RunConfig, checkpoint: Checkpoint, num_steps: int) -> RunSummary | None:
-    """Return the summary of a run that has nothing left to do: all steps are done and their model is written."""
-    state, folder = checkpoint.state, config.output_dir / FINAL_NAME
+def already_done(
+    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: torch.dtype | None
+) -> RunSummary | None:
+    """Return the summary of a run that has nothing left to do: all steps are done and their model is written.
+
+    Args:
+        checkpoint: the newest one.
+        num_steps: of the run.
+        output_dir: of the run.
+        dtype: of an export; None: the one that layers compute in.
+    """
+    state, folder = checkpoint.state, output_dir / FINAL_NAME
     if not checkpoint.is_own or state.step < num_steps:
         return None
     try:
         record = json.loads((folder / RECORD_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    wanted = state.model["dtype"] if config.export.dtype == "auto" else config.export.dtype
+    wanted = state.model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
     if record.get("step") != state.step or record.get("dtype") != wanted:
         return None
     means = state.mean_losses

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.run.metrics import CheckpointMetrics, RunObserver
 from tiered import newest_first
 from tiered.ext import files_below, generation_folder
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatrain.checkpoint.copier import CheckpointCopier
-    from megatrain.config.schema import RunConfig
     from tiered import Commit, TieredStore
 
 #: Seconds between checks of a drive with too little free space.
@@ -28,6 +27,7 @@ class Saver:
     """Saves a run. Used by the thread that trains.
 
     Args:
+        spec: when, and how many are kept.
         begin: makes weights and state those after the last step, and nothing but the next step changes them again.
         copier: makes whole copies of what was saved.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
@@ -42,7 +42,7 @@ class Saver:
 
     def __init__(
         self,
-        config: RunConfig,
+        spec: CheckpointSpec,
         store: TieredStore,
         observer: RunObserver,
         begin: Callable[[], None],
@@ -56,22 +56,22 @@ class Saver:
     ) -> None:
         self.saved_step, self._saved_generation = saved_step, saved_generation
         self.is_waiting = False
-        self._table, self._on_full = config.checkpoint, config.tiers.on_disk_full
+        self._spec = spec
         self._store, self._observer, self._begin = store, observer, begin
         self._copier, self._should_stop = copier, should_stop
         self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
-        self._path = Path(store.path or config.output_dir)
+        self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
         self._in_flight: tuple[Commit, int, float] | None = None  # step, seconds stalled
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
-        strategy = self._table.save_strategy
+        strategy = self._spec.strategy
         if strategy == "steps":
-            return step % self._table.save_steps == 0
+            return step % self._spec.every_steps == 0
         if strategy == "epoch":
             return step % self._steps_per_epoch == 0
-        interval_s = self._table.save_interval
+        interval_s = self._spec.interval_s
         return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
 
     def save(self, state: RunState, *, wait: bool = False) -> None:
@@ -90,12 +90,12 @@ class Saver:
             start_s = time.perf_counter()
             self.finish()
             self._wait_for_room(state.step)
-            self._copier.wait_for_those_that_go(self._outgoing(self._table.save_total_limit - 1))
+            self._copier.wait_for_those_that_go(self._outgoing(self._spec.keep - 1))
             self._begin()
             commit = self._store.commit(state.to_meta())
             self._in_flight = commit, state.step, time.perf_counter() - start_s
             self._last_s = time.monotonic()
-        if wait or not self._table.async_save:
+        if wait or not self._spec.is_async:
             self.finish()
 
     def poll(self) -> None:
@@ -142,7 +142,7 @@ class Saver:
 
         A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than that reserve.
         """
-        need = self._written_bytes + self._table.min_free_disk
+        need = self._written_bytes + self._spec.min_free_bytes
         drive = self._path if self._path.exists() else self._path.parent
         while (free := shutil.disk_usage(drive).free + self._outgoing_bytes()) < need:
             is_stopping = self._should_stop()
@@ -156,9 +156,9 @@ class Saver:
             text = (
                 f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, one takes "
                 f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
-                f"{format_size(self._table.min_free_disk)}. Free {format_size(need - free)}"
+                f"{format_size(self._spec.min_free_bytes)}. Free {format_size(need - free)}"
             )
-            if self._on_full == "error":
+            if self._spec.on_full == "error":
                 raise CheckpointError(f"{text}, or lower min_free_disk. The checkpoint before is whole")
             if is_stopping:
                 since = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"
@@ -180,6 +180,6 @@ class Saver:
 
     def _outgoing_bytes(self) -> int:
         """Return what the generations take in ``output_dir`` that make way for the next one; copies may link it too."""
-        outgoing = self._outgoing(max(1, self._table.save_total_limit - 1))
+        outgoing = self._outgoing(max(1, self._spec.keep - 1))
         files = (file for number in outgoing for file in files_below(generation_folder(self._path, number)))
         return sum(status.st_blocks * 512 for file in files if (status := file.lstat()).st_nlink == 1)

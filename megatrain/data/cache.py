@@ -27,7 +27,9 @@ from tiered.units import MiB, format_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.config.schema import RunConfig
+    from megatrain.data.chat import TrainOn
+    from megatrain.data.encoding import EncodingOptions
+    from megatrain.data.sources import Source
 
 _VERSION = 3
 _TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
@@ -295,7 +297,12 @@ ENCODING = 2
 
 
 def cache_key(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, files: Sequence[Sequence[Path]], cache: TokenCache
+    sources: Sequence[Source],
+    files: Sequence[Sequence[Path]],
+    tokenizer: PreTrainedTokenizerFast,
+    train_on: TrainOn,
+    options: EncodingOptions,
+    cache: TokenCache,
 ) -> str:
     """Return 32 hex digits. Names and places of files do not count, their contents and order do.
 
@@ -303,24 +310,23 @@ def cache_key(
         files: of each source.
         cache: remembers checksums of files.
     """
-    data = config.data
-    sources = [
+    described = [
         {
             "files": [[suffix_of(file), cache.file_checksum(file)] for file in paths],
             "format": source.format,
-            "columns": {str(ours): theirs for ours, theirs in source.columns.items()},
+            "columns": dict(source.columns),
             "max_samples": source.max_samples,
         }
-        for source, paths in zip(data.train, files, strict=True)
+        for source, paths in zip(sources, files, strict=True)
     ]
     parts = {
         "encoding": ENCODING,
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
         "tokenizer": _tokenizer_parts(tokenizer),
-        "sources": sources,
-        "only_text": config.task == "pretrain",
-        "joins_texts": data.packing == "concat",
-        "options": [data.train_on, data.max_length, data.overlong, data.bad_rows],
+        "sources": described,
+        "only_text": options.only_text,
+        "joins_texts": options.joins_texts,
+        "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +20,63 @@ from megatrain.data.chat import RowEncoder
 from megatrain.data.encoding import Encoder, EncodingOptions, Overlong, TokenWriter
 from megatrain.data.formats import Row
 from megatrain.data.rows_report import DataError, DataReport
-from megatrain.data.sources import rows_of_files, source_files
 from tiered import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.config.schema import RunConfig
+    from megatrain.data.chat import TrainOn
+    from megatrain.data.sources import Source
 
 _WEIGHT = 2  # stream of random numbers, beside those of megatrain.data.loader
 _SECONDS_BETWEEN_MESSAGES = 10.0
 OnMessage = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """What is read, and how its rows become documents.
+
+    Attributes:
+        sources: of the rows, in order.
+        only_text: rows are plain text.
+        max_length: tokens in a row of a micro-batch.
+        packing: several documents share a row; "concat": texts are joined and cut to full rows.
+        has_default_packing: the config does not ask for it, so that another one may take its place.
+        train_on: which tokens of a conversation.
+        overlong: what happens to conversations longer than ``max_length``.
+        bad_rows: what happens to rows that cannot be trained.
+        max_dropped: largest share of the rows, or tokens, of a source that may be dropped or cut.
+        cache_dir: folder of tokenized data, "auto" or "none".
+        max_cache_bytes: of that folder; None: no limit.
+        val_size: rows kept from training, or their share where it is below 1; None: none are.
+        seed: of the order of the data, and of what ``val_size`` keeps.
+    """
+
+    sources: tuple[Source, ...]
+    only_text: bool
+    max_length: int
+    packing: bool | Literal["concat"]
+    has_default_packing: bool
+    train_on: TrainOn
+    overlong: Overlong
+    bad_rows: Literal["drop", "error"]
+    max_dropped: float
+    cache_dir: str
+    max_cache_bytes: int | None
+    val_size: float | None
+    seed: int
+
+    @property
+    def encoding(self) -> EncodingOptions:
+        """How rows become documents, apart from what is trained."""
+        joins = self.packing == "concat"
+        return EncodingOptions(self.max_length, self.overlong, self.bad_rows, self.only_text, joins)
+
+    @property
+    def source_names(self) -> list[str]:
+        """What messages call each source."""
+        return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.sources)]
 
 
 @dataclass(frozen=True)
@@ -124,9 +170,9 @@ def content_checksum(
 
 
 def load_dataset(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return every source of ``[[data.train]]``, in order: from the cache, else tokenized now and put there.
+    """Return every source, in order: from the cache, else tokenized now and put there.
 
     What ``data.val_size`` keeps from training is not in use, see :mod:`megatrain.data.dataset`.
 
@@ -138,57 +184,39 @@ def load_dataset(
             ``data.cache_dir`` cannot be written.
         RowError: a row cannot be trained and ``data.bad_rows`` is "error".
     """
-    data = config.data
-    files = [source_files(source.path, source.subset, source.split) for source in data.train]
+    files = [source.files() for source in data.sources]
 
     def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
-        return _encode_sources(config, tokenizer, files, writer, on_message)
+        return _encode_sources(data, tokenizer, files, writer, on_message)
 
-    weights = tuple(source.weight for source in data.train)
+    weights = tuple(source.weight for source in data.sources)
     folder = cache_folder(data.cache_dir, on_message)
     if folder is None:
         dataset = _in_memory(encode)
     else:
-        cache = TokenCache(folder, max_nbytes=data.max_cache_size, on_message=on_message)
-        dataset = _opened(cache.get(cache_key(config, tokenizer, files, cache), encode))
+        cache = TokenCache(folder, max_nbytes=data.max_cache_bytes, on_message=on_message)
+        key = cache_key(data.sources, files, tokenizer, data.train_on, data.encoding, cache)
+        dataset = _opened(cache.get(key, encode))
     dataset = replace(dataset, weights=weights)
     if data.val_size is not None:
-        dataset = hold_out(dataset, data.val_size, config.data_seed)
-    if not len(dataset.epoch_documents(config.data_seed)):
+        dataset = hold_out(dataset, data.val_size, data.seed)
+    if not len(dataset.epoch_documents(data.seed)):
         raise DataError("data.train", "with these weights no document is left", "Raise data.train.0.weight")
     return dataset
 
 
 def _encode_sources(
-    config: RunConfig,
+    data: DataSpec,
     tokenizer: PreTrainedTokenizerFast,
     files: Sequence[Sequence[Path]],
     writer: TokenWriter,
     on_message: OnMessage,
 ) -> tuple[DataReport, tuple[int, ...]]:
     """Tokenize every source; return the report and where each source begins."""
-    data = config.data
-    encoder = Encoder(
-        RowEncoder(tokenizer, train_on=data.train_on),
-        writer,
-        EncodingOptions(
-            data.max_length,
-            data.overlong,
-            data.bad_rows,
-            only_text=config.task == "pretrain",
-            joins_texts=data.packing == "concat",
-        ),
-        _progress(on_message),
-    )
+    encoder = Encoder(RowEncoder(tokenizer, train_on=data.train_on), writer, data.encoding, _progress(on_message))
     source_starts = [0]
-    for source, paths in zip(data.train, files, strict=True):
-        rows = rows_of_files(
-            paths,
-            format=source.format,
-            columns={str(ours): theirs for ours, theirs in source.columns.items()},
-            max_samples=source.max_samples,
-        )
-        encoder.add_rows(rows)
+    for source, paths in zip(data.sources, files, strict=True):
+        encoder.add_rows(source.rows(paths))
         encoder.end_source()
         source_starts.append(writer.num_documents)
     return _finish(encoder, writer), tuple(source_starts)

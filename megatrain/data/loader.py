@@ -113,9 +113,9 @@ class BatchLoader:
         """Where the loader stands, before the next batch."""
         return self._position
 
-    def num_steps(self, num_train_epochs: float, max_steps: int = -1) -> int:
+    def num_steps(self, num_train_epochs: float, max_steps: int | None = None) -> int:
         """Return the steps of a run: ``max_steps`` if set, else those of the epochs, rounded up."""
-        return max_steps if max_steps > 0 else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
+        return max_steps if max_steps is not None else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
 
     def seek(self, position: LoaderPosition) -> None:
         """Continue from ``position``. Reads no data: its cost does not grow with the position."""

@@ -11,17 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.dataset import OnMessage, TokenDataset, describe, held_out_part, load_dataset
-from megatrain.data.encoding import Piece, TextCutter, load_tokenizer
+from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
+from megatrain.data.encoding import Piece, TextCutter
 from megatrain.data.formats import Completion, Conversation, Document, Row
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, RowError
-from megatrain.data.sources import rows_of_files, source_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from megatrain.config.schema import RunConfig
 
 _PERCENTS = (0, 50, 90, 99, 100)
 _LARGEST_PREVIEW = 4096  # tokens shown of a row that is text; a whole book would be shown else
@@ -68,62 +65,53 @@ class RowPreview:
         return asdict(self)
 
 
-def preview_rows(config: RunConfig, n: int = 3, row: int | None = None) -> list[RowPreview]:
+def preview_rows(
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, n: int = 3, row: int | None = None
+) -> list[RowPreview]:
     """Return the first ``n`` rows of the data, or row number ``row`` alone. Reads no further, and no cache.
 
     Args:
-        config: the run.
+        data: what is read.
+        tokenizer: of the model.
         n: how many.
         row: which one, from 1, counted over all sources, dropped rows included.
 
     Raises:
         DataError: as ``load_dataset``; or there is no such row.
     """
-    tokenizer = _tokenizer(config)
-    encoder = RowEncoder(tokenizer, train_on=config.data.train_on)
+    encoder = RowEncoder(tokenizer, train_on=data.train_on)
     first = 1 if row is None else row
     last = n if row is None else row
     if first < 1:
         raise DataError("--row", f"there is no row {row}", "Rows count from 1")
-    numbered = zip(itertools.count(1), _rows(config), strict=False)
+    numbered = zip(itertools.count(1), _rows(data), strict=False)
     previews = [
-        _preview(config, tokenizer, encoder, number, item)
-        for number, item in itertools.islice(numbered, first - 1, last)
+        _preview(data, tokenizer, encoder, number, item) for number, item in itertools.islice(numbered, first - 1, last)
     ]
     if row is not None and not previews:
-        count = sum(1 for _ in _rows(config))
+        count = sum(1 for _ in _rows(data))
         raise DataError("--row", f"there is no row {row}", f"The data has {count:,} rows")
     return previews
 
 
-def _tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
-    folder = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-    return load_tokenizer(folder, chat_template=config.model.chat_template)
-
-
-def _rows(config: RunConfig) -> Iterator[Row | RowError]:
+def _rows(data: DataSpec) -> Iterator[Row | RowError]:
     """Yield the rows of all sources, those that cannot be trained included."""
-    for source in config.data.train:
-        rows = rows_of_files(
-            source_files(source.path, source.subset, source.split),
-            format=source.format,
-            columns={str(ours): theirs for ours, theirs in source.columns.items()},
-            max_samples=source.max_samples,
-        )
+    for source in data.sources:
+        rows = source.rows(source.files())
         yield from (row for row in rows if not isinstance(row, Document) or row.is_start)  # of a long text its start
 
 
 def _preview(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: Row | RowError
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: Row | RowError
 ) -> RowPreview:
     (coded,) = encoder.encode_many([item])
     kind = "row" if isinstance(item, RowError) else _kind(item)
     if isinstance(coded, RowError):
         return RowPreview(number, coded.where, kind, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
-    tokens, trained = coded.tokens[: config.data.max_length], coded.trained[: config.data.max_length]
+    tokens, trained = coded.tokens[: data.max_length], coded.trained[: data.max_length]
     num_pieces = 1
     if coded.is_text:
-        pieces = _pieces(coded, config.data.max_length, encoder)
+        pieces = _pieces(coded, data.max_length, encoder)
         tokens = [token for each in pieces for token in each.tokens]
         trained = [flag for each in pieces for flag in each.trained]
         num_pieces = len(pieces)
@@ -135,7 +123,7 @@ def _preview(
         len(tokens),
         sum(trained),
         len(coded.tokens),
-        _why_dropped(config, coded, trained),
+        _why_dropped(data, coded, trained),
         coded.untrained_turns,
         num_pieces,
     )
@@ -149,9 +137,9 @@ def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[Piece]
     return list(TextCutter(max_length, encoder.start_tokens).cut(start))
 
 
-def _why_dropped(config: RunConfig, coded: Encoded, trained: list[bool]) -> str:
-    if not coded.is_text and len(coded.tokens) > config.data.max_length and config.data.overlong != "truncate":
-        return f"{len(coded.tokens)} tokens are more than data.max_length = {config.data.max_length}"
+def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
+    if not coded.is_text and len(coded.tokens) > data.max_length and data.overlong != "truncate":
+        return f"{len(coded.tokens)} tokens are more than data.max_length = {data.max_length}"
     return "" if any(trained) else "no token of it would be trained"
 
 
@@ -230,34 +218,47 @@ class DataStats:
         return asdict(self)
 
 
-def dataset_stats(config: RunConfig, on_message: OnMessage = lambda text: None) -> DataStats:
+def dataset_stats(
+    data: DataSpec,
+    tokenizer: PreTrainedTokenizerFast,
+    rows_per_step: int,
+    micro_batch_rows: int,
+    on_message: OnMessage = lambda text: None,
+) -> DataStats:
     """Return figures of all training data, from the cache where it holds them.
+
+    Args:
+        data: what is read.
+        tokenizer: of the model.
+        rows_per_step: of ``data.max_length`` tokens, in an optimizer step.
+        micro_batch_rows: documents that are padded to one length, where nothing is packed.
+        on_message: how far a long tokenization is.
 
     Raises:
         DataError: as ``load_dataset``.
     """
-    dataset = load_dataset(config, _tokenizer(config), on_message)
-    documents = dataset.epoch_documents(config.data_seed)
+    dataset = load_dataset(data, tokenizer, on_message)
+    documents = dataset.epoch_documents(data.seed)
     all_lengths = dataset.lengths()
     lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
     used = all_lengths[documents]
     trained = _trained_of_documents(dataset)
-    max_length = config.data.max_length
+    max_length = data.max_length
     num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
-    padded = 1.0 - int(used.sum()) / _padded_tokens(used, config.micro_batch_size or 1)
-    packing = config.data.packing
+    padded = 1.0 - int(used.sum()) / _padded_tokens(used, micro_batch_rows)
+    packing = data.packing
     num_rows = num_packed if packing else len(documents)
     return DataStats(
         dataset.report,
-        tuple(_sources(config, dataset, trained)),
+        tuple(_sources(data, dataset, trained)),
         {percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTS},
         _histogram(lengths, max_length),
         len(documents),
         int(used.sum()),
         int(trained[documents].sum()),
         num_rows,
-        -(-num_rows // config.rows_per_step),
+        -(-num_rows // rows_per_step),
         packed if packing else padded,
         padded if packing else packed,
         "" if dataset.in_use is None else describe(held_out_part(dataset)),
@@ -269,8 +270,8 @@ def _trained_of_documents(dataset: TokenDataset) -> npt.NDArray[np.int64]:
     return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
 
 
-def _sources(config: RunConfig, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
-    for number, source in enumerate(config.data.train):
+def _sources(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
+    for number, source in enumerate(data.sources):
         documents = np.arange(dataset.source_starts[number], dataset.source_starts[number + 1])
         if dataset.in_use is not None:
             documents = np.intersect1d(documents, dataset.in_use, assume_unique=True)

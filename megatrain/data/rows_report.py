@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatrain.config.schema import DataConfig
+from typing import Any
 
 
 class DataError(Exception):
@@ -166,11 +163,6 @@ class DataReport:
         lists = {name: tuple(Dropped(**each) for each in values[name]) for name in ("dropped", "untrained_turns")}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
         return cls(**{**values, **lists, "sources": sources})
-
-
-def source_names(data: DataConfig) -> list[str]:
-    """Return what messages call each ``[[data.train]]``."""
-    return [f"data.train.{number} ({source.path})" for number, source in enumerate(data.train)]
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:

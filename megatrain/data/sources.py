@@ -5,11 +5,43 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatrain.data.files import EXTRA, find_files, read_file, read_text, suffix_of
 from megatrain.data.formats import Document, Format, Row, to_row
 from megatrain.data.rows_report import DataError, RowError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of one table of the config.
+
+    Attributes:
+        path: file, glob or folder, or the name of a hub dataset.
+        subset: configuration of a hub dataset.
+        split: which split of a folder or hub dataset.
+        format: what a row holds; "auto": seen from its fields, row by row.
+        columns: our field name -> theirs.
+        max_samples: rows that are used, from the start; None: all.
+        weight: how often its documents are used in an epoch.
+    """
+
+    path: str
+    subset: str | None = None
+    split: str | None = None
+    format: Format = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_samples: int | None = None
+    weight: float = 1.0
+
+    def files(self) -> list[Path]:
+        """Return its files, as :func:`source_files`."""
+        return source_files(self.path, self.subset, self.split)
+
+    def rows(self, files: Sequence[Path]) -> Iterator[Row | RowError]:
+        """Yield the rows of its files, as :func:`rows_of_files`."""
+        return rows_of_files(files, format=self.format, columns=self.columns, max_samples=self.max_samples)
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatrain.optim.base import Segment, Update
-from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, cut
 from megatrain.plan.machine import available_ram_bytes
 from tiered.ext import HostSlab
@@ -138,7 +138,7 @@ def _updates(
     weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, threads: KernelThreads
 ) -> dict[str, Callable[[], None]]:
     """Return an AdamW step over the arrays, by dtype of the weight block."""
-    optimizer = AdamW(AdamWConfig(), threads)
+    optimizer = AdamW(threads=threads)
     segments = (Segment(0, gradient.numel(), 0.1),)
     halves = weight.view(torch.int16).chunk(2)  # the same bytes hold either form of the master
     split = {"weight": halves[0].view(torch.bfloat16), "low": halves[1], "m": m, "v": v}

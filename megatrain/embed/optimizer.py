@@ -32,10 +32,10 @@ from megatrain.embed.partition import mark_optimized
 from megatrain.embed.stores import home_order, room_for_homes, shared_state
 from megatrain.embed.weights import block_of, mapped_copy
 from megatrain.models.layout import build_layout
-from megatrain.optim.adafactor import Adafactor, AdafactorConfig
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
-from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, Lion, LionConfig, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.threads import KernelThreads
 from tiered import GenerationReader, read_manifest
 from tiered.errors import CapacityError, GenerationError
@@ -588,7 +588,7 @@ class TieredAdamW(TieredOptimizer):
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]
-        return AdamW(AdamWConfig(0.0, float(beta1), float(beta2), float(settings["eps"]), 0.0), self.threads)
+        return AdamW(float(beta1), float(beta2), float(settings["eps"]), threads=self.threads)
 
     def torch_names(self) -> Mapping[str, str]:
         return {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -614,7 +614,7 @@ class TieredLion(TieredOptimizer):
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]
-        return Lion(LionConfig(0.0, float(beta1), float(beta2), 0.0), self.threads)
+        return Lion(float(beta1), float(beta2), threads=self.threads)
 
     def torch_names(self) -> Mapping[str, str]:
         return {"m": "exp_avg"}
@@ -641,7 +641,7 @@ class TieredSGD(TieredOptimizer):
         return ("momentum", "nesterov")
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        return SGD(SGDConfig(0.0, float(settings["momentum"]), bool(settings["nesterov"]), 0.0), self.threads)
+        return SGD(float(settings["momentum"]), bool(settings["nesterov"]), threads=self.threads)
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings with momentum where the optimizer has any: parameters of several groups share a block."""
@@ -680,7 +680,7 @@ class TieredAdafactor(TieredOptimizer):
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         decay_rate, eps, clip_threshold = (float(settings[name]) for name in self.setting_names())
-        return Adafactor(AdafactorConfig(0.0, decay_rate, eps, clip_threshold, 0.0), self.threads)
+        return Adafactor(decay_rate, eps, clip_threshold, threads=self.threads)
 
     def torch_names(self) -> Mapping[str, str]:
         return {}

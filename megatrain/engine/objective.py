@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from megatrain.config.schema import TrainingConfig
-
 __all__ = ["IGNORED_LABEL", "CrossEntropy", "Objective", "causal_lm_loss", "replaced_loss"]
 
 IGNORED_LABEL = -100
@@ -50,11 +48,6 @@ class Objective:
 
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float = 0.0
-
-    @classmethod
-    def of(cls, table: TrainingConfig) -> Objective:
-        """Return what a config asks for."""
-        return cls(table.label_smoothing_factor, table.neftune_noise_alpha)
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.autograd.graph import GradientEdge
 
-    from megatrain.config.schema import ModelConfig
     from megatrain.engine.state import RandomStates, ThreadModes
     from megatrain.engine.suspend import SuspendedForward
     from megatrain.models.graph import Unit
@@ -652,9 +651,9 @@ class LayerCompiler:
         self._by_class: dict[type, Callable[..., Any]] = {}
 
     @classmethod
-    def of(cls, table: ModelConfig) -> LayerCompiler | None:
-        """Return the compiler that a config asks for, or None."""
-        return cls(table.compile_backend) if table.compile else None
+    def of(cls, backend: str | None) -> LayerCompiler | None:
+        """Return a compiler for a backend, or None."""
+        return None if backend is None else cls(backend)
 
     def forward_of(self, unit: Unit) -> Callable[..., Any]:
         """Return the compiled forward of a layer.

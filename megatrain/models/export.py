@@ -48,6 +48,7 @@ __all__ = [
     "RECORD_FILE",
     "DamagedShardError",
     "ExportError",
+    "ExportSpec",
     "ExportedGraph",
     "ShardPlan",
     "ShardWriter",
@@ -56,6 +57,19 @@ __all__ = [
     "export_model",
     "plan_shards",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSpec:
+    """How weights are written.
+
+    Attributes:
+        dtype: of the weights; None: the one that layers compute in.
+        max_shard_bytes: weights in one file, at most.
+    """
+
+    dtype: torch.dtype | None
+    max_shard_bytes: int
 
 
 class DamagedShardError(Exception):

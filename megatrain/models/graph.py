@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FreezeError",
     "ModelGraph",
+    "ModelSpec",
     "Unit",
     "UnitKind",
     "UnsupportedModelError",
@@ -32,6 +33,43 @@ __all__ = [
 ]
 
 UnitKind = Literal["layer", "resident", "container"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model is trained, and with which kernels.
+
+    Attributes:
+        folder: Hugging Face folder with config.json and safetensors.
+        tokenizer_folder: that of the tokenizer.
+        chat_template: "auto" for the tokenizer's own, or the path of a .jinja file.
+        attn_implementation: "auto", or a name that transformers knows.
+        freeze: globs of parameter names that stay as they are.
+        from_scratch: start from random weights; only config.json is read.
+        compile_backend: of torch.compile for the layers; None: they are not compiled.
+        use_liger_kernel: norms, gated MLPs and cross entropy by liger-kernel.
+        mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
+    """
+
+    folder: str
+    tokenizer_folder: str
+    chat_template: str = "auto"
+    attn_implementation: str = "auto"
+    freeze: tuple[str, ...] = ()
+    from_scratch: bool = False
+    compile_backend: str | None = None
+    use_liger_kernel: bool = False
+    mlp_rows: int = 0
+
+    def build(self, dtype: torch.dtype) -> ModelGraph:
+        """Return the graph of the model, on the meta device. Raises as :func:`build_graph`."""
+        return build_graph(
+            self.folder,
+            attn_implementation=self.attn_implementation,
+            freeze=self.freeze,
+            dtype=dtype,
+            text_only=self.from_scratch,
+        )
 
 
 def find_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, UnitKind]]:

@@ -21,7 +21,6 @@ from megatrain.models.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from megatrain.config.schema import ModelConfig
 
 __all__ = ["LigerCrossEntropy", "apply_liger_kernels", "check_liger_kernels"]
 
@@ -148,11 +147,6 @@ class LigerCrossEntropy:
         self._kernel, self._most_columns = liger_cross_entropy_kernel, MAX_FUSED_SIZE
         self._plain = {name: value for name, value in _PLAIN.items() if name in names}
         self._can_leave_logits = "HAS_GRADIENTS" in names
-
-    @classmethod
-    def of(cls, table: ModelConfig) -> LigerCrossEntropy | None:
-        """Return what a config asks for, or None."""
-        return cls() if table.use_liger_kernel else None
 
     def __call__(self, logits: Tensor, labels: Tensor, num_items: int, ignored: int) -> Tensor:
         """Return the sum over rows of ``-log softmax(logits)[label] / num_items``, fp32.

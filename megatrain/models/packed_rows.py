@@ -8,21 +8,24 @@ tells which, so a document is computed behind another one and alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.folder import ModelFolderError
 from megatrain.models.small import small_model
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from megatrain.models.graph import ModelGraph
+    from megatrain.models.graph import ModelGraph, ModelSpec
 
-__all__ = ["why_documents_mix"]
+__all__ = ["settle_packing", "settle_packing_of", "why_documents_mix"]
+
+PackingMode = bool | Literal["concat"]
 
 _MIXES = "it carries what it has read of one document into the next one of the row"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
@@ -35,6 +38,46 @@ _TOLERANCE = 1e-4
 _FEW_LAYERS, _MANY_LAYERS = 3, 16  # of the copy; the more where the few lack a kind of module that the model has
 
 _found: dict[object, str | None] = {}  # alternatives to a plan are of the same model
+
+
+def settle_packing(
+    model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
+) -> tuple[PackingMode, str]:
+    """Return the packing that suits a model, and a warning where that is not the default.
+
+    "concat" promises no border between texts, so that it suits every model of text.
+
+    Args:
+        model: that is trained.
+        graph: of the model.
+        packing: as the config has it.
+        is_default: the config does not ask for it.
+
+    Raises:
+        UnsupportedModelError: the config asks for packing, and the model would mix documents.
+    """
+    if not packing or (packing == "concat" and carried_modules(graph.model) is None):
+        return packing, ""
+    problem = why_documents_mix(graph, model.attn_implementation)
+    if problem is None:
+        return packing, ""
+    name = type(graph.model).__name__
+    if not is_default:
+        raise UnsupportedModelError(name, f"{problem}. Write data.packing = false")
+    return False, (
+        f"data.packing is off, one document a row, where it is on by default: {name}: {problem}. "
+        "data.packing = false says the same without this warning"
+    )
+
+
+def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
+    """Do as :func:`settle_packing` without a plan, for looks at the data; an unusable model changes nothing."""
+    if not packing:
+        return packing, ""
+    try:
+        return settle_packing(model, model.build(torch.float32), packing, is_default=is_default)
+    except (UnsupportedModelError, ModelFolderError):
+        return packing, ""
 
 
 def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None:

@@ -19,34 +19,10 @@ from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut
 if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry
 
-__all__ = ["MAX_ROW_BLOCKS", "Adafactor", "AdafactorConfig", "rows_per_block", "second_moment_elements"]
+__all__ = ["MAX_ROW_BLOCKS", "Adafactor", "rows_per_block", "second_moment_elements"]
 
 MAX_ROW_BLOCKS = 64
 """A matrix is cut into at most this many groups of rows: each keeps its own column sums until they are added up."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdafactorConfig:
-    """Settings of Adafactor that do not change during a run.
-
-    Attributes:
-        lr: Base learning rate, the one that a schedule scales. It is used as it is: neither scaled by the size of the
-            parameters nor replaced by 1 / sqrt(step).
-        decay_rate: The second moments decay by `1 - step ** decay_rate`; below 0.
-        eps: Added to squared gradients.
-        clip_threshold: Largest root mean square of a parameter's update before the learning rate.
-        weight_decay: Decoupled decay of the parameters that decay.
-    """
-
-    lr: float = 1e-5
-    decay_rate: float = -0.8
-    eps: float = 1e-30
-    clip_threshold: float = 1.0
-    weight_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        assert self.decay_rate < 0 and self.eps > 0 and self.clip_threshold > 0, self
-        assert self.lr >= 0 and self.weight_decay >= 0, (self.lr, self.weight_decay)
 
 
 def second_moment_elements(entry: TensorEntry) -> int:
@@ -93,12 +69,22 @@ class Adafactor:
     The gradient is read three times, as the mean square of the update must be known before the first weight moves.
 
     Args:
-        config: Settings.
+        decay_rate: The second moments decay by `1 - step ** decay_rate`; below 0.
+        eps: Added to squared gradients.
+        clip_threshold: Largest root mean square of a parameter's update before the learning rate.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
 
-    def __init__(self, config: AdafactorConfig, threads: KernelThreads | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        decay_rate: float = -0.8,
+        eps: float = 1e-30,
+        clip_threshold: float = 1.0,
+        *,
+        threads: KernelThreads | None = None,
+    ) -> None:
+        assert decay_rate < 0 and eps > 0 and clip_threshold > 0, (decay_rate, eps, clip_threshold)
+        self.decay_rate, self.eps, self.clip_threshold = decay_rate, eps, clip_threshold
         self.threads = KernelThreads() if threads is None else threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
@@ -126,8 +112,7 @@ class Adafactor:
             assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
             if size:
                 task = _Parameter(
-                    self.config,
-                    self.threads,
+                    self,
                     (weight[inside], None if low is None else low[inside]),
                     moments[start : start + kept],
                     flat[inside],
@@ -150,16 +135,15 @@ class _Parameter:
 
     def __init__(
         self,
-        config: AdafactorConfig,
-        threads: KernelThreads,
+        optimizer: Adafactor,
         master: tuple[Array, Array | None],
         moments: Array,
         grad: Array,
         segment: Segment,
         update: Update,
     ) -> None:
-        beta2 = 1.0 - update.step**config.decay_rate
-        self._config, self._threads = config, threads
+        beta2 = 1.0 - update.step**optimizer.decay_rate
+        self._optimizer, self._threads = optimizer, optimizer.threads
         self._master, self._moments, self._grad = master, moments, grad
         self._beta2, self._one_minus_beta2 = np.float32(beta2), np.float32(1.0 - beta2)
         self._lr = update.lr * segment.lr_scale
@@ -170,7 +154,7 @@ class _Parameter:
         """Update a parameter of fewer than two dimensions."""
         from megatrain.optim import kernels
 
-        block, eps, (weight, low) = kernels.NORM_BLOCK_ELEMENTS, np.float32(self._config.eps), self._master
+        block, eps, (weight, low) = kernels.NORM_BLOCK_ELEMENTS, np.float32(self._optimizer.eps), self._master
         sums = np.zeros(-(-self._grad.size // block))
 
         def measure() -> Iterator[Callable[[], None]]:
@@ -264,7 +248,7 @@ class _Parameter:
 
     def _blend(self, means: Array, sums: Array, count: int) -> None:
         with np.errstate(all="ignore"):
-            new = (sums / count + self._config.eps).astype(np.float32)
+            new = (sums / count + self._optimizer.eps).astype(np.float32)
             means[:] = means * self._beta2 + new * self._one_minus_beta2
 
     def _step_size(self, sums: Array) -> np.float32:
@@ -272,7 +256,7 @@ class _Parameter:
         with np.errstate(all="ignore"):
             total = float(np.add.accumulate(sums.reshape(-1))[-1])
         rms = math.sqrt(total / self._grad.size)
-        ratio = rms / self._config.clip_threshold
+        ratio = rms / self._optimizer.clip_threshold
         return np.float32(self._lr / ratio if ratio > 1.0 or math.isnan(ratio) else self._lr)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,12 +17,9 @@ from megatrain.optim.threads import KernelThreads, cut
 __all__ = [
     "SGD",
     "AdamW",
-    "AdamWConfig",
     "Array",
     "ElementwiseOptimizer",
     "Lion",
-    "LionConfig",
-    "SGDConfig",
     "flat_block",
     "flat_gradient",
     "flat_master",
@@ -192,29 +188,6 @@ def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int)
 _ADAMW_STATE = (StateKind("m", torch.float32), StateKind("v", torch.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class AdamWConfig:
-    """Settings of AdamW that do not change during a run.
-
-    Attributes:
-        lr: Base learning rate, the one that a schedule scales.
-        beta1: Decay of the mean of gradients, at least 0 and below 1.
-        beta2: Decay of the mean of squared gradients, at least 0 and below 1.
-        eps: Added to the denominator.
-        weight_decay: Decoupled decay of the parameters that decay.
-    """
-
-    lr: float = 1e-5
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, (self.beta1, self.beta2)
-        assert self.lr >= 0 and self.eps >= 0 and self.weight_decay >= 0, (self.lr, self.eps, self.weight_decay)
-
-
 class AdamW(ElementwiseOptimizer):
     """AdamW over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 12 bytes per parameter.
 
@@ -229,15 +202,20 @@ class AdamW(ElementwiseOptimizer):
     torch's own kernels fuse some products and sums, so they may differ from this by the last bit of an operation.
 
     Args:
-        config: Settings.
+        beta1: Decay of the mean of gradients, at least 0 and below 1.
+        beta2: Decay of the mean of squared gradients, at least 0 and below 1.
+        eps: Added to the denominator.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
 
     kernel_name = "adamw"
 
-    def __init__(self, config: AdamWConfig, threads: KernelThreads | None = None) -> None:
+    def __init__(
+        self, beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8, *, threads: KernelThreads | None = None
+    ) -> None:
+        assert 0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0, (beta1, beta2, eps)
         super().__init__(threads)
-        self.config = config
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -246,42 +224,21 @@ class AdamW(ElementwiseOptimizer):
 
     def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
         """Return `(grad_scale, decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2**step), eps, step_size)`."""
-        config, lr = self.config, update.lr * segment.lr_scale
+        lr = update.lr * segment.lr_scale
         scalars = (
             update.grad_scale,
             1.0 - lr * segment.weight_decay,
-            1.0 - config.beta1,
-            config.beta2,
-            1.0 - config.beta2,
-            (1.0 - config.beta2**update.step) ** 0.5,
-            config.eps,
-            lr / (1.0 - config.beta1**update.step),
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
+            (1.0 - self.beta2**update.step) ** 0.5,
+            self.eps,
+            lr / (1.0 - self.beta1**update.step),
         )
         return tuple(np.float32(scalar) for scalar in scalars)
 
 
 _LION_STATE = (StateKind("m", torch.float32),)
-
-
-@dataclass(frozen=True, slots=True)
-class LionConfig:
-    """Settings of Lion that do not change during a run.
-
-    Attributes:
-        lr: Base learning rate. Every element moves by it, so it is 3 to 10 times smaller than AdamW's.
-        beta1: Weight of the momentum in the direction, at least 0 and below 1.
-        beta2: Decay of the momentum, at least 0 and below 1.
-        weight_decay: Decoupled decay of the parameters that decay; 3 to 10 times larger than AdamW's.
-    """
-
-    lr: float = 1e-5
-    beta1: float = 0.9
-    beta2: float = 0.99
-    weight_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, (self.beta1, self.beta2)
-        assert self.lr >= 0 and self.weight_decay >= 0, (self.lr, self.weight_decay)
 
 
 class Lion(ElementwiseOptimizer):
@@ -298,15 +255,17 @@ class Lion(ElementwiseOptimizer):
     The sign of zero, and of NaN, is zero.
 
     Args:
-        config: Settings.
+        beta1: Weight of the momentum in the direction, at least 0 and below 1.
+        beta2: Decay of the momentum, at least 0 and below 1.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
 
     kernel_name = "lion"
 
-    def __init__(self, config: LionConfig, threads: KernelThreads | None = None) -> None:
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.99, *, threads: KernelThreads | None = None) -> None:
+        assert 0 <= beta1 < 1 and 0 <= beta2 < 1, (beta1, beta2)
         super().__init__(threads)
-        self.config = config
+        self.beta1, self.beta2 = beta1, beta2
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -315,42 +274,20 @@ class Lion(ElementwiseOptimizer):
 
     def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
         """Return `(grad_scale, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)`."""
-        config, lr = self.config, update.lr * segment.lr_scale
+        lr = update.lr * segment.lr_scale
         scalars = (
             update.grad_scale,
             1.0 - lr * segment.weight_decay,
-            config.beta1,
-            1.0 - config.beta1,
-            config.beta2,
-            1.0 - config.beta2,
+            self.beta1,
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
             lr,
         )
         return tuple(np.float32(scalar) for scalar in scalars)
 
 
 _SGD_STATE = (StateKind("m", torch.float32),)
-
-
-@dataclass(frozen=True, slots=True)
-class SGDConfig:
-    """Settings of SGD that do not change during a run.
-
-    Attributes:
-        lr: Base learning rate, the one that a schedule scales.
-        momentum: Decay of the sum of gradients, at least 0 and below 1; 0 keeps no state.
-        nesterov: Step along the gradient plus the decayed sum instead of along the sum. Needs momentum.
-        weight_decay: Added to the gradient, times the weight: not decoupled.
-    """
-
-    lr: float = 1e-3
-    momentum: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.momentum < 1, self.momentum
-        assert self.momentum > 0 or not self.nesterov, (self.momentum, self.nesterov)
-        assert self.lr >= 0 and self.weight_decay >= 0, (self.lr, self.weight_decay)
 
 
 class SGD(ElementwiseOptimizer):
@@ -365,20 +302,22 @@ class SGD(ElementwiseOptimizer):
     torch's own kernels fuse some products and sums, so they may differ from this by the last bit of an operation.
 
     Args:
-        config: Settings.
+        momentum: Decay of the sum of gradients, at least 0 and below 1; 0 keeps no state.
+        nesterov: Step along the gradient plus the decayed sum instead of along the sum. Needs momentum.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
 
     kernel_name = "sgd"
 
-    def __init__(self, config: SGDConfig, threads: KernelThreads | None = None) -> None:
+    def __init__(self, momentum: float = 0.9, nesterov: bool = False, *, threads: KernelThreads | None = None) -> None:
+        assert 0 <= momentum < 1 and (momentum > 0 or not nesterov), (momentum, nesterov)
         super().__init__(threads)
-        self.config = config
+        self.momentum, self.nesterov = momentum, nesterov
 
     @property
     def state(self) -> tuple[StateKind, ...]:
         """`m`, in fp32; nothing without momentum."""
-        return _SGD_STATE if self.config.momentum else ()
+        return _SGD_STATE if self.momentum else ()
 
     @property
     def num_state_arguments(self) -> int:
@@ -386,6 +325,5 @@ class SGD(ElementwiseOptimizer):
 
     def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
         """Return `(grad_scale, decay, momentum, lr, nesterov)`."""
-        config = self.config
-        scalars = (update.grad_scale, segment.weight_decay, config.momentum, update.lr * segment.lr_scale)
-        return (*(np.float32(scalar) for scalar in scalars), config.nesterov)
+        scalars = (update.grad_scale, segment.weight_decay, self.momentum, update.lr * segment.lr_scale)
+        return (*(np.float32(scalar) for scalar in scalars), self.nesterov)

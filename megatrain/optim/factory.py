@@ -1,82 +1,107 @@
-"""From the `[optimizer]` table of a config to an optimizer, and to what it does with each parameter."""
+"""From the settings of a run to an optimizer, and to what it does with each parameter."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from megatrain.optim.adafactor import Adafactor, AdafactorConfig
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
-from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, Lion, LionConfig, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import OptimizerConfig
     from megatrain.models.layout import TensorEntry, UnitLayout
 
-__all__ = ["ParameterGroupError", "check_groups", "make_optimizer", "parameter_groups", "segment_builder"]
+__all__ = ["OptimizerSpec", "ParameterGroupError", "check_groups", "make_optimizer", "segment_builder"]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """The update, but for the learning rate.
+
+    Attributes:
+        name: adamw, lion, sgd or adafactor.
+        weight_decay: Of the parameters that decay.
+        decay_exclude: Globs of parameter names that do not decay.
+        beta1: Of adamw and lion.
+        beta2: Of adamw and lion.
+        epsilon: Of adamw.
+        momentum: Of sgd.
+        nesterov: Of sgd.
+        max_grad_norm: Gradients are scaled to at most this norm; 0: no clipping.
+        nonfinite: What a NaN or infinite gradient does.
+        groups: Parameters with settings of their own; of those that match a parameter the first one counts.
+        learning_rates: Key of the config -> each peak learning rate that it names, of the run and of groups.
+    """
+
+    name: Literal["adamw", "lion", "sgd", "adafactor"] = "adamw"
+    weight_decay: float = 0.1
+    decay_exclude: tuple[str, ...] = ()
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+    nesterov: bool = False
+    max_grad_norm: float = 1.0
+    nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    groups: tuple[ParameterGroup, ...] = ()
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the norm of all gradients; who asks for neither check can do without."""
+        return self.max_grad_norm > 0 or self.nonfinite != "ignore"
 
 
 class ParameterGroupError(ValueError):
     """A group of `[[optimizer.groups]]` has no effect: it names no trained parameter, or none that decays."""
 
 
-def make_optimizer(table: OptimizerConfig, threads: KernelThreads | None = None) -> Optimizer:
-    """Return the optimizer that a config asks for.
+def make_optimizer(spec: OptimizerSpec, threads: KernelThreads | None = None) -> Optimizer:
+    """Return the optimizer of a run.
 
     Args:
-        table: `[optimizer]` of the config.
+        spec: Its settings.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
-    lr, decay = table.learning_rate, table.weight_decay
-    if table.optim == "lion":
-        return Lion(LionConfig(lr, table.adam_beta1, table.adam_beta2, decay), threads)
-    if table.optim == "sgd":
-        return SGD(SGDConfig(lr, table.sgd_momentum, table.sgd_nesterov, decay), threads)
-    if table.optim == "adafactor":
-        return Adafactor(AdafactorConfig(lr, weight_decay=decay), threads)
-    return AdamW(AdamWConfig(lr, table.adam_beta1, table.adam_beta2, table.adam_epsilon, decay), threads)
-
-
-def parameter_groups(table: OptimizerConfig) -> tuple[ParameterGroup, ...]:
-    """Return the groups of a config, in order: of those that match a parameter the first one counts."""
-    return tuple(
-        ParameterGroup(
-            group.params,
-            1.0 if group.learning_rate is None else group.learning_rate / table.learning_rate,
-            group.weight_decay,
-        )
-        for group in table.groups
-    )
+    if spec.name == "lion":
+        return Lion(spec.beta1, spec.beta2, threads=threads)
+    if spec.name == "sgd":
+        return SGD(spec.momentum, spec.nesterov, threads=threads)
+    if spec.name == "adafactor":
+        return Adafactor(threads=threads)
+    return AdamW(spec.beta1, spec.beta2, spec.epsilon, threads=threads)
 
 
 def segment_builder(
-    table: OptimizerConfig, optimizer: Optimizer, *, split_master: bool
+    spec: OptimizerSpec, optimizer: Optimizer, *, split_master: bool
 ) -> Callable[[UnitLayout], tuple[Segment, ...]]:
     """Return the function that tells what of a layout is updated, and how.
 
     Args:
-        table: `[optimizer]` of the config.
+        spec: Settings of the run.
         optimizer: What `make_optimizer` made of it.
         split_master: As for `Optimizer.state_kinds`.
     """
     return partial(
         build_segments,
-        weight_decay=table.weight_decay,
-        exclude=table.weight_decay_exclude,
-        groups=parameter_groups(table),
+        weight_decay=spec.weight_decay,
+        exclude=spec.decay_exclude,
+        groups=spec.groups,
         kinds=optimizer.state_kinds(split_master),
     )
 
 
-def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None:
+def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
     """Find groups and globs without an effect.
 
     Args:
-        table: `[optimizer]` of the config.
+        spec: Settings of the run.
         trained: Every parameter that is trained, under its owner's name.
 
     Raises:
@@ -85,22 +110,20 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
     entries = list(trained)
     names = [entry.name for entry in entries]
     left = set(names)
-    for number, group in enumerate(table.groups):
+    for number, group in enumerate(spec.groups):
         key = f"optimizer.groups.{number}"
-        for glob in group.params:
+        for glob in group.globs:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob.replace("*", ""), names, n=1, cutoff=0.0)
                 shown = f' Write one that does; a name of this model is "{near[0]}"' if near else ""
                 raise ParameterGroupError(f'{key}.params: "{glob}" names no trained parameter.{shown}')
-        own = {name for name in left if any(fnmatchcase(name, glob) for glob in group.params)}
+        own = {name for name in left if group.matches(name)}
         left -= own
         if not own:
             raise ParameterGroupError(
                 f"{key} has no effect: groups before it name all of its parameters. Put it before them, or take it out"
             )
-        if group.weight_decay and not any(
-            entry.name in own and decays(entry, table.weight_decay_exclude) for entry in entries
-        ):
+        if group.weight_decay and not any(entry.name in own and decays(entry, spec.decay_exclude) for entry in entries):
             raise ParameterGroupError(
                 f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which never "
                 "decay, or stand in optimizer.weight_decay_exclude. Take them out there, or the key out here"

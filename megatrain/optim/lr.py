@@ -4,15 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["ScheduleError", "learning_rate_schedule", "num_warmup_steps"]
+__all__ = ["ScheduleError", "ScheduleSpec", "learning_rate_schedule", "num_warmup_steps"]
 
 
 class ScheduleError(ValueError):
     """The learning-rate schedule of a config does not exist or cannot be built from its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """The learning rate of a run, but for its length.
+
+    Attributes:
+        name: `lr_scheduler_type` of transformers.
+        learning_rate: Peak.
+        warmup: Steps, or a fraction of all steps when below 1.
+        arguments: `lr_scheduler_kwargs` of transformers.
+    """
+
+    name: str
+    learning_rate: float
+    warmup: float = 0.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the schedule looks at `warmup`; the constant one of transformers does not."""
+        return self.name != "constant"
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the steps of warm-up in a run of `num_steps`."""
+        return num_warmup_steps(self.warmup, num_steps)
+
+    def build(self, num_steps: int) -> Callable[[int], float]:
+        """Return the schedule of a run of `num_steps`, as `learning_rate_schedule`.
+
+        Raises:
+            ScheduleError: The warm-up is longer than the run; no such schedule, or arguments it does not take.
+        """
+        warmup = self.num_warmup_steps(num_steps)
+        if self.warmup >= 1 and warmup >= num_steps and self.has_warmup:
+            raise ScheduleError(
+                f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
+                "the run. Write fewer, or a fraction below 1 of all steps"
+            )
+        return learning_rate_schedule(self.name, self.learning_rate, num_steps, warmup, self.arguments)
 
 
 def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:

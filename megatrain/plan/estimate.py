@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.optim.base import bytes_per_parameter
@@ -36,13 +35,6 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
     """Return the share of each NVMe path; blocks are striped so to within one file."""
     total = sum(shape.weights)
     return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
-
-
-def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
-    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
-    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
-    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
-    return rates if rates and len(rates) == len(paths) else None
 
 
 #: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.

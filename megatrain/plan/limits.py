@@ -23,7 +23,7 @@ from tiered.units import GiB, MiB, format_size
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.config.schema import NvmeTierConfig, RunConfig
+    from megatrain.plan.machine import DriveSpec, TierSpecs
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 
@@ -64,14 +64,14 @@ class DrivePath:
 
     Attributes:
         key: ``tiers.nvme.0``.
-        table: as configured.
+        spec: as configured.
         file_system: that holds the path, or will.
         free_bytes: of the file system.
         total_bytes: of the file system.
     """
 
     key: str
-    table: NvmeTierConfig
+    spec: DriveSpec
     file_system: FileSystem
     free_bytes: int
     total_bytes: int
@@ -79,7 +79,7 @@ class DrivePath:
     @property
     def size_bytes(self) -> int:
         """Return the size that the config gives it; 0 for "auto", which is never too much."""
-        return 0 if self.table.size.is_auto else self.table.size.resolve(self.total_bytes)
+        return 0 if self.spec.size.is_auto else self.spec.size.resolve(self.total_bytes)
 
     @property
     def room(self) -> str:
@@ -87,15 +87,15 @@ class DrivePath:
         return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.table.path}: {self.file_system}, {self.room}"
+        return f"{self.key}: {self.spec.path}: {self.file_system}, {self.room}"
 
 
-def drive_paths(config: RunConfig) -> list[DrivePath]:
+def drive_paths(drives: Sequence[DriveSpec]) -> list[DrivePath]:
     """Return where each path of the NVMe tier lies; makes and writes nothing."""
     found = []
-    for number, table in enumerate(config.tiers.nvme):
-        disk = shutil.disk_usage(machine.existing_parent(table.path))
-        found.append(DrivePath(f"tiers.nvme.{number}", table, file_system_of(table.path), disk.free, disk.total))
+    for number, drive in enumerate(drives):
+        disk = shutil.disk_usage(machine.existing_parent(drive.path))
+        found.append(DrivePath(f"tiers.nvme.{number}", drive, file_system_of(drive.path), disk.free, disk.total))
     return found
 
 
@@ -115,45 +115,46 @@ def refuse(objections: Sequence[Objection]) -> None:
 
 
 def find_objections(
-    config: RunConfig, device: torch.device, needs: Mapping[str, int] | None = None
+    tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare a config with this machine; those that refuse a run come first.
+    """Compare what a run may use with this machine; those that refuse a run come first.
 
     Args:
+        tiers: what a run may use.
         device: that computes.
         needs: tier -> the least that the plan takes of it; None: there is no plan.
     """
-    paths = drive_paths(config)
+    paths = drive_paths(tiers.drives)
     found = [
-        *_ram(config, needs or {}),
-        *_gpu(config, device, needs or {}),
+        *_ram(tiers, needs or {}),
+        *_gpu(tiers, device, needs or {}),
         *_drive_sizes(paths),
-        *(each for path in paths for each in _place(path, allows_tmpfs=config.tiers.allow_tmpfs)),
+        *(each for path in paths for each in _place(path, allows_tmpfs=tiers.allows_tmpfs)),
         *_same_disk(paths),
     ]
     return tuple(sorted(found, key=lambda each: not each.refuses))
 
 
-def _ram(config: RunConfig, needs: Mapping[str, int]) -> Iterator[Objection]:
+def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
     """Compare the RAM tier, and the GPU tier that is emulated in RAM, with the RAM of this process."""
-    sizes = {"tiers.ram.size": config.tiers.ram.size}
-    tiers = ["ram"]
-    if config.advanced.emulate_gpu:
-        sizes["tiers.gpu.size"] = config.tiers.gpu.size
-        tiers.append("gpu")
+    sizes = {"tiers.ram.size": tiers.ram_size}
+    names = ["ram"]
+    if tiers.emulates_gpu:
+        sizes["tiers.gpu.size"] = tiers.gpu_size
+        names.append("gpu")
     total, free = machine.total_ram_bytes(), machine.available_ram_bytes()
     has = f"this machine has {_of(total, free)} of RAM"
     if total < psutil.virtual_memory().total:
         has = f"a cgroup (of a container or a job) allows this process {_of(total, free)} of RAM"
-    yield from _memory(sizes, sum(needs.get(tier, 0) for tier in tiers), total, free, has)
+    yield from _memory(sizes, sum(needs.get(tier, 0) for tier in names), total, free, has)
 
 
-def _gpu(config: RunConfig, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
-    if device.type != "cuda" or config.tiers.gpu.size.is_auto:
+def _gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
+    if device.type != "cuda" or tiers.gpu_size.is_auto:
         return
     free, total = machine.gpu_memory_bytes(device)
     has = f"this GPU, {machine.gpu_name(device)}, has {_of(total, free)} of memory"
-    yield from _memory({"tiers.gpu.size": config.tiers.gpu.size}, needs.get("gpu", 0), total, free, has)
+    yield from _memory({"tiers.gpu.size": tiers.gpu_size}, needs.get("gpu", 0), total, free, has)
 
 
 def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
@@ -187,16 +188,16 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
     together: dict[int, list[DrivePath]] = {}
     for path in paths:
         if path.size_bytes and path.total_bytes:  # the kernel's own file systems have no bytes: no folder is made there
-            together.setdefault(machine.file_system_number(path.table.path), []).append(path)
+            together.setdefault(machine.file_system_number(path.spec.path), []).append(path)
     for group in together.values():
         first = group[0]
         wanted = sum(path.size_bytes for path in group)
         if wanted <= first.total_bytes:
             continue
-        given = " and ".join(f'{path.key}.size = "{path.table.size.text}"' for path in group)
+        given = " and ".join(f'{path.key}.size = "{path.spec.size.text}"' for path in group)
         is_are = "is" if len(group) == 1 else "together are"
         text = (
-            f"{given} {is_are} more than there is: the file system of {first.table.path} ({first.file_system}) has "
+            f"{given} {is_are} more than there is: the file system of {first.spec.path} ({first.file_system}) has "
             f"{first.room}"
         )
         advice = f'Write at most "{_whole(first.free_bytes)}"{" in all" if len(group) > 1 else ""}, or "auto"'
@@ -205,7 +206,7 @@ def _drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
 
 def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     """Say what kind of file system a path is on, and whether it is the one that somebody meant."""
-    key, shown, file_system = f"{path.key}.path", path.table.path, path.file_system
+    key, shown, file_system = f"{path.key}.path", path.spec.path, path.file_system
     if file_system.nature == "memory" and not allows_tmpfs:
         text = f"{key}: {shown} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
         advice = "Name a folder on a drive, or write allow_tmpfs = true in [tiers]"
@@ -213,7 +214,7 @@ def _place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
     elif file_system.caution:
         advice = "Name a folder on a drive of this machine for speed, and for checkpoints that stay"
         yield Objection(key, f"{key}: {shown}: {file_system.caution}", advice, "note")
-    expected = path.table.mount_point
+    expected = path.spec.mount_point
     if expected is not None:
         real = os.path.realpath(expected)
         if file_system.mount_point != real:
@@ -235,7 +236,7 @@ def _same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
         disks.setdefault(disk_of(path.file_system), []).append(path)
     for disk, group in disks.items():
         if len(group) > 1:
-            names = ", ".join(str(path.table.path) for path in group)
+            names = ", ".join(str(path.spec.path) for path in group)
             text = f"{names} lie on one drive ({disk}): striped, they share its speed and its room"
             advice = "Name one of them in [[tiers.nvme]], and folders on other drives beside it"
             yield Objection(f"{group[1].key}.path", text, advice, "note")

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +23,10 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.schema import RunConfig
+from megatrain.config.sizes import Size
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts
 from megatrain.models.folder import ModelFolder, ModelFolderError
-from megatrain.models.graph import ModelGraph
+from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.load import WeightLoader
 from tiered.ext import (
     KvikioProbe,
@@ -137,6 +137,58 @@ class _ProfileFile(_Record):
     format: Literal["megatrain-tier profile"] = "megatrain-tier profile"
     version: Literal[1] = 1
     machines: dict[str, MachineProfile] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DriveSpec:
+    """A folder on a drive.
+
+    Attributes:
+        path: of the folder.
+        size: that may be used there.
+        mount_point: where its drive must be mounted; None: anywhere.
+        max_written_bytes: over all runs; None: no limit.
+    """
+
+    path: Path
+    size: Size
+    mount_point: Path | None = None
+    max_written_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpecs:
+    """What a run may use of a machine.
+
+    Attributes:
+        ram_size: RAM for blocks.
+        gpu_size: GPU memory.
+        safety_margin: kept free where a size is "auto".
+        drives: of the NVMe tier; none: there is no such tier.
+        rates: weight of each drive in what is striped, in any unit.
+        has_rates: the config gives these.
+        emulates_gpu: a part of RAM takes the place of GPU memory.
+        engine: how files are read and written.
+        direct: whether blocks may go between drives and GPU memory without passing RAM.
+        verify: when files are compared with their checksums.
+        on_full: what happens when a drive is full.
+        allows_tmpfs: a drive may be RAM.
+        file_bytes: largest file of a block; None: the tier's own choice.
+    """
+
+    ram_size: Size
+    gpu_size: Size
+    safety_margin: Size
+    drives: tuple[DriveSpec, ...] = ()
+    rates: tuple[float, ...] = ()
+    has_rates: bool = False
+    emulates_gpu: bool = False
+    engine: Literal["posix", "auto", "kvikio"] = "posix"
+    direct: Literal["auto", "off", "on"] = "auto"
+    verify: Literal["resume", "always", "off"] = "resume"
+    on_full: Literal["pause", "error"] = "pause"
+    allows_tmpfs: bool = False
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +303,25 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
     return path
 
 
+def stripe_rates(paths: Sequence[Path], given: Sequence[float]) -> list[float]:
+    """Return the relative weights of NVMe paths: as given, else as measured on this machine, else equal.
+
+    Args:
+        paths: of the tier.
+        given: one for each path, or not for all.
+    """
+    if len(paths) <= 1 or len(given) == len(paths):
+        return list(given) or [1.0] * len(paths)
+    return measured_drive_rates(paths, load_profile().machine) or [1.0] * len(paths)
+
+
+def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
+    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
+    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
+    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
+    return rates if rates and len(rates) == len(paths) else None
+
+
 def age_days(measured_at: datetime) -> float:
     """Return how many days ago that was; 0 for a time that has not come yet."""
     return max(0.0, (datetime.now(UTC) - measured_at).total_seconds() / 86400)
@@ -350,33 +421,33 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _LIBRARY_BYTES = GiB
 
 
-def resolve_device(config: RunConfig) -> torch.device:
-    """Return the compute device: what ``device`` says, or CUDA where there is one.
+def resolve_device(name: str) -> torch.device:
+    """Return the compute device that a config names; "auto": CUDA where there is one.
 
     Raises:
         ConfigError: the config asks for a GPU and torch finds none.
     """
-    if config.device == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         problem = Problem("device", 'device = "cuda", but torch finds no GPU that it can use', 'Write "auto" or "cpu"')
         raise ConfigError("the config", [problem])
-    return torch.device(config.device)
+    return torch.device(name)
 
 
-def resolve_compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return what layers multiply in; auto: bf16 with CUDA, fp32 on the CPU."""
-    if config.precision.compute_dtype == "auto":
+    if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.precision.compute_dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def compute_tier(config: RunConfig, device: torch.device) -> str:
+def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
     """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself."""
-    return "gpu" if device.type == "cuda" or config.advanced.emulate_gpu else "ram"
+    return "gpu" if device.type == "cuda" or tiers.emulates_gpu else "ram"
 
 
-def moves_past_ram(config: RunConfig, device: torch.device) -> bool:
+def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
     """Return whether blocks go straight between files and GPU memory: where kvikio has shown that it does that.
 
     In the memory that takes a GPU's place files are read by plain system calls, but only if the config says so.
@@ -384,18 +455,17 @@ def moves_past_ram(config: RunConfig, device: torch.device) -> bool:
     Raises:
         ConfigError: the config wants it, and it does not work here.
     """
-    tiers = config.tiers
-    if tiers.direct == "off" or not tiers.nvme or compute_tier(config, device) != "gpu":
+    if tiers.direct == "off" or not tiers.drives or compute_tier(tiers, device) != "gpu":
         return False
-    if config.advanced.emulate_gpu:
+    if tiers.emulates_gpu:
         return tiers.direct == "on"
     if tiers.direct == "auto" and (tiers.verify == "always" or not may_open_driver()):
         return False
-    for table in tiers.nvme:
-        if reason := _probed(existing_parent(table.path)).reason:
+    for drive in tiers.drives:
+        if reason := _probed(existing_parent(drive.path)).reason:
             if tiers.direct == "auto":
                 return False
-            text = f'tiers.direct = "on", but GPUDirect Storage does not work on {table.path}: {reason}'
+            text = f'tiers.direct = "on", but GPUDirect Storage does not work on {drive.path}: {reason}'
             raise ConfigError("the config", [Problem("tiers.direct", text, 'Write "auto" or "off"')])
     return True
 
@@ -458,25 +528,25 @@ def _stat_of(folder: Path, name: str) -> int:
     return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
 
 
-def ram_capacity_bytes(config: RunConfig) -> int:
+def ram_capacity_bytes(tiers: TierSpecs) -> int:
     """Return the capacity of the RAM tier; auto: what is free now less the margin and an emulated GPU."""
     total = total_ram_bytes()
-    margin = config.tiers.safety_margin.resolve(total)
-    if config.advanced.emulate_gpu:
-        margin += config.tiers.gpu.size.resolve(total)
-    return config.tiers.ram.size.resolve(total, auto_bytes=max(0, available_ram_bytes() - margin))
+    margin = tiers.safety_margin.resolve(total)
+    if tiers.emulates_gpu:
+        margin += tiers.gpu_size.resolve(total)
+    return tiers.ram_size.resolve(total, auto_bytes=max(0, available_ram_bytes() - margin))
 
 
-def gpu_capacity_bytes(config: RunConfig, device: torch.device) -> int:
+def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
     """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured.
 
     The margin is at least what libraries take.
     """
-    if config.advanced.emulate_gpu:
-        return config.tiers.gpu.size.resolve(total_ram_bytes())
+    if tiers.emulates_gpu:
+        return tiers.gpu_size.resolve(total_ram_bytes())
     free, total = gpu_memory_bytes(device)
-    margin = max(config.tiers.safety_margin.resolve(total), library_bytes(total))
-    return config.tiers.gpu.size.resolve(total, auto_bytes=max(0, free - margin))
+    margin = max(tiers.safety_margin.resolve(total), library_bytes(total))
+    return tiers.gpu_size.resolve(total, auto_bytes=max(0, free - margin))
 
 
 def library_bytes(total_bytes: int) -> int:
@@ -513,19 +583,23 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def nvme_capacity_bytes(config: RunConfig) -> int:
+def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
     """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin.
 
     What this run left there before counts as free. Paths on one file system share what is free there.
+
+    Args:
+        tiers: with at least one drive.
+        output_dir: of the run.
     """
     capacity = 0
-    num_sharing = Counter(file_system_number(table.path) for table in config.tiers.nvme if table.size.is_auto)
-    for table in config.tiers.nvme:
-        disk = shutil.disk_usage(existing_parent(table.path))
-        margin = config.tiers.safety_margin.resolve(disk.total)
-        share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(table.path)])
-        own = own_drive_bytes(table.path, config.output_dir / CHECKPOINTS_NAME)
-        capacity += table.size.resolve(disk.total, auto_bytes=share + own)
+    num_sharing = Counter(file_system_number(drive.path) for drive in tiers.drives if drive.size.is_auto)
+    for drive in tiers.drives:
+        disk = shutil.disk_usage(existing_parent(drive.path))
+        margin = tiers.safety_margin.resolve(disk.total)
+        share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(drive.path)])
+        own = own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
+        capacity += drive.size.resolve(disk.total, auto_bytes=share + own)
     return capacity
 
 
@@ -566,31 +640,20 @@ _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
 _LEAST_FREE_BYTES = 4 * GiB
 
 
-def machine_facts(folder: Path) -> MachineFacts:
+def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
     """Look at the machine; allocates and writes nothing.
 
     Args:
         folder: where the config will lie; its drive comes first, as a path relative to it.
+        tiers: whose sizes are "auto".
     """
-    config = _any_config(folder)
-    device = resolve_device(config)
+    device = resolve_device("auto")
     return MachineFacts(
         ram_bytes=total_ram_bytes(),
-        free_ram_bytes=ram_capacity_bytes(config),
-        gpu_bytes=gpu_capacity_bytes(config, device) if device.type == "cuda" else None,
+        free_ram_bytes=ram_capacity_bytes(tiers),
+        gpu_bytes=gpu_capacity_bytes(tiers, device) if device.type == "cuda" else None,
         drives=tuple(_drives(folder)),
     )
-
-
-def _any_config(folder: Path) -> RunConfig:
-    """Return a config in which all sizes are "auto"."""
-    values = {
-        "task": "sft",
-        "output_dir": str(folder / "outputs"),
-        "model": {"model_name_or_path": "model"},
-        "data": {"train": [{"path": "data"}]},
-    }
-    return RunConfig.model_validate(values)
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
@@ -628,12 +691,12 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
     return ""
 
 
-def carried_tensors(config: RunConfig, graph: ModelGraph) -> str:
+def carried_tensors(model: ModelSpec, graph: ModelGraph) -> str:
     """Say what the model's folder has beside what is trained; "": nothing, or it has no weights that can be used."""
-    if config.model.train_from_scratch:
+    if model.from_scratch:
         return ""
     try:
-        carried = WeightLoader(config.model.model_name_or_path, graph.model).origin.carried
+        carried = WeightLoader(model.folder, graph.model).origin.carried
     except (ModelFolderError, OSError):
         return ""  # `check` says what is wrong
     return f"{carried}; they take no memory" if carried.names else ""

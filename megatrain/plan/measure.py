@@ -9,31 +9,31 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatrain.engine.objective import Objective
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.engine.visit import LayerCompiler
 from megatrain.optim import clip
 from megatrain.optim.factory import segment_builder
 from megatrain.optim.threads import KernelThreads
-from megatrain.plan.machine import available_ram_bytes
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.machine import available_ram_bytes, load_profile
 from megatrain.plan.plan import MeasuredTicks
 from megatrain.plan.planner import gradient_staging_bytes, workspace_bytes
+from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.run.timeline import Timeline
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
     from megatrain.engine.program import BlockPlan, StepProgram
     from megatrain.engine.tape import Op
-    from megatrain.plan.plan import Plan
+    from megatrain.plan.plan import Plan, RunSpec
 
 #: Far more than the caches of a processor hold: what a step comes to has left them since it was there before.
 KIND_BYTES = 256 * MiB
@@ -184,24 +184,19 @@ class NotMeasurableError(Exception):
     """The steps of a plan cannot be timed here; the text says why."""
 
 
-def same_ticks(one: Plan, config: RunConfig, other: Plan, other_config: RunConfig) -> bool:
+def same_ticks(one: Plan, other: Plan) -> bool:
     """Return whether two plans' steps compute the same: only homes and the sizes of tiers may differ."""
-    return (
-        one.device == other.device
-        and one.program == other.program
-        and one.trace == other.trace
-        and all(getattr(config, table) == getattr(other_config, table) for table in _TABLES_THAT_DECIDE)
-        and Objective.of(config.training) == Objective.of(other_config.training)
-        and (config.task, one.packing) == (other_config.task, other.packing)
-    )
+    return one.program == other.program and one.trace == other.trace and _computed(one.run) == _computed(other.run)
 
 
-_TABLES_THAT_DECIDE = ("model", "precision", "optimizer")
+def _computed(run: RunSpec) -> tuple[object, ...]:
+    """Return what decides about the arithmetic of a step."""
+    kernels = (run.device, run.model, run.dtype, run.grad_dtype, run.objective)
+    return *kernels, run.optimizer, run.data.only_text, run.data.packing
 
 
 def measure_ticks(
     plan: Plan,
-    config: RunConfig,
     *,
     budget_s: float = BUDGET_S,
     kind_bytes: int = KIND_BYTES,
@@ -226,7 +221,9 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = workspace_bytes(trace, plan.num_micro_batches) + gradient_staging_bytes(plan.graph, trace, config)
+    workspace = workspace_bytes(trace, plan.num_micro_batches) + gradient_staging_bytes(
+        plan.graph, trace, plan.run.grad_dtype
+    )
     workspace += plan.kept_bytes
     blocks = plan.program.blocks
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
@@ -237,7 +234,7 @@ def measure_ticks(
                 store.register(block.key, (block.num_elements,), block.dtype, home="ram", durable=False)
                 with store.acquire(block.key, "ram", "w"):
                     pass
-            steps = _Steps(plan, config, store, threads)
+            steps = _Steps(plan, store, threads)
             return _measured(plan, steps, budget_s, tier.memory_bytes + workspace)
     finally:
         threads.close()
@@ -333,11 +330,12 @@ class _Watch(Timeline):
 class _Steps:
     """Steps of a plan's engine, one after the other, each with the update of the one before it."""
 
-    def __init__(self, plan: Plan, config: RunConfig, store: TieredStore, threads: KernelThreads) -> None:
+    def __init__(self, plan: Plan, store: TieredStore, threads: KernelThreads) -> None:
+        run = plan.run
         plan.optimizer.warm_up()
         clip.warm_up()
-        self.takes_any_number = config.advanced.micro_batch_order == "layer"
-        self._micro_batches = made_up_batches(plan, config)
+        self.takes_any_number = run.batch.order == "layer"
+        self._micro_batches = made_up_batches(plan)
         self._watch = _Watch(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
         # Without a GPU, and with another part of RAM in its place, a step computes the same.
@@ -352,13 +350,13 @@ class _Steps:
             {},
             plan.optimizer,
             device=plan.device,
-            order=config.advanced.micro_batch_order,
-            segments=segment_builder(config.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph)),
-            max_grad_norm=config.optimizer.max_grad_norm,
+            order=run.batch.order,
+            segments=segment_builder(run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph)),
+            max_grad_norm=run.optimizer.max_grad_norm,
             nonfinite="ignore",
-            seed=config.seed,
-            objective=Objective.of(config.training),
-            compiler=LayerCompiler.of(config.model),
+            seed=run.seed,
+            objective=run.objective,
+            compiler=LayerCompiler.of(run.model.compile_backend),
             threads=threads,
             timeline=self._watch,
         )
@@ -373,24 +371,79 @@ class _Steps:
         return _Timed(self._watch.take(), total_s)
 
 
-def made_up_batches(plan: Plan, config: RunConfig) -> list[dict[str, torch.Tensor]]:
+def made_up_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     """Return the micro-batches of a step as the data would give them, rows full, every token trained.
 
     Packed rows of conversations hold two documents each, which takes a mask; those of plain text hold one.
     """
-    generator = torch.Generator().manual_seed(config.seed)
-    shape = (plan.micro_batch_size, config.data.max_length)
+    generator = torch.Generator().manual_seed(plan.run.seed)
+    shape = (plan.micro_batch_size, plan.run.batch.max_length)
     num_words = plan.graph.model.get_input_embeddings().weight.shape[0]
     batches: list[dict[str, Any]] = []
     for _ in range(plan.num_micro_batches):
         ids = torch.randint(num_words, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if not plan.packing:
+        if not plan.run.data.packing:
             batch["attention_mask"] = torch.ones_like(ids)
         else:
             positions = torch.arange(shape[1])
-            if config.task != "pretrain":
+            if not plan.run.data.only_text:
                 positions %= max(1, -(-shape[1] // 2))
             batch["position_ids"] = positions.expand(shape).clone()
         batches.append(batch)
     return batches
+
+
+class PlanTimer:
+    """Times the steps of plans. Plans that differ in homes and sizes of tiers alone are timed once.
+
+    Args:
+        measure: how a plan's steps are timed.
+        on_progress: told what is measured, and why not.
+        on_problem: told what is measured, and why not.
+
+    Attributes:
+        num_measured: plans whose steps were timed.
+    """
+
+    def __init__(
+        self,
+        on_progress: Callable[[str], None] = lambda text: None,
+        on_problem: Callable[[str], None] = lambda text: None,
+        measure: Callable[..., MeasuredTicks] = measure_ticks,
+    ) -> None:
+        self._on_progress, self._on_problem, self._measure = on_progress, on_problem, measure
+        self._known: list[tuple[Plan, MeasuredTicks]] = []
+
+    @property
+    def num_measured(self) -> int:
+        """Return how many plans were measured."""
+        return len(self._known)
+
+    def timed(self, plan: Plan) -> Plan:
+        """Return the plan with its times; as it is where its steps cannot be timed."""
+        for known, ticks in self._known:
+            if same_ticks(known, plan):
+                return with_ticks(plan, ticks)
+        self._on_progress("steps of this model")
+        machine = load_profile().machine
+        dtype = str(plan.graph.dtype).removeprefix("torch.")
+        rate = None if machine is None else machine.matmul_flops_per_s.get(f"cpu/{dtype}")
+        try:
+            ticks = self._measure(plan, flops_per_s=rate)
+        except NotMeasurableError as error:
+            self._on_problem(f"steps of this model are not timed: {error}")
+            return plan
+        self._known.append((plan, ticks))
+        return with_ticks(plan, ticks)
+
+
+def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
+    """Return a plan whose estimate is a replay of measured ticks, at the measured rates of drives and buses."""
+    plan = replace(plan, ticks=ticks)
+    estimate = estimate_step(plan, plan.shape, load_profile())
+    plan = replace(plan, estimate=estimate)
+    rates = measured_rates(plan)
+    if rates is None:
+        return plan
+    return replace(plan, estimate=replace(estimate, step_s=simulate_step(plan, estimate.tokens_per_step, rates).step_s))

@@ -15,6 +15,19 @@ from tiered.ext import route
 from tiered.units import format_size
 
 
+@dataclass(frozen=True, slots=True)
+class PlacementSpec:
+    """Where a run lets kinds of blocks live.
+
+    Attributes:
+        homes: kind -> tiers that may be the home of its blocks, preferred first.
+        residents: kinds whose blocks the planner may put into the compute tier, where that is not RAM.
+    """
+
+    homes: Mapping[Kind, Sequence[str]]
+    residents: frozenset[Kind]
+
+
 class Traffic:
     """Counts contents by ``"src->dst"``.
 

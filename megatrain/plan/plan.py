@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,130 @@ from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from megatrain.checkpoint.state import CheckpointSpec
+    from megatrain.data.dataset import DataSpec
+    from megatrain.engine.objective import Objective
+    from megatrain.models.export import ExportSpec
+    from megatrain.models.graph import ModelSpec
+    from megatrain.optim.factory import OptimizerSpec
+    from megatrain.optim.lr import ScheduleSpec
+    from megatrain.plan.machine import TierSpecs
+    from megatrain.plan.placement import PlacementSpec
+
+
+#: Tokens that a micro-batch aims at where the config gives tokens per step only. A constant, because the cut
+#: into micro-batches is part of the numbers and must not depend on the memory of the machine.
+MICRO_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """The tokens of a step, and their cut into micro-batches.
+
+    Attributes:
+        num_rows: of ``max_length`` tokens in a step.
+        max_length: tokens in a row.
+        given_rows: of a micro-batch; None: as many as come nearest to ``MICRO_BATCH_TOKENS``.
+        single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
+        order: "layer": each layer runs for all micro-batches before the next.
+    """
+
+    num_rows: int
+    max_length: int
+    given_rows: int | None
+    single_rows: bool
+    order: Literal["layer", "micro_batch"]
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows of a micro-batch: as given, else the largest divisor within ``MICRO_BATCH_TOKENS``."""
+        if self.given_rows is not None:
+            return self.given_rows
+        if self.single_rows:
+            return 1
+        rows, length = self.num_rows, self.max_length
+        return max((n for n in range(1, rows + 1) if rows % n == 0 and n * length <= MICRO_BATCH_TOKENS), default=1)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.num_rows // self.micro_batch_rows
+
+    @property
+    def num_together(self) -> int:
+        """Micro-batches whose activations are there at once."""
+        return self.together(self.num_micro_batches)
+
+    def together(self, num_micro_batches: int) -> int:
+        """Return how many of so many micro-batches pass a layer before the next one runs."""
+        return num_micro_batches if self.order == "layer" else 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Places for tokens in a step, padding included."""
+        return self.num_rows * self.max_length
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """A run in values: what its config asks for, on this machine, as ``megatrain.config.resolve`` makes it.
+
+    Attributes:
+        name: of the run.
+        output_dir: folder of the run.
+        seed: of dropout and random weights.
+        device: that computes.
+        dtype: that layers compute in.
+        grad_dtype: of gradients between two visits.
+        is_deterministic: only kernels that give the same bits at every run.
+        model: what is trained.
+        data: on which rows.
+        batch: in which pieces.
+        objective: what is minimised beside cross entropy.
+        optimizer: the update.
+        schedule: its learning rate.
+        num_epochs: passes over the data, where ``max_steps`` does not say how long the run is.
+        max_steps: of the run; None: as many as the data has.
+        tiers: what it may use of the machine.
+        placement: where kinds of blocks may live.
+        keep_graphs: layers whose graphs are kept for the backward; "auto": as many as fit.
+        prefetch_bytes: fetched ahead; None: no limit but the room.
+        eviction: policy of what leaves a full tier.
+        trace_steps: numbers, from 1, of steps whose timeline is written.
+        checkpoint: when it is saved.
+        export: how the trained model is written.
+    """
+
+    name: str
+    output_dir: Path
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_deterministic: bool
+    model: ModelSpec
+    data: DataSpec
+    batch: BatchSpec
+    objective: Objective
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec
+    num_epochs: float
+    max_steps: int | None
+    tiers: TierSpecs
+    placement: PlacementSpec
+    keep_graphs: Literal["auto"] | int
+    prefetch_bytes: int | None
+    eviction: Literal["schedule", "lru"]
+    trace_steps: tuple[int, ...]
+    checkpoint: CheckpointSpec
+    export: ExportSpec
+
+    def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
+        """Return the run with another packing of its data."""
+        single_rows = self.batch.single_rows and bool(packing)
+        data, batch = replace(self.data, packing=packing), replace(self.batch, single_rows=single_rows)
+        return replace(self, data=data, batch=batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +187,7 @@ class MeasuredTicks:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What of a config the estimate depends on besides the plan.
+    """What of a run the estimate depends on besides the plan.
 
     Attributes:
         tokens_per_step: T.
@@ -182,6 +306,7 @@ class Plan:
     """Everything that is decided before a run starts, and the figures a person wants to see of it.
 
     Attributes:
+        run: what is planned, with the packing that suits the model.
         graph: the model, its visits, the ticks of a step, the homes of its blocks.
         trace: the model, its visits, the ticks of a step, the homes of its blocks.
         program: the model, its visits, the ticks of a step, the homes of its blocks.
@@ -189,43 +314,65 @@ class Plan:
         device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
         host_updates: why all updates are made in RAM although there is a GPU tier, or "".
         budgets_by_tier: capacities, fast to slow.
-        micro_batch_size: rows, and their number.
-        num_micro_batches: rows, and their number.
-        nvme_rates: shares of the NVMe paths in what is striped, in any unit.
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
         kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
-        copies: whole copies of checkpoints that ``output_dir`` holds at most.
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
-        packing: ``data.packing`` as it will be, which for some models is not the default.
-        packing_warning: why ``packing`` is not the default; "": it is, or is what the config says.
+        packing_warning: why ``run.data.packing`` is not the default; "": it is, or is what the config says.
     """
 
+    run: RunSpec
     graph: ModelGraph
     trace: VisitTrace
     program: StepProgram
     placement: Placement
     optimizer: Optimizer
-    device: torch.device
     budgets_by_tier: Mapping[str, TierBudget]
-    micro_batch_size: int
-    num_micro_batches: int
-    nvme_rates: Sequence[float]
-    headline: str
     device_optimizer: Optimizer | None = None
     host_updates: str = ""
     fits: bool = True
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
-    copies: int = 0
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
     carried_tensors: str = ""
-    packing: bool | Literal["concat"] = True
     packing_warning: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """The one that computes."""
+        return self.run.device
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of a micro-batch."""
+        return self.run.batch.micro_batch_rows
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.run.batch.num_micro_batches
+
+    @property
+    def shape(self) -> StepShape:
+        """What the estimate depends on besides."""
+        tiers = self.run.tiers
+        paths = [drive.path for drive in tiers.drives]
+        return StepShape(self.run.batch.num_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
+
+    @property
+    def headline(self) -> str:
+        """Model, format and tokens, in one line."""
+        run, count = self.run, self.graph.num_parameters
+        name = run.model.folder.rstrip("/").split("/")[-1]
+        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+        layers = sum(unit.is_layer for unit in self.graph.units)
+        dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
+        tokens = f"{run.batch.num_tokens:,} tokens/step"
+        return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -298,9 +445,10 @@ class Plan:
         placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
         updates: tuple[str, ...] = (self.carried_tensors,) if self.carried_tensors else ()
         updates += () if compute == "ram" else (self._where_updates_are_made(),)
-        if self.copies and self.checkpoint_bytes_on_drives:
+        if self.run.checkpoint.num_copies and self.checkpoint_bytes_on_drives:
             size = format_size(self.checkpoint_bytes_on_drives)
-            updates += (f"output_dir comes to hold {self.copies} whole copies of checkpoints, {size} each: save_copy",)
+            count = self.run.checkpoint.num_copies
+            updates += (f"output_dir comes to hold {count} whole copies of checkpoints, {size} each: save_copy",)
         if placement.direct:
             updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
         if not any(self.traffic.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,21 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.load import load_config
 from megatrain.config.problems import ConfigError
+from megatrain.config.resolve import resolve
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import measured_rates, simulate_step
-from tiered.units import format_size, parse_size
+from tiered.units import format_size
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import RunConfig
+    from megatrain.plan.measure import PlanTimer
     from megatrain.plan.plan import Plan
-    from megatrain.plan.timed import PlanTimer
 
-__all__ = ["Alternative", "RunLength", "describe", "overrides_of", "plan_alternative", "run_length"]
+__all__ = ["Alternative", "RunLength", "describe", "plan_alternative", "run_length"]
 
 GIVEN = "as configured"
-_NEXT_CHANGE = re.compile(r",(?=\s*[A-Za-z_][\w.]*\s*=)")
-_SHORT = "ram, gpu, nvme, batch, length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,46 +95,6 @@ class RunLength:
         return asdict(self)
 
 
-def overrides_of(text: str, config: RunConfig) -> list[str]:
-    """Return what ``--set`` would be for ``"ram=64GiB,batch=16"``.
-
-    Besides any key of the config: ``ram``, ``gpu`` and ``nvme`` (all drives together, or "none") are sizes, ``length``
-    is ``data.max_length``, and ``batch`` the key of the batch that the config uses.
-
-    Raises:
-        ValueError: a part is not ``NAME=VALUE``, or the size of the drives is none.
-    """
-    found: list[str] = []
-    for part in _NEXT_CHANGE.split(text):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not name or not value:
-            raise ValueError(f'"{part}" is not NAME=VALUE. Write for example ram=64GiB; names: {_SHORT}, or any key')
-        if name in ("ram", "gpu"):
-            found.append(f"tiers.{name}.size={value}")
-        elif name == "nvme":
-            found.extend(_drives(value, config))
-        elif name == "length":
-            found.append(f"data.max_length={value}")
-        elif name == "batch":
-            by_tokens = config.training.train_batch_tokens is not None
-            found.append(f"training.{'train_batch_tokens' if by_tokens else 'per_device_train_batch_size'}={value}")
-        else:
-            found.append(f"{name}={value}")
-    return found
-
-
-def _drives(value: str, config: RunConfig) -> list[str]:
-    """Return the changes that give all drives together a size; without any, one below ``output_dir``."""
-    if value in ("none", "0"):
-        return ["tiers.nvme=[]"]
-    count = len(config.tiers.nvme)
-    if not count:
-        return [f'tiers.nvme=[{{ path = "{config.output_dir / "nvme"}", size = "{value}" }}]']
-    is_share = value == "auto" or value.endswith("%")
-    each = value if is_share else f"{parse_size(value) // count}B"
-    return [f"tiers.nvme.{number}.size={each}" for number in range(count)]
-
-
 def plan_alternative(
     what: str,
     path: Path,
@@ -153,13 +110,13 @@ def plan_alternative(
     """
     try:
         config = load_config(path, extra_files, [*overrides, *changes]).config
-        plan = plan_run(config)
+        plan = plan_run(resolve(config))
     except DoesNotFitError as error:
         need, have = format_size(error.need_bytes), format_size(error.have_bytes)
         return Alternative(what, f"{error.tier} needs {need}, has {have}")
     except ConfigError as error:
         return Alternative(what, error.problems[0].message)
-    return describe(what, plan if timer is None else timer.timed(plan, config))
+    return describe(what, plan if timer is None else timer.timed(plan))
 
 
 def describe(what: str, plan: Plan) -> Alternative:
@@ -187,27 +144,27 @@ def step_seconds(plan: Plan) -> float | None:
     return simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
 
 
-def run_length(plan: Plan, config: RunConfig, num_steps: int | None, step_s: float | None) -> RunLength:
+def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLength:
     """Return what the whole run comes to.
 
     Args:
-        num_steps: where somebody has counted them; None: as ``training.max_steps`` says.
+        num_steps: as counted in the data; None: as the config says.
         step_s: seconds of a step, None if not known.
     """
     if num_steps is None:
-        num_steps = config.training.max_steps if config.training.max_steps > 0 else None
+        num_steps = plan.run.max_steps
     if num_steps is None:
         return RunLength(None)
     moved = plan.placement.run_traffic_bytes(num_steps)
     written = sum(nbytes for link, nbytes in moved.items() if link.endswith("->nvme"))
-    limits = [table.max_written for table in config.tiers.nvme]
-    table = config.checkpoint
-    saves = 0 if table.save_strategy == "no" else 1
-    if table.save_strategy == "steps":
-        saves = -(-num_steps // table.save_steps)
+    limits = [drive.max_written_bytes for drive in plan.run.tiers.drives]
+    spec = plan.run.checkpoint
+    saves = 0 if spec.strategy == "no" else 1
+    if spec.strategy == "steps":
+        saves = -(-num_steps // spec.every_steps)
     return RunLength(
         num_steps=num_steps,
-        num_tokens=num_steps * config.rows_per_step * config.data.max_length,
+        num_tokens=num_steps * plan.run.batch.num_tokens,
         seconds=None if step_s is None else num_steps * step_s,
         moved_bytes=moved,
         written_bytes=written,

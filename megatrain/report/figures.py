@@ -11,7 +11,6 @@ from typing import Any
 
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, format_value, leaf_schema, plain
 from megatrain.config.resolved import resolved_values
-from megatrain.config.schema import RunConfig
 from megatrain.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
@@ -198,7 +197,7 @@ def compute_figures(history: RunHistory) -> Figures:
         rss_peak_bytes=max([*rss, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
         checkpoints=history.checkpoints,
         restarts=[(start.get("first_step", 0), str(start.get("at", ""))) for start in plan.get("starts", [])[1:]],
-        settings=_changed_settings(history.config) if history.config is not None else (),
+        settings=_changed_settings(resolved_values(history.config)) if history.config is not None else (),
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
@@ -305,7 +304,7 @@ def _lifetime_bytes(path: Path) -> int | None:
         return None
 
 
-def _changed_settings(config: RunConfig) -> list[Setting]:
+def _changed_settings(values: Mapping[str, Any]) -> list[Setting]:
     """Return the keys whose value is not the default, in the order of the config."""
     settings: list[Setting] = []
 
@@ -323,7 +322,7 @@ def _changed_settings(config: RunConfig) -> list[Setting]:
                 text = "" if default is None or default == {} else format_value(default)
                 settings.append(Setting(".".join(map(str, path)), format_value(value), text))
 
-    look(resolved_values(config), ())
+    look(values, ())
     return settings
 
 

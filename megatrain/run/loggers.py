@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from tiered.units import GB, GiB
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from megatrain.config.schema import RunConfig
 
 __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers", "last_evaluations", "make_loggers"]
 
@@ -46,7 +44,28 @@ class Logger(RunObserver):
         """Release what is held. Safe to call twice."""
 
 
-def check_loggers(config: RunConfig) -> None:
+@dataclass(frozen=True, slots=True)
+class LoggingSpec:
+    """Where the figures of a run go.
+
+    Attributes:
+        report_to: names of places.
+        project: that trackers file the run under.
+        run_name: of the run.
+        output_dir: of the run.
+        values: the resolved config as nested tables.
+        toml: the resolved config as a file.
+    """
+
+    report_to: tuple[str, ...]
+    project: str
+    run_name: str
+    output_dir: Path
+    values: Mapping[str, Any]
+    toml: str
+
+
+def check_loggers(spec: LoggingSpec) -> None:
     """Check that the packages of all trackers in ``logging.report_to`` are installed.
 
     Raises:
@@ -58,7 +77,7 @@ def check_loggers(config: RunConfig) -> None:
             f'logging.report_to names "{name}"; not installed: {", ".join(missing)}',
             f'Install it: pip install "megatrain-tier[{name}]", or leave it out',
         )
-        for name in config.logging.report_to
+        for name in spec.report_to
         if name in _TRACKERS
         and (missing := [package for package in (name, "accelerate") if not importlib.util.find_spec(package)])
     ]
@@ -67,14 +86,14 @@ def check_loggers(config: RunConfig) -> None:
 
 
 def make_loggers(
-    config: RunConfig, continued_from: int | None, on_notice: Callable[[str], None] = lambda text: None
+    spec: LoggingSpec, continued_from: int | None, on_notice: Callable[[str], None] = lambda text: None
 ) -> list[Logger]:
     """Return a logger for each entry of ``logging.report_to``. ``output_dir`` must exist.
 
     Steps after ``continued_from`` are logged again; each logger drops, replaces or keeps those it has.
 
     Args:
-        config: of the run.
+        spec: of the run.
         continued_from: steps done before, if this run continues a checkpoint.
         on_notice: called when a tracker fails; the run goes on without it.
 
@@ -82,12 +101,12 @@ def make_loggers(
         ConfigError: a package is not installed.
         OSError: ``metrics.jsonl`` cannot be written.
     """
-    check_loggers(config)
+    check_loggers(spec)
     return [
-        MetricsLog(config.output_dir / METRICS_NAME, continued_from=continued_from)
+        MetricsLog(spec.output_dir / METRICS_NAME, continued_from=continued_from)
         if name == "jsonl"
-        else TrackerLog(name, config, continued_from, on_notice)
-        for name in config.logging.report_to
+        else TrackerLog(name, spec, continued_from, on_notice)
+        for name in spec.report_to
     ]
 
 
@@ -200,13 +219,13 @@ class _Start:
     """What a tracker starts with.
 
     Attributes:
-        config: of the run.
+        spec: of the run.
         run_id: of the run at the tracker; None: it is to make one.
         is_new: whether that run does not exist yet.
         first_step: the first one that is logged from now on.
     """
 
-    config: RunConfig
+    spec: LoggingSpec
     run_id: str | None
     is_new: bool
     first_step: int
@@ -236,17 +255,17 @@ class _Tracker:
 
 
 def _log_text_of_config(tracker: Any, start: _Start) -> None:
-    tracker.log({"config": "    " + to_toml(start.config).replace("\n", "\n    ")}, step=start.first_step)
+    tracker.log({"config": "    " + start.spec.toml.replace("\n", "\n    ")}, step=start.first_step)
 
 
 def _log_config_once(tracker: Any, start: _Start) -> None:
     # A run's parameters cannot change: MLflow refuses another value, and a continued run has them.
     if start.is_new:
-        tracker.store_init_configuration(_flat(resolved_values(start.config)))
+        tracker.store_init_configuration(_flat(start.spec.values))
 
 
 def _name_comet(tracker: Any, start: _Start) -> None:
-    tracker.tracker.set_name(start.config.run_name)
+    tracker.tracker.set_name(start.spec.run_name)
     _log_config_once(tracker, start)
 
 
@@ -265,7 +284,7 @@ _TRACKERS: dict[str, _Tracker] = {
         # Files of earlier starts stay; purge_step makes TensorBoard hide the steps in them that come again.
         lambda start: {
             "run_name": TENSORBOARD_NAME,
-            "logging_dir": str(start.config.output_dir),
+            "logging_dir": str(start.spec.output_dir),
             "purge_step": start.first_step,
         },
         on_start=_log_text_of_config,
@@ -274,20 +293,20 @@ _TRACKERS: dict[str, _Tracker] = {
     # WANDB_MODE=offline needs no network. The service keeps what it has of a step.
     "wandb": _Tracker(
         lambda start: {
-            "run_name": start.config.logging.project,
-            "name": start.config.run_name,
-            "dir": str(start.config.output_dir),
+            "run_name": start.spec.project,
+            "name": start.spec.run_name,
+            "dir": str(start.spec.output_dir),
             "id": start.run_id,
             "resume": "allow",
-            "config": resolved_values(start.config),
+            "config": start.spec.values,
         },
         make_id=lambda: uuid.uuid4().hex[:12],
         finish=_finish_wandb,
     ),
     "mlflow": _Tracker(
         lambda start: {
-            "experiment_name": start.config.logging.project,
-            "run_name": start.config.run_name,
+            "experiment_name": start.spec.project,
+            "run_name": start.spec.run_name,
             "run_id": start.run_id,
         },
         make_id=None,
@@ -298,29 +317,29 @@ _TRACKERS: dict[str, _Tracker] = {
     ),
     "swanlab": _Tracker(
         lambda start: {
-            "run_name": start.config.logging.project,
-            "name": start.config.run_name,
-            "log_dir": str(start.config.output_dir / "swanlab"),
+            "run_name": start.spec.project,
+            "name": start.spec.run_name,
+            "log_dir": str(start.spec.output_dir / "swanlab"),
             "id": start.run_id,
             "resume": "allow",
-            "config": resolved_values(start.config),
+            "config": start.spec.values,
         },
         keeps_repeats=True,
     ),
     # Its runs are known by their names.
     "trackio": _Tracker(
         lambda start: {
-            "run_name": start.config.logging.project,
-            "name": f"{start.config.run_name}-{start.run_id}",
+            "run_name": start.spec.project,
+            "name": f"{start.spec.run_name}-{start.run_id}",
             "resume": "allow",
-            "config": _flat(resolved_values(start.config)),
+            "config": _flat(start.spec.values),
         },
         make_id=lambda: uuid.uuid4().hex[:6],
         keeps_repeats=True,
     ),
     "comet_ml": _Tracker(
         lambda start: {
-            "run_name": start.config.logging.project,
+            "run_name": start.spec.project,
             "experiment_key": start.run_id,
             "mode": "get_or_create",
         },
@@ -337,21 +356,21 @@ class TrackerLog(Logger):
 
     Args:
         name: as in ``logging.report_to``.
-        config: of the run.
+        spec: of the run.
         continued_from: steps done before, if this run continues a checkpoint; else a new run is made at the tracker.
         on_notice: called with the text of the first error.
     """
 
     def __init__(
-        self, name: str, config: RunConfig, continued_from: int | None, on_notice: Callable[[str], None]
+        self, name: str, spec: LoggingSpec, continued_from: int | None, on_notice: Callable[[str], None]
     ) -> None:
         self._name, self._about, self._on_notice = name, _TRACKERS[name], on_notice
-        self._path = config.output_dir / TRACKERS_NAME
+        self._path = spec.output_dir / TRACKERS_NAME
         known = _read_json(self._path).get(name) if continued_from is not None else None
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and kind of figures -> last step
         self._tracker: Any = None
         try:
-            self._start(config, 0 if continued_from is None else continued_from + 1)
+            self._start(spec, 0 if continued_from is None else continued_from + 1)
         except Exception as error:
             self._give_up(error)
 
@@ -376,14 +395,14 @@ class TrackerLog(Logger):
         """End the run at the tracker as failed, unless it has ended."""
         self._finish(None)
 
-    def _start(self, config: RunConfig, first_step: int) -> None:
+    def _start(self, spec: LoggingSpec, first_step: int) -> None:
         tracking = importlib.import_module("accelerate.tracking")
         # Its logging refuses to work without this state. On the CPU: the run has the device.
         importlib.import_module("accelerate").PartialState(cpu=True)
         is_new = "id" not in self._known
         if is_new:
             self._known = {"id": None if self._about.make_id is None else self._about.make_id()}
-        start = _Start(config, self._known["id"], is_new, first_step)
+        start = _Start(spec, self._known["id"], is_new, first_step)
         tracker = tracking.LOGGER_TYPE_TO_CLASS[self._name](**self._about.arguments(start))
         tracker.start()
         self._tracker = tracker

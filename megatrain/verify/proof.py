@@ -13,18 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.schema import OptimizerConfig, RunConfig
+from megatrain.config.proof import (
+    GRADIENT_RATE,
+    Setting,
+    dtypes_of,
+    gradient_optimizer,
+    make_config,
+    make_setting,
+    optimizer_of,
+)
+from megatrain.config.resolve import resolve, resolve_optimizer, resolve_tiers
+from megatrain.config.schema import RunConfig
 from megatrain.doctor.drives import scratch_folder
-from megatrain.models.folder import ModelFolder, read_config
-from megatrain.models.small import default_config, kept_patterns, no_progress_bars, write_small_model
-from megatrain.plan.machine import existing_parent, resolve_compute_dtype, resolve_device
-from megatrain.verify.tiered import Setting, TieredRun, batches, differences, make_config, train
+from megatrain.models.folder import ModelFolder
+from megatrain.models.small import no_progress_bars
+from megatrain.plan.machine import existing_parent
+from megatrain.trainer import Trainer
+from megatrain.verify.tiered import TieredRun, batches, differences, train
 from tiered.units import format_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.data.loader import StepBatch
+    from megatrain.optim.factory import OptimizerSpec
+    from megatrain.plan.plan import RunSpec
 
 IGNORED = -100  # the label that Hugging Face's losses skip
 
@@ -38,27 +51,25 @@ class PlainRun:
     folder: Path
 
 
-def train_plainly(
-    config: RunConfig, steps: Iterable[StepBatch], folder: Path, device: torch.device, optimizer: OptimizerConfig
-) -> PlainRun:
-    """Train the model of a config in fp32 on the same batches, with a constant learning rate; write it to ``folder``.
+def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> PlainRun:
+    """Train the model of a run in fp32 on the same batches, with a constant learning rate; write it to ``folder``.
 
     Micro-batches are weighted by their trained tokens, and the gradient is clipped by its global norm.
     """
     from transformers import AutoModelForCausalLM
 
-    attention = config.model.attn_implementation
+    attention, optimizer = run.model.attn_implementation, run.optimizer
     options = {} if attention == "auto" else {"attn_implementation": attention}
-    source = config.model.model_name_or_path
+    source = run.model.folder
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True, **options)
-    model.to(device).train()
+    model.to(run.device).train()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in config.model.freeze))
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in run.model.freeze))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    update = make_plain_optimizer(trained, optimizer)
+    update = make_plain_optimizer(trained, optimizer, run.schedule.learning_rate)
     losses, norms = [], []
     for step in steps:
-        batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in step.micro_batches]
+        batches = [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in step.micro_batches]
         num_trained = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
@@ -74,25 +85,25 @@ def train_plainly(
     return PlainRun(tuple(losses), tuple(norms), folder)
 
 
-def make_plain_optimizer(trained: Sequence[tuple[str, Tensor]], table: OptimizerConfig) -> Any:
-    """Return the published optimizer that ``table`` names, with its groups and its rule of what decays."""
+def make_plain_optimizer(trained: Sequence[tuple[str, Tensor]], spec: OptimizerSpec, learning_rate: float) -> Any:
+    """Return the published optimizer that ``spec`` names, with its groups and its rule of what decays."""
     groups = []
     for name, parameter in trained:
-        own = next((group for group in table.groups if any(fnmatchcase(name, glob) for glob in group.params)), None)
-        rate = table.learning_rate if own is None or own.learning_rate is None else own.learning_rate
-        decay = table.weight_decay if own is None or own.weight_decay is None else own.weight_decay
-        decays = parameter.dim() >= 2 and not any(fnmatchcase(name, glob) for glob in table.weight_decay_exclude)
+        own = next((group for group in spec.groups if group.matches(name)), None)
+        rate = learning_rate if own is None else learning_rate * own.lr_scale
+        decay = spec.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        decays = parameter.dim() >= 2 and not any(fnmatchcase(name, glob) for glob in spec.decay_exclude)
         groups.append({"params": [parameter], "lr": rate, "weight_decay": decay if decays else 0.0})
-    betas = (table.adam_beta1, table.adam_beta2)
-    if table.optim == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, eps=table.adam_epsilon)
-    if table.optim == "sgd":
-        return torch.optim.SGD(groups, momentum=table.sgd_momentum, nesterov=table.sgd_nesterov)
-    if table.optim == "lion":
+    betas = (spec.beta1, spec.beta2)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, eps=spec.epsilon)
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, momentum=spec.momentum, nesterov=spec.nesterov)
+    if spec.name == "lion":
         return PlainLion(groups, betas)
     from transformers import Adafactor
 
-    return Adafactor(groups, scale_parameter=False, relative_step=False, lr=table.learning_rate)
+    return Adafactor(groups, scale_parameter=False, relative_step=False, lr=learning_rate)
 
 
 class PlainLion:
@@ -127,10 +138,6 @@ class PlainLion:
 
 
 NUM_STEPS, STOP_AFTER = 4, 2
-#: Learning rates at which a few steps change the weights visibly.
-_RATES = {"adamw": 1e-3, "lion": 1e-4, "sgd": 1e-2, "adafactor": 1e-3}
-#: A power of two: a step of plain SGD at this rate leaves the gradient in the weights without rounding it again.
-_GRADIENT_RATE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,37 +235,14 @@ def verify(
         folder = stack.enter_context(scratch_folder(scratch))
         drives: list[Path] = []
         if "nvme" in tiers:
-            parents = [existing_parent(table.path) for table in config.tiers.nvme] if config is not None else []
+            given = () if config is None else resolve_tiers(config).drives
+            parents = [existing_parent(drive.path) for drive in given]
             drives = [stack.enter_context(scratch_folder(parent)) for parent in parents or [scratch, scratch]]
         on_progress("making a small model")
-        setting = _make_setting(config, folder)
+        setting = make_setting(config, folder)
         proof = _Proof(setting, drives, tolerances, on_progress)
         checks = tuple(proof.run())
         return Verdict(proof.headline, checks, tuple(proof.notes), time.perf_counter() - start_s)
-
-
-def _make_setting(config: RunConfig | None, folder: Path) -> Setting:
-    given = config or _no_config()
-    attention = given.model.attn_implementation
-    if attention == "flash_attention_2":
-        attention = "sdpa"  # it knows no fp32, in which the comparison with plain training is exact
-    original = default_config() if config is None else read_config(given.model.model_name_or_path)
-    model = write_small_model(original, folder, attn_implementation=attention, seed=given.seed)
-    return Setting(
-        given=given,
-        model=model,
-        folder=folder,
-        attention=attention,
-        device=resolve_device(given).type,
-        origin="" if config is None else Path(given.model.model_name_or_path).name,
-        freeze=kept_patterns(given.model.freeze, list(ModelFolder(model.folder).records)),
-    )
-
-
-def _no_config() -> RunConfig:
-    """Return defaults, for who names no config."""
-    nothing = {"task": "pretrain", "output_dir": "run", "model": {"model_name_or_path": "model"}}
-    return RunConfig.model_validate({**nothing, "data": {"train": [{"path": "text"}]}})
 
 
 class _Proof:
@@ -268,10 +252,10 @@ class _Proof:
         self, setting: Setting, drives: Sequence[Path], tolerances: Tolerances, on_progress: Callable[[str], None]
     ) -> None:
         self._setting, self._drives, self._tolerances, self._say = setting, drives, tolerances, on_progress
-        self._table = _optimizer(setting)
-        self._dtype, self._grad_dtype = _dtypes(setting)
+        self._table = optimizer_of(setting)
+        self._dtype, self._grad_dtype = dtypes_of(setting)
         self.notes: list[str] = []
-        self.headline = _headline(setting, self._table.optim)
+        self.headline = _headline(setting, resolve_optimizer(self._table).name)
         if self._dtype != "float32" or self._grad_dtype != "float32":
             self.notes.append(
                 f"compared with plain training in float32; placements with compute_dtype = {self._dtype}, "
@@ -283,19 +267,16 @@ class _Proof:
         setting, table = self._setting, self._table
         self._say("plain training")
         exact = make_config(setting, "exact", table, num_steps=NUM_STEPS)
-        steps = batches(exact, NUM_STEPS)
-        device = torch.device(setting.device)
-        plain = train_plainly(exact, steps, setting.folder / "plain", device, table)
+        steps = batches(Trainer(exact), NUM_STEPS)
+        plain = train_plainly(resolve(exact), steps, setting.folder / "plain")
         self._say("tiered training, all in RAM")
-        ours = train(exact)
+        ours = train(Trainer(exact))
         allowed = self._tolerances
         yield self._numbers(f"loss of {NUM_STEPS} steps", plain.losses, ours.losses, allowed.loss)
         yield self._numbers(f"gradient norm of {NUM_STEPS} steps", plain.grad_norms, ours.grad_norms, allowed.norm)
-        reader = {"optim": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0}
-        table_of_gradients = OptimizerConfig.model_validate({**reader, **_constant(_GRADIENT_RATE)})
-        one_step = make_config(setting, "gradient", table_of_gradients, num_steps=1)
-        theirs = train_plainly(one_step, steps[:1], setting.folder / "plain_gradient", device, table_of_gradients)
-        mine = train(one_step)
+        one_step = make_config(setting, "gradient", gradient_optimizer(), num_steps=1)
+        theirs = train_plainly(resolve(one_step), steps[:1], setting.folder / "plain_gradient")
+        mine = train(Trainer(one_step))
         start = setting.model.folder
         yield self._gradients(start, theirs.folder, mine.weights)
         yield self._weights(start, plain.folder, ours.weights)
@@ -306,7 +287,7 @@ class _Proof:
         base = exact
         if self._dtype != "float32" or self._grad_dtype != "float32":
             self._say(f"tiered training in {self._dtype}, all in RAM")
-            base = train(self._config("base"))
+            base = train(self._trainer("base"))
         places: list[tuple[str, Sequence[Path]]] = []
         if self._drives:
             places.append(("everything on NVMe", self._drives[:1]))
@@ -314,16 +295,16 @@ class _Proof:
                 places.append((f"striped over {len(self._drives)} drives", self._drives))
         for number, (what, drives) in enumerate(places):
             self._say(what)
-            run = train(self._config(f"place{number}", [drive / f"place{number}" for drive in drives]))
+            run = train(self._trainer(f"place{number}", [drive / f"place{number}" for drive in drives]))
             yield _same_bits(what, run, base)
         where = [drive / "stopped" for drive in self._drives]
         what = f"stopped after step {STOP_AFTER}, continued" + (" on NVMe" if where else "")
         self._say(what)
-        first = train(self._config("stopped", where, num_steps=STOP_AFTER))
-        yield _same_bits(what, train(self._config("stopped", where), first), base)
+        first = train(self._trainer("stopped", where, num_steps=STOP_AFTER))
+        yield _same_bits(what, train(self._trainer("stopped", where), first), base)
 
-    def _config(self, name: str, drives: Sequence[Path] = (), *, num_steps: int = NUM_STEPS) -> RunConfig:
-        return make_config(
+    def _trainer(self, name: str, drives: Sequence[Path] = (), *, num_steps: int = NUM_STEPS) -> Trainer:
+        config = make_config(
             self._setting,
             name,
             self._table,
@@ -332,6 +313,7 @@ class _Proof:
             grad_dtype=self._grad_dtype,
             drives=drives,
         )
+        return Trainer(config)
 
     def _numbers(self, what: str, plain: Sequence[float], ours: Sequence[float], allowed: float) -> Check:
         apart = [
@@ -349,9 +331,9 @@ class _Proof:
         """Compare every gradient, read off a step of plain SGD."""
         largest, apart = {}, {}
         for name, before, theirs, mine in _tensors(start, plain, ours):
-            gradient = (before - theirs) / _GRADIENT_RATE
+            gradient = (before - theirs) / GRADIENT_RATE
             largest[name] = float(gradient.abs().max())
-            apart[name] = float(((before - mine) / _GRADIENT_RATE - gradient).abs().max())
+            apart[name] = float(((before - mine) / GRADIENT_RATE - gradient).abs().max())
         # What has no effect on the loss, as a bias of keys, has rounding noise for a gradient.
         noise = 1e-6 * max(largest.values())
         return self._worst(
@@ -407,29 +389,6 @@ def _tensors(start: Path, plain: Path, ours: Path) -> Iterator[tuple[str, torch.
         before, theirs, mine = (folder.read(name) for folder in folders)
         if before.is_floating_point():
             yield name, before, theirs, mine
-
-
-def _constant(rate: float) -> dict[str, Any]:
-    return {"learning_rate": rate, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}, "warmup_steps": 0.0}
-
-
-def _optimizer(setting: Setting) -> OptimizerConfig:
-    """Return the optimizer of the user's config with a constant rate at which a few steps show something."""
-    table = setting.given.optimizer
-    names = list(ModelFolder(setting.model.folder).records)
-    groups = [
-        group.model_copy(update={"params": tuple(kept), "learning_rate": None})
-        for group in table.groups
-        if (kept := kept_patterns(group.params, names))
-    ]
-    changes = {**_constant(_RATES[table.optim]), "groups": tuple(groups), "nonfinite": "stop"}
-    return table.model_copy(update=changes)
-
-
-def _dtypes(setting: Setting) -> tuple[str, str]:
-    """Return compute and gradient dtype of the user's config, "auto" resolved."""
-    dtype = resolve_compute_dtype(setting.given, torch.device(setting.device))
-    return str(dtype).removeprefix("torch."), setting.given.precision.grad_dtype
 
 
 def _headline(setting: Setting, optim: str) -> str:

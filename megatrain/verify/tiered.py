@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
-from megatrain.config.schema import RunConfig
-from megatrain.engine.program import KINDS
-from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.planner import plan_run
 from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import checksum, read_manifest
 
 if TYPE_CHECKING:
-    from megatrain.config.schema import OptimizerConfig
     from megatrain.data.loader import StepBatch
-    from megatrain.models.small import SmallModel
     from megatrain.plan.plan import Plan
-
-ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
-_AMPLE = "auto"
 
 
 @dataclass
@@ -59,107 +50,6 @@ class TieredRun:
         return sum(self.link_bytes.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What all runs of one proof share.
-
-    Attributes:
-        given: the user's config, or defaults.
-        model: the scaled-down copy.
-        folder: for what the runs write.
-        attention: implementation.
-        device: "cpu" or "cuda".
-        origin: name of what was copied, "" for the default.
-        freeze: globs that the copy knows.
-    """
-
-    given: RunConfig
-    model: SmallModel
-    folder: Path
-    attention: str
-    device: str
-    origin: str = ""
-    freeze: Sequence[str] = ()
-
-
-def make_config(
-    setting: Setting,
-    name: str,
-    optimizer: OptimizerConfig,
-    *,
-    num_steps: int,
-    compute_dtype: str = "float32",
-    grad_dtype: str = "float32",
-    drives: Sequence[Path] = (),
-) -> RunConfig:
-    """Return the config of one run.
-
-    Args:
-        name: of its folder.
-        drives: folders for everything there is, with as little RAM as works; none: all in RAM.
-    """
-    given = setting.given
-    values: dict[str, Any] = {
-        "task": "pretrain",
-        "output_dir": str(setting.folder / name),
-        "seed": given.seed,
-        "data_seed": given.data_seed,
-        "device": setting.device,
-        "model": {
-            "model_name_or_path": str(setting.model.folder),
-            "tokenizer_name_or_path": str(setting.model.tokenizer),
-            "attn_implementation": setting.attention,
-            "freeze": tuple(setting.freeze),
-        },
-        "precision": {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype},
-        "data": {
-            "max_length": LENGTH,
-            **given.data.model_dump(include={"packing"}, exclude_unset=True),
-            "cache_dir": "none",
-            "train": [{"path": str(setting.model.text), "format": "text"}],
-        },
-        "training": {
-            "per_device_train_batch_size": ROWS,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "max_steps": num_steps,
-        },
-        "optimizer": optimizer,
-        "checkpoint": {"save_steps": 10**9, "min_free_disk": "0B", "save_on_signal": False},
-        "export": {"dtype": "float32"},
-        "logging": {"report_to": "none", "progress": "none"},
-        "tiers": {
-            "ram": {"size": _AMPLE},
-            "on_disk_full": "error",
-            "allow_tmpfs": True,  # the folders of a proof are gone at its end anyway
-            "engine": given.tiers.engine,
-            "direct": "off" if given.tiers.direct == "off" else "auto",  # one of the two runs has no drives
-            "verify": given.tiers.verify,
-        },
-        "advanced": given.advanced.model_copy(update={"emulate_gpu": False}),  # all in RAM, against all on drives
-    }
-    if drives:
-        values["placement"] = {kind: ("nvme",) for kind in KINDS}
-        values["tiers"]["nvme"] = [{"path": str(path), "size": _AMPLE} for path in drives]
-        return _with_little_ram(values)
-    return RunConfig.model_validate(values)
-
-
-def _with_little_ram(values: dict[str, Any]) -> RunConfig:
-    """Return the config with the smallest RAM tier that the plan accepts, so that copies must come and go."""
-    values["tiers"]["ram"] = {"size": "4KiB"}
-    for _ in range(8):  # what a plan needs may grow with its workspace, once
-        config = RunConfig.model_validate(values)
-        try:
-            plan_run(config)
-        except DoesNotFitError as error:
-            if error.tier != "ram":
-                raise
-            values["tiers"]["ram"] = {"size": f"{error.need_bytes}B"}
-        else:
-            return config
-    return RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": _AMPLE}}})
-
-
 class _Listener(RunObserver):
     """Keeps what a run says of each step."""
 
@@ -171,15 +61,16 @@ class _Listener(RunObserver):
         self._run.grad_norms.append(metrics.grad_norm)
 
 
-def train(config: RunConfig, before: TieredRun | None = None) -> TieredRun:
-    """Run a config to its end; continue what is in its folder.
+def train(trainer: Trainer, before: TieredRun | None = None) -> TieredRun:
+    """Run to the end; continue what is in the run's folder.
 
     Args:
+        trainer: of the run.
         before: the part of the run that came earlier; its figures are kept and added to.
     """
     run = before or TieredRun()
     done = len(run.losses)
-    trainer = Trainer(config, observer=_Listener(run))
+    trainer.observer = _Listener(run)
     summary = trainer.train()
     if summary.interrupted:
         raise KeyboardInterrupt
@@ -190,7 +81,7 @@ def train(config: RunConfig, before: TieredRun | None = None) -> TieredRun:
         run.planned_link_bytes[link] = run.planned_link_bytes.get(link, 0) + planned.get(link, 0)
     run.weights = summary.export_dir
     run.files = {path.name: checksum(path.read_bytes()) for path in sorted(run.weights.glob("*.safetensors"))}
-    run.state = {block.key: block.xxh3_64 for block in read_manifest(config.output_dir / CHECKPOINTS_NAME).blocks}
+    run.state = {block.key: block.xxh3_64 for block in read_manifest(trainer.run.output_dir / CHECKPOINTS_NAME).blocks}
     run.high_water_bytes, run.capacity_bytes = summary.tier_peak_bytes, summary.tier_capacity_bytes
     return run
 
@@ -199,10 +90,9 @@ def _planned_bytes(plan: Plan, num_steps: int) -> Mapping[str, int]:
     return plan.placement.run_traffic_bytes(num_steps) if num_steps else {}
 
 
-def batches(config: RunConfig, num_steps: int) -> list[StepBatch]:
-    """Return the batches that a run of the config trains on."""
-    steps: Iterator[StepBatch] = Trainer(config, observer=_Listener(TieredRun())).make_loader()
-    return list(islice(steps, num_steps))
+def batches(trainer: Trainer, num_steps: int) -> list[StepBatch]:
+    """Return the batches that a run trains on."""
+    return list(islice(trainer.make_loader(), num_steps))
 
 
 def differences(ours: TieredRun, theirs: TieredRun) -> Iterable[str]:

@@ -61,17 +61,17 @@ def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_tier = machine.compute_tier
     devices: list[str] = []
 
-    def resolve(config: object) -> torch.device:
-        devices.append(getattr(config, "device"))  # noqa: B009
+    def resolve(name: str) -> torch.device:
+        devices.append(name)
         return torch.device("cpu")
 
     monkeypatch.setattr(machine, "resolve_device", resolve)
     monkeypatch.setattr(
         machine,
         "compute_tier",
-        lambda config, device: "gpu" if devices[-1] == "cuda" else compute_tier(config, device),
+        lambda tiers, device: "gpu" if devices[-1] == "cuda" else compute_tier(tiers, device),
     )
-    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: config.tiers.gpu.size.resolve(0))
+    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: tiers.gpu_size.resolve(0))
 
 
 @pytest.mark.parametrize(("command", "printed"), examples(), ids=lambda block: f"line{block.line}")

@@ -14,6 +14,7 @@ from fakes.gpu_run import gpu_config_text, no_waits_allowed
 from fakes.liger_packages import stand_in_liger
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
@@ -40,7 +41,7 @@ def config_with_key(folder: Path, model: Path, **tables: Any) -> str:
 def test_a_step_makes_the_host_wait_for_nothing_but_its_end(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(config_with_key(tmp_path, tiny_model, placement=ALL_RAM))
     config = load_config(tmp_path / "run.toml").config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         trainer.store.wait_idle()

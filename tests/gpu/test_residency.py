@@ -8,6 +8,7 @@ import pytest
 
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
@@ -71,7 +72,7 @@ def test_rows_without_padding_keep_to_a_tier_that_has_no_room_for_a_mask(
         path = tmp_path / "run.toml"
         path.write_text(text)
         with pytest.raises(DoesNotFitError):
-            plan_run(load_config(path).config)
+            plan_run(resolve(load_config(path).config))
     if virtual is not None:
         virtual.peak_bytes = virtual.allocated_bytes
     result = run_config(text_of(1, "false"), tmp_path / "alone", num_steps=2)

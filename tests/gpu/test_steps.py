@@ -17,6 +17,7 @@ import torch
 from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
@@ -36,7 +37,7 @@ def engine_in(
     """Yield an engine, its loader and its trainer."""
     (folder / "run.toml").write_text(gpu_config_text(folder, model, gpu_bytes=gpu_bytes, **tables))
     config = load_config(folder / "run.toml").config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         trainer.store.wait_idle()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.config import RunConfig, load_config
+from megatrain.config.resolve import resolve
 from megatrain.models.graph import ModelGraph, build_graph
 
 MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
@@ -34,6 +36,11 @@ def config(folder: Path, *overrides: str) -> RunConfig:
     return load_config(path, overrides=overrides).config
 
 
+def warnings_of(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
+    run = resolve(config)
+    return model_warnings(run.model, run.batch.max_length, run.optimizer, graph)
+
+
 @pytest.mark.parametrize(
     ("optim", "rate", "key"),
     [
@@ -44,34 +51,34 @@ def config(folder: Path, *overrides: str) -> RunConfig:
     ],
 )  # fmt: skip
 def test_rates_of_all_parameters(optim: str, rate: str, key: str, large: ModelGraph, tmp_path: Path) -> None:
-    found = list(model_warnings(config(tmp_path, f"optim={optim}", f"optimizer.learning_rate={rate}"), large))
+    found = list(warnings_of(config(tmp_path, f"optim={optim}", f"optimizer.learning_rate={rate}"), large))
     assert len(found) == bool(key)
     assert all(text.startswith("optimizer.learning_rate = ") and key in text and ". Write " in text for text in found)
 
 
 def test_rates_from_scratch_and_of_small_models(graph: ModelGraph, tmp_path: Path) -> None:
-    assert list(model_warnings(config(tmp_path, "optimizer.learning_rate=3e-3"), graph)) == []
-    (far_out,) = model_warnings(config(tmp_path, "optimizer.learning_rate=0.5"), graph)
+    assert list(warnings_of(config(tmp_path, "optimizer.learning_rate=3e-3"), graph)) == []
+    (far_out,) = warnings_of(config(tmp_path, "optimizer.learning_rate=0.5"), graph)
     assert "above 0.01" in far_out
 
 
 def test_the_rate_from_scratch_does_not_depend_on_the_size(large: ModelGraph, tmp_path: Path) -> None:
     new = config(tmp_path, "train_from_scratch=true", "optimizer.learning_rate=3e-3")
-    assert list(model_warnings(new, large)) == []
+    assert list(warnings_of(new, large)) == []
 
 
 def test_rates_of_groups(large: ModelGraph, tmp_path: Path) -> None:
     group = 'optimizer.groups=[{ params = ["*norm*"], learning_rate = 0.5 }, { params = ["*"], weight_decay = 0.0 }]'
-    (found,) = model_warnings(config(tmp_path, group), large)
+    (found,) = warnings_of(config(tmp_path, group), large)
     assert found.startswith("optimizer.groups.0.learning_rate = 0.5")
 
 
 def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path) -> None:
     most = graph.config.max_position_embeddings
-    assert list(model_warnings(config(tmp_path, f"data.max_length={most}"), graph)) == []
-    (longer,) = model_warnings(config(tmp_path, f"data.max_length={most + 1}"), graph)
+    assert list(warnings_of(config(tmp_path, f"data.max_length={most}"), graph)) == []
+    (longer,) = warnings_of(config(tmp_path, f"data.max_length={most + 1}"), graph)
     assert f"max_position_embeddings = {most}" in longer and "has not learned" in longer
-    (new,) = model_warnings(config(tmp_path, f"data.max_length={most + 1}", "train_from_scratch=true"), graph)
+    (new,) = warnings_of(config(tmp_path, f"data.max_length={most + 1}", "train_from_scratch=true"), graph)
     assert "raise it in config.json" in new
 
 
@@ -84,6 +91,13 @@ def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path
     ],
 )  # fmt: skip
 def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> None:
-    found = list(schedule_warnings(config(tmp_path, f"warmup_steps={warmup}"), num_steps))
+    found = list(schedule_warnings(resolve(config(tmp_path, f"warmup_steps={warmup}")).schedule, num_steps))
     assert len(found) == bool(text) and all(text in each for each in found)
-    assert list(schedule_warnings(config(tmp_path, f"warmup_steps={warmup}", "lr_scheduler_type=constant"), 1)) == []
+    assert (
+        list(
+            schedule_warnings(
+                resolve(config(tmp_path, f"warmup_steps={warmup}", "lr_scheduler_type=constant")).schedule, 1
+            )
+        )
+        == []
+    )

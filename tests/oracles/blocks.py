@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.optim.base import Optimizer, Segment, Update
-from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
 from oracles.adamw import split
@@ -111,11 +111,11 @@ def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int,
 
 
 HOSTS: dict[str, ElementwiseOptimizer] = {
-    "adamw": AdamW(AdamWConfig(lr=1e-3, weight_decay=0.1), KernelThreads(1)),
-    "lion": Lion(LionConfig(lr=1e-3, weight_decay=0.1), KernelThreads(1)),
-    "sgd": SGD(SGDConfig(weight_decay=0.1), KernelThreads(1)),
-    "sgd, nesterov": SGD(SGDConfig(nesterov=True, weight_decay=0.1), KernelThreads(1)),
-    "sgd without momentum": SGD(SGDConfig(momentum=0.0, weight_decay=0.1), KernelThreads(1)),
+    "adamw": AdamW(threads=KernelThreads(1)),
+    "lion": Lion(threads=KernelThreads(1)),
+    "sgd": SGD(threads=KernelThreads(1)),
+    "sgd, nesterov": SGD(nesterov=True, threads=KernelThreads(1)),
+    "sgd without momentum": SGD(momentum=0.0, threads=KernelThreads(1)),
 }
 #: (elements, where segments meet): one program and many, ends inside one, starts that no vector load is aligned to.
 SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.config import RunConfig, load_config
+from megatrain.config.resolve import resolve, resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
@@ -124,7 +125,7 @@ def plan_of(config: RunConfig) -> Plan:
         return _TRACES[key]
 
     with mock.patch.object(planner, "trace_visits", trace_once):
-        return planner.plan_run(config)
+        return planner.plan_run(resolve(config))
 
 
 def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
@@ -170,11 +171,11 @@ def make_loader(config: Any, plan: Plan) -> BatchLoader:
     """Return the loader that the trainer would use."""
     tokenizer = load_tokenizer(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
     return BatchLoader(
-        load_dataset(config, tokenizer),
+        load_dataset(resolve_data(config), tokenizer),
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
         max_length=config.data.max_length,
-        packing=bool(plan.packing),
+        packing=bool(plan.run.data.packing),
         data_seed=config.data_seed,
         pad_token_id=pad_token_id(tokenizer),
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.planner import plan_run
@@ -45,7 +46,7 @@ def steps(folder: Path, model: Path, **tables: str) -> Iterator[Steps]:
     folder.mkdir()
     (folder / "run.toml").write_text(config_text(folder, model, nvme=0, **tables))
     config = load_config(folder / "run.toml").config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     loader = make_loader(config, plan)
     batches = [[dict(batch) for batch in next(loader).micro_batches] for _ in range(4)]
     with Trainer(config, plan=plan).open() as trainer:
@@ -142,7 +143,7 @@ def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path
         (tmp_path / f"{name}.toml").write_text(
             config_text(tmp_path, tiny_model, placement=ALL_NVME, optimizer=optimizer, ram="6MiB")
         )
-        plans[name] = plan_run(load_config(tmp_path / f"{name}.toml").config)
+        plans[name] = plan_run(resolve(load_config(tmp_path / f"{name}.toml").config))
     gradient_bytes = sum(
         block.nbytes for block in plans["late"].program.blocks.values() if block.key.endswith("/grad.0")
     )

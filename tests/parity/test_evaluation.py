@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve_evaluation
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
@@ -187,7 +188,10 @@ class Run:
 
     def sets(self) -> list[EvaluationSet]:
         return load_evaluation_sets(
-            self.config, self.plan, load_tokenizer(self.config.model.model_name_or_path), lambda text: None
+            resolve_evaluation(self.config),
+            self.plan,
+            load_tokenizer(self.config.model.model_name_or_path),
+            lambda text: None,
         )
 
 
@@ -254,11 +258,12 @@ def test_same_bits_with_evaluations_and_planned_traffic(
 
 def train_plan(folder: Path, without: Run) -> Plan:
     """Return the plan of the same run without evaluations."""
+    from megatrain.config.resolve import resolve
     from megatrain.plan.planner import plan_run
 
     config = load_config(folder / "run.toml").config
     plain = config.model_copy(update={"data": without.config.data, "evaluation": without.config.evaluation})
-    return plan_run(plain)
+    return plan_run(resolve(plain))
 
 
 def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Run) -> None:
@@ -278,7 +283,7 @@ def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: Run) -> None
     """From any step: a checkpoint in between starts the schedule anew."""
     unused: Any = None
     evaluator = Evaluator(
-        in_ram.config,
+        resolve_evaluation(in_ram.config),
         in_ram.plan,
         unused,
         in_ram.sets(),
@@ -331,7 +336,9 @@ def test_fewer_rows_at_a_time_and_of_all(tiny_model: Path, tmp_path: Path, in_ra
     book = tmp_path / "rows.jsonl"
     book.write_text("".join(json.dumps({"text": f"Call me Ishmael {number}."}) + "\n" for number in range(9)))
     few = load_config(narrow.folder / "run.toml", overrides=[f"data.eval.0.path={book}", "eval_max_samples=4"])
-    sets = load_evaluation_sets(few.config, narrow.plan, load_tokenizer(str(tiny_model)), lambda text: None)
+    sets = load_evaluation_sets(
+        resolve_evaluation(few.config), narrow.plan, load_tokenizer(str(tiny_model)), lambda text: None
+    )
     assert len(sets[0].loader.dataset) == 4
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
@@ -42,7 +43,7 @@ def run(folder: Path, model: Path, *, gpu: str, freeze: str = "", **tables: Any)
             break
         (folder / "plan.toml").write_text(text)
         try:
-            plan_run(load_config(folder / "plan.toml").config)
+            plan_run(resolve(load_config(folder / "plan.toml").config))
             break
         except DoesNotFitError as error:
             size = f"{error.need_bytes}B"
@@ -216,5 +217,5 @@ def test_more_gpu_memory_never_moves_more(tiny_model: Path, tmp_path: Path) -> N
     moved = []
     for size in range(6, 24):
         (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, gpu=f"{size}MiB"))
-        moved.append(sum(plan_run(load_config(tmp_path / "run.toml").config).traffic.values()))
+        moved.append(sum(plan_run(resolve(load_config(tmp_path / "run.toml").config)).traffic.values()))
     assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1] == 0

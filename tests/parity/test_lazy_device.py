@@ -38,10 +38,10 @@ def test_a_run_over_cuda_links_gives_the_bits_of_ram(
     tables = {"precision": f'compute_dtype = "{dtype}"', "advanced": f'micro_batch_order = "{order}"'}
     expected = run_config(config_text(tmp_path, tiny_model, nvme=0, **tables), tmp_path / "ram", num_steps=NUM_STEPS)
     device = LazyDevice()
-    monkeypatch.setattr(machine, "compute_tier", lambda config, device: "gpu")
-    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda config, device: 16 * MiB)
+    monkeypatch.setattr(machine, "compute_tier", lambda tiers, device: "gpu")
+    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: 16 * MiB)
     monkeypatch.setattr(tiers, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
-    monkeypatch.setattr(machine, "moves_past_ram", lambda config, device: past_ram)
+    monkeypatch.setattr(machine, "moves_past_ram", lambda tiers, device: past_ram)
     monkeypatch.setattr(route, "make_mover", lambda tier, needs_gds: PosixMover(tier))
     submitted: list[str] = []
     submit = CudaLink.submit

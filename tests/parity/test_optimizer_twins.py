@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
 from oracles.huggingface import train_plainly
 from oracles.lion import PlainLion
@@ -36,7 +37,7 @@ def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int
     text = text.replace("learning_rate = 1e-3", f"learning_rate = {lr}")
     ours = run_config(text, tmp_path, num_steps=num_steps)
     config = load_config(tmp_path / "run.toml").config
-    loader = make_loader(config, plan_run(config))
+    loader = make_loader(config, plan_run(resolve(config)))
     table = config.optimizer
     plain = train_plainly(
         tiny_model,

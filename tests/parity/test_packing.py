@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import IGNORED, BatchLoader
@@ -72,7 +73,7 @@ def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> 
 def test_the_same_loss_of_each_document(tiny_model: Path, rows: Path, tmp_path: Path, attention: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(config_of(tmp_path, tiny_model, rows, packing=True))
-    dataset = load_dataset(load_config(path).config, load_tokenizer(str(tiny_model)))
+    dataset = load_dataset(resolve_data(load_config(path).config), load_tokenizer(str(tiny_model)))
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation=attention).eval()
     packed, plain = (losses_of_documents(model, dataset, packing=packing) for packing in (True, False))
     assert packed.keys() == plain.keys()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, load_config
+from megatrain.config.resolve import resolve, resolve_tiers
 from megatrain.plan import machine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
@@ -38,7 +39,7 @@ def text_of(folder: Path, model: Path, *, frozen: bool = False, **tables: Any) -
 def plan_of(folder: Path, model: Path, **tables: Any) -> Plan:
     folder.mkdir(exist_ok=True)
     (folder / "plan.toml").write_text(text_of(folder, model, **tables))
-    return plan_run(load_config(folder / "plan.toml").config)
+    return plan_run(resolve(load_config(folder / "plan.toml").config))
 
 
 def smallest_ram(folder: Path, model: Path, **tables: Any) -> int:
@@ -164,7 +165,7 @@ class TestProbe:
     def _decide(self, tiers: str) -> bool:
         (self.folder / "run.toml").write_text(self.text.replace("TIERS", tiers))
         config = load_config(self.folder / "run.toml").config
-        return machine.moves_past_ram(config, torch.device("cuda"))
+        return machine.moves_past_ram(resolve_tiers(config), torch.device("cuda"))
 
     def test_auto_does_what_was_proved(self) -> None:
         assert self._decide("")

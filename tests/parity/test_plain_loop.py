@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
 from oracles.huggingface import train_plainly
 from oracles.tiered_run import config_text, make_loader, run_config
@@ -24,7 +25,7 @@ def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> N
     text = config_text(tmp_path, tiny_model, ram="5500KiB")
     ours = run_config(text, tmp_path, num_steps=NUM_STEPS)
     config = load_config(tmp_path / "run.toml").config
-    loader = make_loader(config, plan_run(config))
+    loader = make_loader(config, plan_run(resolve(config)))
     table = config.optimizer
     plain = train_plainly(
         tiny_model,

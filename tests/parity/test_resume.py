@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.run.metrics import CheckpointMetrics, RunObserver, RunSummary, StepMetrics
@@ -203,7 +204,7 @@ def test_skipped_steps_stay_uncounted(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     (tmp_path / "batches.toml").write_text(config_text(tmp_path, model))
     config = load_config(tmp_path / "batches.toml").config
-    loader = make_loader(config, plan_run(config))
+    loader = make_loader(config, plan_run(resolve(config)))
     first, *later = [torch.cat([b["input_ids"] for b in next(loader).micro_batches]).unique() for _ in range(3)]
     token = next(token for token in first.tolist() if not any(token in ids for ids in later))
     weights = load_file(model / "model.safetensors")

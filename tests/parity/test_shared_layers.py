@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
 from oracles.families import tiny_config
 from oracles.huggingface import train_plainly
@@ -34,7 +35,7 @@ def test_weights_that_a_later_use_alone_reaches_are_trained(order: str, zamba: P
     text = config_text(tmp_path, zamba, nvme=0, advanced=f'micro_batch_order = "{order}"')
     ours = run_config(text.replace("max_length = 64", "max_length = 16"), tmp_path, num_steps=1)
     config = load_config(tmp_path / "run.toml").config
-    loader, table = make_loader(config, plan_run(config)), config.optimizer
+    loader, table = make_loader(config, plan_run(resolve(config))), config.optimizer
     before = AutoModelForCausalLM.from_pretrained(zamba, dtype=torch.float32).state_dict()
     plain = train_plainly(
         zamba,

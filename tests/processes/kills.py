@@ -351,6 +351,7 @@ _CLI = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") el
 def preload(model: Path, folder: Path) -> None:
     """Import and compile what a run needs; starts no thread and trains nothing."""
     from megatrain.config import load_config
+    from megatrain.config.resolve import resolve
     from megatrain.optim import clip
     from megatrain.plan.planner import plan_run
 
@@ -362,7 +363,7 @@ def preload(model: Path, folder: Path) -> None:
     path = folder / "run.toml"
     path.write_text(config_text(folder, model))
     config = load_config(path).config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     plan.optimizer.warm_up()
     clip.warm_up()
     make_loader(config, plan)

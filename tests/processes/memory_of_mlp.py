@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
 from processes.memory_of_tiering import peak
@@ -38,7 +39,7 @@ def main() -> None:
             "advanced": {"keep_graphs": 0},
         }
     )
-    plan = plan_run(run)
+    plan = plan_run(resolve(run))
     results: dict[str, int] = {"planned": plan.placement.workspace_bytes["ram"]}
     ids = torch.zeros(1, TOKENS, dtype=torch.int64)
     with Trainer(run, plan=plan).open() as trainer:

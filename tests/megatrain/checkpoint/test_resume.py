@@ -14,6 +14,7 @@ from click.testing import Result
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
 from megatrain.config import load_config
+from megatrain.config.resolved import to_toml
 from processes.saved_run import SavedRun, make_run
 
 
@@ -71,7 +72,7 @@ def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
     notices: list[str] = []
 
     def check(allow: bool) -> None:
-        check_changes(config, found, now, found.state.data_fingerprint, allow=allow, on_notice=notices.append)
+        check_changes(to_toml(config), found, now, found.state.data_fingerprint, allow=allow, on_notice=notices.append)
 
     if key in ("name", "class", "num_parameters"):
         check(allow=False)
@@ -88,7 +89,12 @@ def test_other_data_alters_results(trained: SavedRun) -> None:
     other = replace(found, state=replace(found.state, data_fingerprint="another"))
     with pytest.raises(ConfigChangedError, match="data: the rows"):
         check_changes(
-            config, other, found.state.model, found.state.data_fingerprint, allow=False, on_notice=lambda text: None
+            to_toml(config),
+            other,
+            found.state.model,
+            found.state.data_fingerprint,
+            allow=False,
+            on_notice=lambda text: None,
         )
 
 

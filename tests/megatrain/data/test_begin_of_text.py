@@ -14,7 +14,7 @@ from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import TokenDataset, encode_rows
 from megatrain.data.formats import Document, Tokenized
 from megatrain.data.loader import BatchLoader
-from megatrain.data.preview import preview_rows
+from oracles.previews import preview_of
 
 LENGTH = 16
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having little money in my purse. " * 4
@@ -108,7 +108,7 @@ def test_the_preview_shows_it(with_bos: Any, tmp_path: Path) -> None:
         '[[data.train]]\npath = "rows.jsonl"\n'
     )
     config = load_config(tmp_path / "run.toml").config
-    (preview,) = preview_rows(config, 1)
+    (preview,) = preview_of(config, 1)
     pieces = documents(encode(with_bos, Document(TEXT, "a.txt")))
     text = "".join(segment.text for segment in preview.segments)
     assert text.count("<s>") == preview.num_pieces == len(pieces)

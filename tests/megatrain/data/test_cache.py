@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve_data
 from megatrain.data import cache as cache_module
 from megatrain.data import encoding
 from megatrain.data.cache import TokenCache, cache_folder
@@ -53,7 +54,7 @@ def make_config(path: Path, folder: Path | str, **data: Any) -> RunConfig:
 
 def load(config: RunConfig, messages: list[str] | None = None) -> TokenDataset:
     on_message = [].append if messages is None else messages.append
-    return load_dataset(config, load_tokenizer(str(MODEL)), on_message)
+    return load_dataset(resolve_data(config), load_tokenizer(str(MODEL)), on_message)
 
 
 def entries(folder: Path) -> list[Path]:
@@ -158,7 +159,7 @@ def test_another_template_makes_another_entry(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(MODEL))
     for template in ("", " "):
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]" + template + "{{ m.content }}\n{% endfor %}"
-        load_dataset(config, tokenizer)
+        load_dataset(resolve_data(config), tokenizer)
     assert len(entries(tmp_path / "cache")) == 2
 
 

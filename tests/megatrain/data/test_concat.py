@@ -10,6 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from megatrain.config import ConfigError, load_config
+from megatrain.config.resolve import resolve_data
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import TokenDataset, encode_rows, load_dataset
 from megatrain.data.formats import Document
@@ -83,11 +84,11 @@ def test_a_config_that_joins(tmp_path: Path, tokenizer: Any) -> None:
         'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "m"\n[data]\npacking = "concat"\n'
         f'max_length = {LENGTH}\ncache_dir = "cache"\n{sources}'
     )
-    dataset = load_dataset(load_config(path).config, tokenizer)
+    dataset = load_dataset(resolve_data(load_config(path).config), tokenizer)
     first = len(encode(tokenizer, *TEXTS))
     assert dataset.source_starts == (0, first, 2 * first)  # texts of two sources share no row
     assert [counts.num_rows_lost for counts in dataset.report.sources] == [1, 1]
-    apart = load_dataset(load_config(path, overrides=["packing=true"]).config, tokenizer)
+    apart = load_dataset(resolve_data(load_config(path, overrides=["packing=true"]).config), tokenizer)
     assert len(apart) > len(dataset)  # not the same entry of the cache
     with pytest.raises(ConfigError, match=r'"concat" joins plain text.*Write packing = true'):
         load_config(path, overrides=["task=sft"])

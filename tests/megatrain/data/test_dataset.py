@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.rows_report import DataError
@@ -35,7 +36,7 @@ def files(tmp_path: Path) -> Path:
 
 def test_sources_in_order(files: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    dataset = load_dataset(load_config(write_config(files, "sft", "a.txt", "b.jsonl")).config, tokenizer)
+    dataset = load_dataset(resolve_data(load_config(write_config(files, "sft", "a.txt", "b.jsonl")).config), tokenizer)
     assert dataset.report.num_rows == 3
     assert dataset.report.num_untrained == 1  # the conversation without an assistant
     texts = [
@@ -49,12 +50,12 @@ def test_sources_in_order(files: Path, tokenizer: Any) -> None:
 def test_pretraining_takes_text_only(files: Path, tokenizer: Any) -> None:
     config = load_config(write_config(files, "pretrain", "a.txt", "b.jsonl")).config
     with pytest.raises(DataError, match=r'b.jsonl line 1: task = "pretrain" trains plain text, this row is not'):
-        load_dataset(config, tokenizer)
+        load_dataset(resolve_data(config), tokenizer)
 
 
 def test_max_samples(files: Path, tokenizer: Any) -> None:
     config = load_config(write_config(files, "sft", "b.jsonl"), overrides=["data.train.0.max_samples=1"])
-    assert load_dataset(config.config, tokenizer).report.num_rows == 1
+    assert load_dataset(resolve_data(config.config), tokenizer).report.num_rows == 1
 
 
 def test_tokenizer_with_a_template_from_a_file(tmp_path: Path) -> None:

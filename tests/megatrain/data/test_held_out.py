@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, describe, held_out_part, hold_out, load_dataset
 from megatrain.data.loader import BatchLoader
-from megatrain.data.preview import dataset_stats
 from megatrain.data.rows_report import DataError, DataReport
+from oracles.previews import stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
@@ -117,11 +118,13 @@ def make_config(folder: Path, val_size: float, cache: str, *, text: str = "") ->
 
 
 def test_the_config_decides_and_the_cache_remembers_rows(tmp_path: Path, tokenizer: Any) -> None:
-    cached = [load_dataset(make_config(tmp_path, 0.15, str(tmp_path / "cache")), tokenizer) for _ in range(2)]
-    fresh = load_dataset(make_config(tmp_path, 0.15, "none"), tokenizer)
+    cached = [
+        load_dataset(resolve_data(make_config(tmp_path, 0.15, str(tmp_path / "cache"))), tokenizer) for _ in range(2)
+    ]
+    fresh = load_dataset(resolve_data(make_config(tmp_path, 0.15, "none")), tokenizer)
     assert used(cached[0]) == used(cached[1]) == used(fresh) and len(used(fresh)) == 17
     assert {data.fingerprint() for data in cached} == {fresh.fingerprint()}
-    stats = dataset_stats(make_config(tmp_path, 3, str(tmp_path / "cache")))
+    stats = stats_of(make_config(tmp_path, 3, str(tmp_path / "cache")))
     assert (stats.report.num_rows, stats.num_documents, stats.sources[0].num_documents) == (20, 17, 17)
     assert stats.held_out.startswith("3 rows kept from training (data.val_size), ")
     assert sum(each.num_documents for each in stats.histogram) == 17
@@ -134,7 +137,7 @@ def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
     second = make_config(tmp_path / "more", 1, "none", text=words + words)
     sources = (*base.data.train, *second.data.train)
     config = base.model_copy(update={"data": base.data.model_copy(update={"train": sources})})
-    data = load_dataset(config, tokenizer)
+    data = load_dataset(resolve_data(config), tokenizer)
     documents = used(data)
     border = data.source_starts[1]
     assert documents in (list(range(border)), list(range(border, data.source_starts[2])))
@@ -142,9 +145,9 @@ def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_too_much_is_refused_with_what_to_do(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"data.val_size = 20 leaves nothing to train on: the data has 20 rows\. Write"):
-        load_dataset(make_config(tmp_path, 20, "none"), tokenizer)
+        load_dataset(resolve_data(make_config(tmp_path, 20, "none")), tokenizer)
     with pytest.raises(DataError, match=r"the data has 1 row\. A text file is one row: write another file"):
-        load_dataset(make_config(tmp_path, 0.1, "none", text="call me " * 99), tokenizer)
+        load_dataset(resolve_data(make_config(tmp_path, 0.1, "none", text="call me " * 99)), tokenizer)
 
 
 def test_what_was_dropped_does_not_count(tmp_path: Path, tokenizer: Any) -> None:
@@ -152,6 +155,6 @@ def test_what_was_dropped_does_not_count(tmp_path: Path, tokenizer: Any) -> None
     Path(config.data.train[0].path).write_text(
         "".join(f'{{"prompt": "{n}", "completion": "{" answer" if n % 2 else ""}"}}\n' for n in range(8))
     )
-    data = load_dataset(config, tokenizer)
+    data = load_dataset(resolve_data(config), tokenizer)
     assert (data.report.num_rows, len(data), len(used(data))) == (8, 4, 1)
     assert replace(data, in_use=None).epoch_documents(0).tolist() == [0, 1, 2, 3]

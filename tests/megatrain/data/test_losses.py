@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import load_dataset
-from megatrain.data.rows_report import DataError, DataReport, SourceCounts, check_losses, source_names
+from megatrain.data.rows_report import DataError, DataReport, SourceCounts, check_losses
 
 SHORT = {"prompt": "Who? ", "completion": "Ishmael"}
 BAD = {"messages": [{"role": "nobody", "content": "x"}]}
@@ -29,7 +30,8 @@ def load(folder: Path, tokenizer: Any, *sources: list[dict[str, Any]], **keys: o
     path = folder / "run.toml"
     path.write_text(f'task = "sft"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "m"\n{text}')
     config = load_config(path).config
-    return config.data, load_dataset(config, tokenizer).report
+    data = resolve_data(config)
+    return data, load_dataset(data, tokenizer).report
 
 
 def test_each_source_is_counted_alone(tmp_path: Path, tokenizer: Any) -> None:
@@ -44,7 +46,7 @@ def test_each_source_is_counted_alone(tmp_path: Path, tokenizer: Any) -> None:
     assert bad.share_lost == 3 / 4
     again = load(tmp_path, tokenizer, *sources)[1]
     assert again == report  # from the cache
-    assert source_names(data) == [f"data.train.{n} ({tmp_path / f'{n}.jsonl'})" for n in (0, 1)]
+    assert data.source_names == [f"data.train.{n} ({tmp_path / f'{n}.jsonl'})" for n in (0, 1)]
 
 
 def test_rows_that_are_cut_to_nothing_are_lost_once(tmp_path: Path, tokenizer: Any) -> None:

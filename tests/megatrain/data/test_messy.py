@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.preview import dataset_stats, preview_rows
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import read_rows
+from oracles.previews import preview_of, stats_of
 
 DATA = Path(__file__).parents[2] / "data"
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
@@ -32,7 +33,7 @@ def make_config(path: Path, template: str = "gemma3", **data: Any) -> RunConfig:
 
 def load(tokenizer: Any, config: RunConfig) -> TokenDataset:
     tokenizer.chat_template = Path(config.model.chat_template).read_text(encoding="utf-8")
-    return load_dataset(config, tokenizer)
+    return load_dataset(resolve_data(config), tokenizer)
 
 
 def test_every_messy_row_is_trained_or_explained(tokenizer: Any) -> None:
@@ -87,7 +88,7 @@ def test_rows_cut_before_the_answer_are_counted(tokenizer: Any) -> None:
 
 def test_preview_shows_dropped_rows(tokenizer: Any) -> None:
     config = make_config(DATA / "messy_chats.jsonl")
-    previews = preview_rows(config, n=100)
+    previews = preview_of(config, n=100)
     rows = (DATA / "messy_chats.jsonl").read_text(encoding="utf-8").splitlines()
     assert [preview.number for preview in previews] == list(range(1, len(rows) + 1))
     for preview, line in zip(previews, rows, strict=True):
@@ -101,7 +102,7 @@ def test_preview_shows_dropped_rows(tokenizer: Any) -> None:
 
 
 def test_stats_count_what_the_report_counts(tokenizer: Any) -> None:
-    stats = dataset_stats(make_config(DATA / "messy_chats.jsonl"))
+    stats = stats_of(make_config(DATA / "messy_chats.jsonl"))
     assert stats.report.num_dropped == sum(
         not json.loads(line)["trained"] for line in DATA.joinpath("messy_chats.jsonl").read_text().splitlines()
     )

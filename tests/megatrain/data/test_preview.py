@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
-from megatrain.data.preview import RowPreview, dataset_stats, preview_rows
+from megatrain.data.preview import RowPreview
 from megatrain.data.rows_report import DataError
+from oracles.previews import preview_of, stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"
@@ -51,7 +53,7 @@ def shown(preview: RowPreview) -> list[tuple[str, bool]]:
 
 
 def test_rows_as_they_are_trained(tmp_path: Path) -> None:
-    first, second, third = preview_rows(make_config(tmp_path, ROWS))
+    first, second, third = preview_of(make_config(tmp_path, ROWS))
     assert shown(first) == [("The whale", False), (" is white<|endoftext|>", True)]
     assert (first.number, first.kind, first.dropped) == (1, "prompt and completion", "")
     assert first.where == f"{tmp_path / 'a.jsonl'} line 1"
@@ -69,28 +71,28 @@ def test_rows_as_they_are_trained(tmp_path: Path) -> None:
 
 def test_one_row_of_all_sources(tmp_path: Path) -> None:
     config = make_config(tmp_path, ROWS)
-    (fourth,) = preview_rows(config, row=4)
+    (fourth,) = preview_of(config, row=4)
     assert (fourth.kind, [trained for _, trained in shown(fourth)]) == ("tokens", [False, True, False, True])
-    (fifth,) = preview_rows(config, row=5)
+    (fifth,) = preview_of(config, row=5)
     assert (fifth.kind, fifth.where) == ("text", str(tmp_path / "b.txt"))
     assert fifth.segments[-1].text.endswith("<|endoftext|>")
     with pytest.raises(DataError, match=r"--row: there is no row 6. The data has 5 rows"):
-        preview_rows(config, row=6)
+        preview_of(config, row=6)
     with pytest.raises(DataError, match=r"--row: there is no row 0. Rows count from 1"):
-        preview_rows(config, row=0)
+        preview_of(config, row=0)
     assert json.loads(json.dumps(fifth.to_json()))["number"] == 5
 
 
 def test_overlong_rows_say_so(tmp_path: Path) -> None:
-    third = preview_rows(make_config(tmp_path, ROWS, overlong="drop"))[2]
+    third = preview_of(make_config(tmp_path, ROWS, overlong="drop"))[2]
     assert third.dropped == f"{third.num_tokens_before} tokens are more than data.max_length = 16"
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_figures_are_those_of_the_batches(tmp_path: Path, packing: bool) -> None:
     config = make_config(tmp_path, ROWS, packing=packing)
-    stats = dataset_stats(config)
-    dataset = load_dataset(config, load_tokenizer(str(MODEL)))
+    stats = stats_of(config)
+    dataset = load_dataset(resolve_data(config), load_tokenizer(str(MODEL)))
     loader = BatchLoader(
         dataset, micro_batch_size=8, num_micro_batches=1, max_length=16, packing=packing, data_seed=config.data_seed
     )

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.loader import BatchLoader
-from megatrain.data.preview import dataset_stats
 from megatrain.data.rows_report import DataError, DataReport
+from oracles.previews import stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
@@ -88,10 +89,10 @@ def make_config(folder: Path, *weights: float) -> RunConfig:
 
 def test_weights_of_the_config(tmp_path: Path, tokenizer: Any) -> None:
     config = make_config(tmp_path, 3.0, 0.5)
-    dataset = load_dataset(config, tokenizer)
+    dataset = load_dataset(resolve_data(config), tokenizer)
     assert (dataset.source_starts, dataset.weights) == ((0, 4, 8), (3.0, 0.5))
     assert len(dataset.epoch_documents(0)) == 14
-    stats = dataset_stats(config)
+    stats = stats_of(config)
     assert [(source.weight, source.num_documents) for source in stats.sources] == [(3.0, 4), (0.5, 4)]
     assert stats.num_documents == 14
     assert stats.num_tokens > stats.report.num_tokens
@@ -100,4 +101,4 @@ def test_weights_of_the_config(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_weights_that_leave_nothing_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match="with these weights no document is left"):
-        load_dataset(make_config(tmp_path, 0.01), tokenizer)
+        load_dataset(resolve_data(make_config(tmp_path, 0.01)), tokenizer)

@@ -10,7 +10,7 @@ import torch
 from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
-from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW
 from oracles.families import tiny_config
 
 
@@ -24,7 +24,7 @@ def program_of(order: Any, *, defer_updates: bool = True, family: str = "llama")
         order=order,
         compute_tier="ram",
         compute_dtype=torch.float32,
-        state_kinds=AdamW(AdamWConfig()).state_kinds(False),
+        state_kinds=AdamW().state_kinds(False),
         defer_updates=defer_updates,
     ).build()
 

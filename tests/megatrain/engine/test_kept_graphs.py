@@ -17,7 +17,7 @@ from megatrain.engine.program import ProgramBuilder, StepProgram, VisitTrace, ac
 from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit, build_graph
-from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW
 from megatrain.plan.planner import workspace_bytes
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
@@ -353,7 +353,7 @@ def program_of(graph: ModelGraph, trace: VisitTrace, order: Any) -> StepProgram:
         order=order,
         compute_tier="ram",
         compute_dtype=torch.float32,
-        state_kinds=AdamW(AdamWConfig()).state_kinds(False),
+        state_kinds=AdamW().state_kinds(False),
     ).build()
 
 
@@ -388,7 +388,7 @@ def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers:
         order=order,  # type: ignore[arg-type]
         compute_tier="gpu",
         compute_dtype=torch.float32,
-        state_kinds=AdamW(AdamWConfig()).state_kinds(False),
+        state_kinds=AdamW().state_kinds(False),
         defer_updates=defers,
     ).build()
     open_weights: dict[int, set[str]] = {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import plan_run
@@ -36,6 +37,6 @@ def test_a_plan_has_masks_where_the_data_may_have_them(rows: int, packing: str, 
     text = config_text(tmp_path, model, nvme=0, ram="2GiB", data=f"packing = {packing}")
     text = text.replace("max_length = 64", "max_length = 4096").replace("batch_size = 2", f"batch_size = {rows}")
     (tmp_path / "run.toml").write_text(text)
-    plan = plan_run(load_config(tmp_path / "run.toml").config)
+    plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     assert plan.micro_batch_size == rows
     assert (plan.trace.shared_nbytes > 4096 * 4096) == has_mask

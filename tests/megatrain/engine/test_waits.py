@@ -11,6 +11,7 @@ import torch
 
 from fakes.waits import counted_waits
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine import host_io, step
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
@@ -88,7 +89,7 @@ def test_a_whole_step_reads_once_at_its_end(
     text = config_text(tmp_path, model, nvme=0, data=f"packing = {packing}", optimizer=optimizer)
     (tmp_path / "run.toml").write_text(text)
     config = load_config(tmp_path / "run.toml").config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     loader = make_loader(config, plan)
     reads: list[Counter[str]] = []
     with Trainer(config, plan=plan).open() as trainer:

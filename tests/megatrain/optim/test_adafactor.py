@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.models.layout import UnitLayout, build_layout
-from megatrain.optim.adafactor import Adafactor, AdafactorConfig
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, Update, build_segments, bytes_per_parameter
 from megatrain.optim.threads import KernelThreads
 from oracles.adafactor import adafactor_step
@@ -55,7 +55,7 @@ def check_against_reference(
     grad_scale: float = 0.7,
 ) -> None:
     layout, generator = layout_of(shapes), np.random.default_rng(seed)
-    optimizer = Adafactor(AdafactorConfig())
+    optimizer = Adafactor()
     kinds = optimizer.state_kinds(split_master)
     segments = build_segments(layout, 0.1, (), kinds=kinds)
     master = random_array(generator, layout.num_elements, palette)
@@ -143,7 +143,7 @@ def test_ten_steps_stay_close_to_transformers() -> None:
         scale_parameter=False,
         relative_step=False,
     )
-    optimizer = Adafactor(AdafactorConfig(), KernelThreads(1))
+    optimizer = Adafactor(threads=KernelThreads(1))
     kinds = optimizer.state_kinds(False)
     blocks = {"weight": start.clone(), "v": torch.zeros(kinds[-1].num_elements(layout))}
     for step in range(1, 11):
@@ -160,7 +160,7 @@ def test_ten_steps_stay_close_to_transformers() -> None:
 
 def test_state_is_a_thousandth_of_the_parameters() -> None:
     layout = layout_of({"model.up.weight": (4096, 1024), "model.down.weight": (1024, 4096)})
-    optimizer = Adafactor(AdafactorConfig())
+    optimizer = Adafactor()
     assert isinstance(optimizer, Optimizer)
     for split_master in (False, True):
         kinds = optimizer.state_kinds(split_master)
@@ -172,7 +172,7 @@ def test_state_is_a_thousandth_of_the_parameters() -> None:
 
 def test_padding_and_parameters_without_a_segment_are_left_alone() -> None:
     layout = layout_of(SHAPES)
-    optimizer = Adafactor(AdafactorConfig())
+    optimizer = Adafactor()
     kinds = optimizer.state_kinds(False)
     blocks = {"weight": torch.ones(layout.num_elements), "v": torch.zeros(kinds[-1].num_elements(layout))}
     chosen = [segment for segment in build_segments(layout, 0.0, (), kinds=kinds) if segment.shape == (33, 129)]
@@ -186,7 +186,7 @@ def test_padding_and_parameters_without_a_segment_are_left_alone() -> None:
 
 def test_a_zero_gradient_moves_nothing() -> None:
     layout = layout_of({"model.up.weight": (8, 8), "model.norm.weight": (8,)})
-    optimizer = Adafactor(AdafactorConfig())
+    optimizer = Adafactor()
     kinds = optimizer.state_kinds(False)
     blocks = {"weight": torch.ones(layout.num_elements), "v": torch.zeros(kinds[-1].num_elements(layout))}
     segments = build_segments(layout, 0.0, (), kinds=kinds)
@@ -197,7 +197,7 @@ def test_a_zero_gradient_moves_nothing() -> None:
 
 def test_state_that_does_not_fit_is_refused() -> None:
     layout = layout_of({"model.up.weight": (8, 8)})
-    optimizer = Adafactor(AdafactorConfig())
+    optimizer = Adafactor()
     segments = build_segments(layout, 0.0, (), kinds=optimizer.state_kinds(False))
     blocks = {"weight": torch.ones(layout.num_elements), "v": torch.zeros(15)}
     with pytest.raises(AssertionError, match="Segment"):
@@ -206,4 +206,4 @@ def test_state_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(), (256, 256)], ids=["vector", "matrix"])
 def test_halves_are_rounded_alike_at_every_tie(shape: tuple[int, ...]) -> None:
-    assert halves_not_kept(Adafactor(AdafactorConfig(), KernelThreads(1)), shape=shape) == []
+    assert halves_not_kept(Adafactor(threads=KernelThreads(1)), shape=shape) == []

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
-from megatrain.optim.elementwise import AdamW, AdamWConfig
+from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
 from oracles.adamw import adamw_step
 
-CONFIG = AdamWConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 KINDS = ("master", "m", "v", "grad")
 EDGES = np.array([0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e18, -1e30, 3e38, -3e38], dtype=np.float32)
 
@@ -70,9 +70,9 @@ def reference(
                 arrays["grad"][part],
                 step=update.step,
                 lr=update.lr * segment.lr_scale,
-                beta1=CONFIG.beta1,
-                beta2=CONFIG.beta2,
-                eps=CONFIG.eps,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                eps=EPS,
                 weight_decay=segment.weight_decay,
                 grad_scale=update.grad_scale,
             )
@@ -102,10 +102,10 @@ def test_bits_equal_the_reference_for_any_cut_and_thread_count(
         Segment(start, stop, weight_decay=0.1 * (index % 2), lr_scale=1.0 + index)
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
-    update = Update(step=step, lr=CONFIG.lr, grad_scale=grad_scale)
+    update = Update(step=step, lr=LR, grad_scale=grad_scale)
     blocks = make_blocks(arrays, split_master)
     threads = KernelThreads(num_threads)
-    AdamW(CONFIG, threads).update(blocks, torch.from_numpy(arrays["grad"]), segments, update)
+    AdamW(*BETAS, EPS, threads=threads).update(blocks, torch.from_numpy(arrays["grad"]), segments, update)
     threads.close()
     master, m, v = reference(arrays, segments, update)
     assert np.isfinite(master).all()
@@ -120,7 +120,7 @@ def test_blocks_longer_than_one_range_use_all_threads_and_keep_their_bits(split_
     segments, update = [Segment(0, 2_200_001, 0.1)], Update(step=3, lr=1e-3)
     threads = KernelThreads(4)
     blocks = make_blocks(arrays, split_master)
-    AdamW(CONFIG, threads).update(blocks, torch.from_numpy(arrays["grad"]), segments, update)
+    AdamW(*BETAS, EPS, threads=threads).update(blocks, torch.from_numpy(arrays["grad"]), segments, update)
     assert sum(thread.name.startswith("optimizer") for thread in threading.enumerate()) >= 1
     threads.close()
     master, m, v = reference(arrays, segments, update)
@@ -131,7 +131,9 @@ def test_blocks_longer_than_one_range_use_all_threads_and_keep_their_bits(split_
 def test_elements_outside_all_segments_keep_their_values() -> None:
     arrays = make_arrays(4, 3000, edges=False)
     blocks = make_blocks(arrays, split_master=True)
-    AdamW(CONFIG).update(blocks, torch.from_numpy(arrays["grad"]), [Segment(1024, 2000, 0.1)], Update(step=1, lr=1e-2))
+    AdamW(*BETAS, EPS).update(
+        blocks, torch.from_numpy(arrays["grad"]), [Segment(1024, 2000, 0.1)], Update(step=1, lr=1e-2)
+    )
     master = master_of(blocks).numpy()
     changed = master != arrays["master"]
     assert changed[1024:2000].mean() > 0.99
@@ -148,19 +150,19 @@ def test_twenty_steps_stay_within_one_ulp_per_step_of_torch() -> None:
     twin = torch.optim.AdamW(
         [parameter],
         lr=lr,
-        betas=(CONFIG.beta1, CONFIG.beta2),
-        eps=CONFIG.eps,
-        weight_decay=CONFIG.weight_decay,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
         foreach=False,
         fused=False,
     )
     blocks = {"weight": start.clone(), "m": torch.zeros(size), "v": torch.zeros(size)}
-    ours = AdamW(CONFIG)
+    ours = AdamW(*BETAS, EPS)
     for step in range(1, num_steps + 1):
         grad = torch.randn(size, generator=generator) * 10.0 ** torch.randint(-6, 2, (size,), generator=generator)
         parameter.grad = grad.clone()
         twin.step()
-        ours.update(blocks, grad, [Segment(0, size, CONFIG.weight_decay)], Update(step, lr))
+        ours.update(blocks, grad, [Segment(0, size, DECAY)], Update(step, lr))
     # ulp of the larger of weight and update: where both cancel, the ulp of the result says nothing
     scale = torch.maximum(parameter.detach().abs(), torch.tensor(lr))
     ulp = torch.nextafter(scale, torch.tensor(torch.inf)) - scale
@@ -177,7 +179,7 @@ def test_small_updates_accumulate_in_the_split_master() -> None:
     blocks = make_blocks(
         {"master": master.numpy(), "m": np.zeros(1024, np.float32), "v": np.zeros(1024, np.float32)}, True
     )
-    optimizer = AdamW(AdamWConfig(weight_decay=0.0))
+    optimizer = AdamW()
     for step in range(1, 101):
         optimizer.update(blocks, torch.ones(1024), [Segment(0, 1024, 0.0)], Update(step, 1e-6))
     assert torch.allclose(master_of(blocks), torch.full((1024,), 1 - 1e-4), rtol=0, atol=1e-5)
@@ -185,7 +187,7 @@ def test_small_updates_accumulate_in_the_split_master() -> None:
 
 @pytest.mark.parametrize("split_master", [False, True])
 def test_state_takes_twelve_bytes_per_parameter(split_master: bool) -> None:
-    optimizer = AdamW(CONFIG)
+    optimizer = AdamW(*BETAS, EPS)
     kinds = optimizer.state_kinds(split_master)
     assert isinstance(optimizer, Optimizer)
     assert bytes_per_parameter(kinds) == 12
@@ -194,12 +196,12 @@ def test_state_takes_twelve_bytes_per_parameter(split_master: bool) -> None:
 
 def test_padding_of_zeros_stays_zero() -> None:
     blocks = {kind: torch.zeros(1024) for kind in ("weight", "m", "v")}
-    AdamW(CONFIG).update(blocks, torch.zeros(1024), [Segment(0, 1024, 0.1)], Update(step=1, lr=1.0))
+    AdamW(*BETAS, EPS).update(blocks, torch.zeros(1024), [Segment(0, 1024, 0.1)], Update(step=1, lr=1.0))
     assert all(not block.any() for block in blocks.values())
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
-    optimizer, update = AdamW(CONFIG), Update(step=1, lr=1e-3)
+    optimizer, update = AdamW(*BETAS, EPS), Update(step=1, lr=1e-3)
     blocks = {kind: torch.zeros(64) for kind in ("weight", "m", "v")}
     with pytest.raises(AssertionError, match="Segment"):
         optimizer.update(blocks, torch.zeros(64), [Segment(0, 65, 0.0)], update)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
-from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads
 from oracles.adamw import adamw_step
 from oracles.blocks import (
@@ -42,12 +42,11 @@ class State:
 
 def make_optimizer(name: str) -> ElementwiseOptimizer:
     if name == "adamw":
-        return AdamW(AdamWConfig(), KernelThreads(1))
+        return AdamW(threads=KernelThreads(1))
     if name == "lion":
-        return Lion(LionConfig(), KernelThreads(1))
-    return SGD(
-        SGDConfig(momentum=0.0 if name == "sgd-plain" else 0.9, nesterov=name == "sgd-nesterov"), KernelThreads(1)
-    )
+        return Lion(threads=KernelThreads(1))
+    momentum = 0.0 if name == "sgd-plain" else 0.9
+    return SGD(momentum, nesterov=name == "sgd-nesterov", threads=KernelThreads(1))
 
 
 def reference_step(name: str, state: State, grad: Any, segments: Sequence[Segment], update: Update) -> None:

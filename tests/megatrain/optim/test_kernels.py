@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatrain.optim import clip, kernels
-from megatrain.optim.adafactor import Adafactor, AdafactorConfig
+from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
-from megatrain.optim.elementwise import SGD, AdamW, AdamWConfig, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
+from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.threads import KernelThreads
 
 # vfmadd213ps, vfnmsub231ss ... on x86; fmla, fmls, fmadd, fnmsub ... on ARM
@@ -36,11 +36,11 @@ SUMS = (
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     for optimizer in (
-        AdamW(AdamWConfig()),
-        Lion(LionConfig()),
-        SGD(SGDConfig()),
-        SGD(SGDConfig(momentum=0.0)),
-        Adafactor(AdafactorConfig()),
+        AdamW(),
+        Lion(),
+        SGD(),
+        SGD(momentum=0.0),
+        Adafactor(),
     ):
         optimizer.warm_up()
         if isinstance(optimizer, ElementwiseOptimizer):

@@ -14,11 +14,20 @@ import pytest
 import torch
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.config.schema import RunConfig
 from megatrain.plan import machine
-from megatrain.plan.estimate import estimate_step, measured_drive_rates, nvme_seconds, split
-from megatrain.plan.machine import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, store_profile
+from megatrain.plan.estimate import estimate_step, nvme_seconds, split
+from megatrain.plan.machine import (
+    DriveProfile,
+    GpuProfile,
+    LoadedProfile,
+    MachineProfile,
+    measured_drive_rates,
+    store_profile,
+)
 from megatrain.plan.plan import Estimate, Plan, StepShape
-from megatrain.plan.planner import nvme_rates, plan_run, step_shape
+from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import measured_rates
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
@@ -42,7 +51,7 @@ def config_at(folder: Path, *, nvme: int = 1, **tables: str) -> Path:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan with nearly everything on the drive."""
     folder = tmp_path_factory.mktemp("plan")
-    planned = plan_run(load_config(config_at(folder, ram="6MiB")).config)
+    planned = plan_run(resolve(load_config(config_at(folder, ram="6MiB")).config))
     assert planned.traffic["nvme->ram"] > planned.traffic["ram->nvme"] > 0
     return planned
 
@@ -171,7 +180,7 @@ def test_always_compute_bound(plan: Plan, tmp_path: Path) -> None:
 def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
     links = {"ram->gpu": 4_000_000_000, "gpu->ram": 1_000_000_000}
     placement = replace(plan.placement, traffic_bytes=links)
-    on_gpu = replace(plan, device=torch.device("cuda"), placement=placement)
+    on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
     flops = 8 * plan.graph.num_parameters * 384
     found = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8})
@@ -190,8 +199,10 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
 
 def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
     """Everything lives there: no bus, no update by the host, and the GPU makes updates after it has computed."""
-    planned = plan_run(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", advanced="keep_graphs = 0")).config)
-    plan = replace(planned, device=torch.device("cuda"))
+    planned = plan_run(
+        resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", advanced="keep_graphs = 0")).config)
+    )
+    plan = replace(planned, run=replace(planned.run, device=torch.device("cuda")))
     num_trained = sum(block.num_elements for block in plan.program.blocks.values() if block.key.endswith("/m"))
     assert (plan.num_updated(on_gpu=True), plan.num_updated(on_gpu=False)) == (num_trained, 0)
     flops = {"cuda/float32": 8 * plan.graph.num_parameters * 384 / 2}
@@ -296,36 +307,39 @@ def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.plan.estimate.file_system_of", file_system)
 
 
+def rates_of(config: RunConfig) -> tuple[float, ...]:
+    return resolve(config).tiers.rates
+
+
 def test_measured_rates_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name(monkeypatch)
     config = load_config(config_at(tmp_path, nvme=2)).config
-    assert nvme_rates(config) == [1.0, 1.0]
+    assert rates_of(config) == (1.0, 1.0)
     known = {"drive0": drive(9e9, 9e9, 3e9), "drive1": drive(9e9, 9e9, 1e9)}
     store_profile(make_machine(tmp_path, drives={"drive0": known["drive0"]}))
-    assert nvme_rates(config) == [1.0, 1.0]  # one measured and one unknown say nothing about each other
+    assert rates_of(config) == (1.0, 1.0)  # one measured and one unknown say nothing about each other
     store_profile(make_machine(tmp_path, drives=known))
-    assert nvme_rates(config) == [3e9, 1e9]
-    assert step_shape(config, nvme_rates(config)).weights == [3e9, 1e9]
+    assert rates_of(config) == (3e9, 1e9)
     given = load_config(tmp_path / "run.toml", (), ["tiers.nvme.0.rate=1GB/s", "tiers.nvme.1.rate=2GB/s"]).config
-    assert nvme_rates(given) == [1e9, 2e9]
+    assert rates_of(given) == (1e9, 2e9)
     assert measured_drive_rates([], make_machine(tmp_path)) is None
 
 
 def test_a_plan_says_it(tmp_path: Path) -> None:
     """Through the planner, with the file of profiles: before, with, and after it was damaged."""
     path = config_at(tmp_path, nvme=2, ram="6MiB")
-    before = plan_run(load_config(path).config).estimate
+    before = plan_run(resolve(load_config(path).config)).estimate
     assert before is not None
     assert any("doctor" in line for line in before.lines)
     assert any("equally fast" in line for line in before.lines)
     stored = store_profile(make_machine(tmp_path))
-    planned = plan_run(load_config(path).config)
+    planned = plan_run(resolve(load_config(path).config))
     assert planned.estimate is not None
     assert planned.estimate.step_s is not None
     assert planned.estimate.tokens_per_step == 384
     assert not any("equally fast" in line for line in planned.estimate.lines)
     stored.write_text("{")
-    damaged = plan_run(load_config(path).config).estimate
+    damaged = plan_run(resolve(load_config(path).config)).estimate
     assert damaged is not None
     assert damaged.step_s is None
     assert any(str(stored) in line for line in damaged.lines)

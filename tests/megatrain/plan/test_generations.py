@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.machine import own_drive_bytes
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
@@ -24,7 +25,7 @@ def make_plan(folder: Path, *overrides: str, **tables: str) -> Plan:
     text = config_text(folder, EXAMPLES / "quickstart" / "model", **tables)
     path = folder / "run.toml"
     path.write_text(text.replace("[model]", "[model]\ntrain_from_scratch = true", 1))
-    return plan_run(load_config(path, overrides=overrides).config)
+    return plan_run(resolve(load_config(path, overrides=overrides).config))
 
 
 def durable_bytes(plan: Plan, tier: str) -> int:

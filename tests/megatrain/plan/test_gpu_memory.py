@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatrain.config import RunConfig, load_config
+from megatrain.config.resolve import resolve_tiers
 from megatrain.plan import machine
 from tiered import GiB, MiB
 
@@ -36,7 +37,7 @@ def test_the_margin_is_what_libraries_take_at_least(
     total: int, tiers: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
-    assert machine.gpu_capacity_bytes(config_of(tmp_path, tiers), CUDA) == expected
+    assert machine.gpu_capacity_bytes(resolve_tiers(config_of(tmp_path, tiers)), CUDA) == expected
 
 
 def test_a_tier_that_leaves_libraries_too_little_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

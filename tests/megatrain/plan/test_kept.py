@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine.trace import step_flops
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
@@ -27,7 +28,7 @@ TOKENS = 2 * 3 * 64
 
 def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
     (folder / "run.toml").write_text(config_text(folder, MODEL, nvme=nvme, **tables))
-    return plan_run(load_config(folder / "run.toml").config)
+    return plan_run(resolve(load_config(folder / "run.toml").config))
 
 
 def kept_bytes(plan: Plan, visits: list[int]) -> int:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, load_config
+from megatrain.config.resolve import resolve_tiers
 from megatrain.plan import limits, machine
 from megatrain.plan.limits import BeyondMachineError, Objection, drive_paths, find_objections, refuse
-from megatrain.plan.machine import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.plan.machine import FileSystem, TierSpecs, disk_of, file_system_of, missing_mount
 from tiered import GiB, MiB
 
 CPU = torch.device("cpu")
@@ -45,6 +46,10 @@ def ram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_ram_bytes", lambda: 12 * GiB)
 
 
+def tiers_of(config: Any) -> TierSpecs:
+    return resolve_tiers(config)
+
+
 def only(found: tuple[Objection, ...], key: str) -> Objection:
     (objection,) = [each for each in found if each.key == key]
     return objection
@@ -52,7 +57,7 @@ def only(found: tuple[Objection, ...], key: str) -> Objection:
 
 @pytest.mark.usefixtures("ram")
 def test_ram_beyond_the_machine(write: Write) -> None:
-    found = only(find_objections(write('[tiers.ram]\nsize = "400GiB"'), CPU), "tiers.ram.size")
+    found = only(find_objections(tiers_of(write('[tiers.ram]\nsize = "400GiB"')), CPU), "tiers.ram.size")
     assert found.kind == "size" and found.refuses
     assert found.text.startswith('tiers.ram.size = "400GiB" is more than there is: ')
     assert "16.00 GiB (12.00 GiB free now) of RAM" in found.text
@@ -71,7 +76,7 @@ def test_ram_beyond_the_machine(write: Write) -> None:
 )  # fmt: skip
 def test_what_is_free_now_counts_for_what_the_plan_needs(write: Write, size: str, need: int, kind: str | None) -> None:
     config = write(f'[tiers.ram]\nsize = "{size}"')
-    found = find_objections(config, CPU, {"ram": need * GiB})
+    found = find_objections(tiers_of(config), CPU, {"ram": need * GiB})
     assert [each.kind for each in found] == ([kind] if kind else [])
     if kind == "note":
         refuse(found)
@@ -80,7 +85,8 @@ def test_what_is_free_now_counts_for_what_the_plan_needs(write: Write, size: str
 def test_a_limit_of_a_cgroup_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "total_ram_bytes", lambda: psutil.virtual_memory().total // 2)
     found = only(
-        find_objections(write(f'[tiers.ram]\nsize = "{psutil.virtual_memory().total}B"'), CPU), "tiers.ram.size"
+        find_objections(tiers_of(write(f'[tiers.ram]\nsize = "{psutil.virtual_memory().total}B"')), CPU),
+        "tiers.ram.size",
     )
     assert "a cgroup (of a container or a job) allows this process" in found.text
 
@@ -88,9 +94,9 @@ def test_a_limit_of_a_cgroup_is_named(write: Write, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("ram")
 def test_an_emulated_gpu_takes_ram(write: Write) -> None:
     config = write('[tiers.ram]\nsize = "9GiB"\n[tiers.gpu]\nsize = "8GiB"')
-    assert find_objections(config, CPU) == ()  # on a CPU without one the size has no effect
+    assert find_objections(tiers_of(config), CPU) == ()  # on a CPU without one the size has no effect
     emulated = config.advanced.model_copy(update={"emulate_gpu": True})
-    (found,) = find_objections(config.model_copy(update={"advanced": emulated}), CPU)
+    (found,) = find_objections(tiers_of(config.model_copy(update={"advanced": emulated})), CPU)
     assert found.kind == "size" and 'tiers.ram.size = "9GiB" and tiers.gpu.size = "8GiB" together are' in found.text
 
 
@@ -98,31 +104,31 @@ def test_the_memory_of_a_gpu(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(machine, "gpu_memory_bytes", lambda device: (20 * GiB, 24 * GiB))
     monkeypatch.setattr(machine, "gpu_name", lambda device: "Some Card")
     cuda = torch.device("cuda")
-    beyond = only(find_objections(write('[tiers.gpu]\nsize = "80GiB"'), cuda), "tiers.gpu.size")
+    beyond = only(find_objections(tiers_of(write('[tiers.gpu]\nsize = "80GiB"')), cuda), "tiers.gpu.size")
     assert beyond.kind == "size" and "Some Card, has 24.00 GiB (20.00 GiB free now) of memory" in beyond.text
-    taken = find_objections(write('[tiers.gpu]\nsize = "23GiB"'), cuda, {"gpu": 21 * GiB})
+    taken = find_objections(tiers_of(write('[tiers.gpu]\nsize = "23GiB"')), cuda, {"gpu": 21 * GiB})
     assert [each.kind for each in taken] == ["size"]
-    assert find_objections(write('[tiers.gpu]\nsize = "19GiB"'), cuda, {"gpu": 19 * GiB}) == ()
+    assert find_objections(tiers_of(write('[tiers.gpu]\nsize = "19GiB"')), cuda, {"gpu": 19 * GiB}) == ()
 
 
 def test_drives_beyond_their_file_system(write: Write, tmp_path: Path) -> None:
-    total = drive_paths(write('[[tiers.nvme]]\npath = "a"'))[0].total_bytes
+    total = drive_paths(tiers_of(write('[[tiers.nvme]]\npath = "a"')).drives)[0].total_bytes
     one = f'[[tiers.nvme]]\npath = "a"\nsize = "{total + 1}B"\n'
-    found = only(find_objections(write(one), CPU), "tiers.nvme.0.size")
+    found = only(find_objections(tiers_of(write(one)), CPU), "tiers.nvme.0.size")
     assert found.kind == "size" and str(tmp_path / "a") in found.text and file_system_of(tmp_path).source in found.text
     half = f'size = "{total // 2 + MiB}B"\n'
-    two = find_objections(write(f'[[tiers.nvme]]\npath = "a"\n{half}[[tiers.nvme]]\npath = "b"\n{half}'), CPU)
+    two = find_objections(tiers_of(write(f'[[tiers.nvme]]\npath = "a"\n{half}[[tiers.nvme]]\npath = "b"\n{half}')), CPU)
     assert "tiers.nvme.0.size" in two[0].text and "tiers.nvme.1.size" in two[0].text and "together" in two[0].text
-    share = find_objections(write('[[tiers.nvme]]\npath = "a"\nsize = "100%"\n'), CPU)
+    share = find_objections(tiers_of(write('[[tiers.nvme]]\npath = "a"\nsize = "100%"\n')), CPU)
     assert not any(each.refuses for each in share)
 
 
-def test_paths_on_one_drive_share_what_is_free(write: Write) -> None:
+def test_paths_on_one_drive_share_what_is_free(write: Write, tmp_path: Path) -> None:
     one = '[[tiers.nvme]]\npath = "{}"\n'
     both = write(one.format("a") + one.format("b"))
-    alone = machine.nvme_capacity_bytes(write(one.format("a")))
-    assert machine.nvme_capacity_bytes(both) == pytest.approx(alone, rel=0.05)
-    note = only(find_objections(both, CPU), "tiers.nvme.1.path")
+    alone = machine.nvme_capacity_bytes(tiers_of(write(one.format("a"))), tmp_path)
+    assert machine.nvme_capacity_bytes(tiers_of(both), tmp_path) == pytest.approx(alone, rel=0.05)
+    note = only(find_objections(tiers_of(both), CPU), "tiers.nvme.1.path")
     assert note.kind == "note" and "lie on one drive" in note.text
 
 
@@ -139,7 +145,7 @@ def test_what_a_file_system_is(kind: str, write: Write, monkeypatch: pytest.Monk
     assert there.nature == KINDS[kind]
     monkeypatch.setattr(limits, "file_system_of", lambda path: there)
     monkeypatch.setattr(limits, "missing_mount", lambda path: None)
-    found = find_objections(write('[[tiers.nvme]]\npath = "a"'), CPU)
+    found = find_objections(tiers_of(write('[[tiers.nvme]]\npath = "a"')), CPU)
     assert [each.kind for each in found] == {"drive": [], "memory": ["place"]}.get(KINDS[kind], ["note"])
     assert all(kind in each.text and each.key == "tiers.nvme.0.path" for each in found)
 
@@ -147,10 +153,10 @@ def test_what_a_file_system_is(kind: str, write: Write, monkeypatch: pytest.Monk
 @pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is no tmpfs here")
 def test_tmpfs_is_refused_unless_allowed(write: Write) -> None:
     path = '[[tiers.nvme]]\npath = "/dev/shm/megatrain-tier-test"\n'
-    refused = find_objections(write(path), CPU)
+    refused = find_objections(tiers_of(write(path)), CPU)
     with pytest.raises(ConfigError, match=r"tmpfs, which is RAM.*allow_tmpfs = true"):
         refuse(refused)
-    allowed = find_objections(write(f"{path}[tiers]\nallow_tmpfs = true"), CPU)
+    allowed = find_objections(tiers_of(write(f"{path}[tiers]\nallow_tmpfs = true")), CPU)
     assert [each.kind for each in allowed] == ["note"]
 
 
@@ -158,13 +164,13 @@ def test_a_drive_that_is_not_mounted(write: Write, tmp_path: Path, monkeypatch: 
     (tmp_path / "mnt").mkdir()
     table = '[[tiers.nvme]]\npath = "mnt/blocks"\n'
     with pytest.raises(ConfigError, match="nothing is mounted there: blocks would go to"):
-        refuse(find_objections(write(f'{table}mount_point = "mnt"'), CPU))
+        refuse(find_objections(tiers_of(write(f'{table}mount_point = "mnt"')), CPU))
     here = file_system_of(tmp_path).mount_point
-    assert find_objections(write(f'{table}mount_point = "{here}"'), CPU) == ()
+    assert find_objections(tiers_of(write(f'{table}mount_point = "{here}"')), CPU) == ()
     with pytest.raises(ConfigError, match="is not on it: blocks would go to"):
-        refuse(find_objections(write(f'{table}mount_point = "/proc"'), CPU))
+        refuse(find_objections(tiers_of(write(f'{table}mount_point = "/proc"')), CPU))
     monkeypatch.setattr(limits, "missing_mount", lambda path: "/mnt")
-    (note,) = find_objections(write(table), CPU)
+    (note,) = find_objections(tiers_of(write(table)), CPU)
     assert note.kind == "note" and "/etc/fstab has a drive for /mnt" in note.text
 
 

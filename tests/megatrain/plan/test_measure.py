@@ -15,13 +15,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.doctor import examine, processors
 from megatrain.doctor.drives import DriveEffort
 from megatrain.engine.step import StepEngine
 from megatrain.plan import measure
 from megatrain.plan.measure import (
     NotMeasurableError,
+    PlanTimer,
     SharedMemoryTier,
     made_up_batches,
     measure_ticks,
@@ -30,7 +32,6 @@ from megatrain.plan.measure import (
 )
 from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.planner import plan_run
-from megatrain.plan.timed import PlanTimer
 from megatrain.plan.what_if import plan_alternative
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
@@ -55,9 +56,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def planned(path: Path, *changes: str) -> tuple[Plan, RunConfig]:
+def planned(path: Path, *changes: str) -> Plan:
     config = load_config(path, (), changes).config
-    return plan_run(config), config
+    return plan_run(resolve(config))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,8 @@ def planned(path: Path, *changes: str) -> tuple[Plan, RunConfig]:
     ],
 )
 def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None:
-    plan, config = planned(write(**tables))
-    ticks = measure_ticks(plan, config, budget_s=0.0)
+    plan = planned(write(**tables))
+    ticks = measure_ticks(plan, budget_s=0.0)
     assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
     assert ticks.between_s >= 0 and ticks.num_steps == measure.LEAST_STEPS
     assert ticks.is_extrapolated == (ticks.num_micro_batches < plan.num_micro_batches)
@@ -82,10 +83,10 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
 
 def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their losses are those of guessing, their gradients have a size, and no weight becomes something else."""
-    plan, config = planned(write())
+    plan = planned(write())
     results, step = [], StepEngine.step
     monkeypatch.setattr(StepEngine, "step", lambda *a, **kw: results.append(step(*a, **kw)) or results[-1])
-    measure_ticks(plan, config, budget_s=0.0)
+    measure_ticks(plan, budget_s=0.0)
     vocabulary = plan.graph.model.get_input_embeddings().weight.shape[0]
     guess = float(torch.tensor(float(vocabulary)).log())
     assert len(results) >= 5
@@ -93,21 +94,21 @@ def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_stays_within_the_tier(write: Write, tmp_path: Path) -> None:
-    plan, config = planned(write(placement=ALL_NVME, ram="6MiB"))
+    plan = planned(write(placement=ALL_NVME, ram="6MiB"))
     needed = sum(block.nbytes for block in plan.program.blocks.values())
-    ticks = measure_ticks(plan, config, budget_s=0.0)
+    ticks = measure_ticks(plan, budget_s=0.0)
     assert ticks.memory_bytes <= plan.budgets["ram"] < needed
     little = replace(plan, budgets_by_tier={"ram": replace(plan.budgets_by_tier["ram"], capacity_bytes=MiB)})
     with pytest.raises(NotMeasurableError, match=r"timing steps takes .* of RAM, 1\.00 MiB"):
-        measure_ticks(little, config)
+        measure_ticks(little)
     with pytest.raises(NotMeasurableError, match="would compute for"):
-        measure_ticks(plan, config, flops_per_s=1.0)
+        measure_ticks(plan, flops_per_s=1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.toml"]  # nothing is written
 
 
 @pytest.mark.parametrize("kind_bytes", [0, MiB, 4 * MiB, 1024 * MiB])
 def test_blocks_share_slabs_of_their_kind(kind_bytes: int, write: Write) -> None:
-    blocks = planned(write())[0].program.blocks
+    blocks = planned(write()).program.blocks
     tier = SharedMemoryTier(blocks, kind_bytes)
     try:
         assert tier.memory_bytes == shared_bytes(blocks, kind_bytes)
@@ -133,19 +134,19 @@ def test_blocks_share_slabs_of_their_kind(kind_bytes: int, write: Write) -> None
 
 
 def test_batches_look_like_the_data(write: Write) -> None:
-    plan, config = planned(write())
-    batches = made_up_batches(plan, config)
+    plan = planned(write())
+    batches = made_up_batches(plan)
     assert len(batches) == 3 and all(batch["input_ids"].shape == (2, 64) for batch in batches)
     assert batches[0]["position_ids"][0].tolist() == list(range(64))
-    chat = made_up_batches(plan, config.model_copy(update={"task": "sft"}))
+    chat = made_up_batches(replace(plan, run=replace(plan.run, data=replace(plan.run.data, only_text=False))))
     assert chat[0]["position_ids"][0].tolist() == [*range(32), *range(32)]
     padded = planned(write(), "data.packing=false")
-    assert set(made_up_batches(*padded)[0]) == {"input_ids", "labels", "attention_mask"}
+    assert set(made_up_batches(padded)[0]) == {"input_ids", "labels", "attention_mask"}
 
 
 def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ticks that take a second and two more for each micro-batch come out so, whatever was timed."""
-    plan, config = planned(write(), "gradient_accumulation_steps=12")
+    plan = planned(write(), "gradient_accumulation_steps=12")
     asked: list[int] = []
 
     def run(self: Any, num_micro_batches: int) -> Any:
@@ -153,7 +154,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
         return measure._Timed(tuple(1.0 + 2 * num_micro_batches for _ in plan.program.ticks), 1e4)
 
     monkeypatch.setattr(measure._Steps, "run", run)
-    ticks = measure_ticks(plan, config, budget_s=0.0)
+    ticks = measure_ticks(plan, budget_s=0.0)
     assert max(asked) == ticks.num_micro_batches == 2 and ticks.is_extrapolated
     assert set(ticks.seconds) == {25.0}
     assert "2 micro-batches each, the others by extrapolation" in ticks.note
@@ -162,9 +163,9 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
 def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write, optim: str) -> None:
     """Updates of later layers write there between a forward and its backward: wrong numbers, but no refusal."""
-    plan, config = planned(write(advanced="keep_graphs = 3", optimizer=f'optim = "{optim}"'))
+    plan = planned(write(advanced="keep_graphs = 3", optimizer=f'optim = "{optim}"'))
     assert plan.kept_bytes
-    ticks = measure_ticks(plan, config, budget_s=0.0, kind_bytes=0)
+    ticks = measure_ticks(plan, budget_s=0.0, kind_bytes=0)
     assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
     assert ticks.memory_bytes > plan.kept_bytes
 
@@ -173,17 +174,17 @@ def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
     path = write(advanced="keep_graphs = 0")
     calls: list[Plan] = []
 
-    def fake(plan: Plan, config: RunConfig, *, flops_per_s: float | None) -> MeasuredTicks:
+    def fake(plan: Plan, *, flops_per_s: float | None) -> MeasuredTicks:
         calls.append(plan)
         return MeasuredTicks(tuple(0.01 for _ in plan.program.ticks), 0.005, 3, plan.num_micro_batches, False, MiB)
 
     timer = PlanTimer(measure=fake)
     for same in ((), ("tiers.ram.size=6MiB",), ("tiers.nvme.0.size=128MiB",), ("training.max_steps=7",)):
-        plan, config = planned(path, *same)
-        timed = timer.timed(plan, config)
+        plan = planned(path, *same)
+        timed = timer.timed(plan)
         assert timed.ticks is not None and timed.placement == plan.placement
         assert timer.num_measured == 1 == len(calls), same
-        assert same_ticks(calls[0], config, plan, config)
+        assert same_ticks(calls[0], plan)
     changes = ("per_device_train_batch_size=1", "data.max_length=32", "optimizer.optim=lion", "keep_graphs=1")
     for number, change in enumerate(changes):
         other = plan_alternative(change, path, (), (), [change], timer)
@@ -191,13 +192,13 @@ def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
 
 
 def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
-    plan, config = planned(write())
+    plan = planned(write())
 
-    def refuse(plan: Plan, config: RunConfig, **rates: float | None) -> MeasuredTicks:
+    def refuse(plan: Plan, **rates: float | None) -> MeasuredTicks:
         raise NotMeasurableError("the moon is full")
 
     said: list[str] = []
-    assert PlanTimer(on_problem=said.append, measure=refuse).timed(plan, config) is plan
+    assert PlanTimer(on_problem=said.append, measure=refuse).timed(plan) is plan
     assert said == ["steps of this model are not timed: the moon is full"]
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan import planner
 from megatrain.plan.machine import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
 from megatrain.plan.plan import Plan
@@ -20,7 +21,7 @@ from tiered import MiB
 
 def make_plan(folder: Path, ram: str) -> Plan:
     (folder / "run.toml").write_text(config_text(folder, EXAMPLES / "quickstart" / "model", ram=ram))
-    return plan_run(load_config(folder / "run.toml").config)
+    return plan_run(resolve(load_config(folder / "run.toml").config))
 
 
 def profile(folder: Path, *, drive: float) -> LoadedProfile:
@@ -62,21 +63,16 @@ def test_where_everything_fits_nothing_is_kept_open(tmp_path: Path) -> None:
 def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "10MiB")
     assert plan.totals["ram"] <= 0.9 * 10 * MiB
-    allowed = planner.allowed_tiers(load_config(tmp_path / "run.toml").config, list(plan.tiers))
-    assert plan.placement.homes == next(with_open_room(plan, allowed)).placement.homes
+    assert plan.placement.homes == next(with_open_room(plan)).placement.homes
 
 
 @pytest.mark.parametrize("drive", [2e7, 5e8, 1e10])
 def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "load_profile", lambda: profile(tmp_path, drive=drive))
     plan = make_plan(tmp_path, "10MiB")
-    config = load_config(tmp_path / "run.toml").config
     rates = measured_rates(plan)
     assert rates is not None
-    steps_s = [
-        simulate_step(other, 2 * 3 * 64, rates).step_s
-        for other in with_open_room(plan, planner.allowed_tiers(config, list(plan.tiers)))
-    ]
+    steps_s = [simulate_step(other, 2 * 3 * 64, rates).step_s for other in with_open_room(plan)]
     assert simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / planner.WORTHWHILE
 
 

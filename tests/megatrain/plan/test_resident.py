@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine.program import StepProgram
 from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser, Traffic, choose_stays
 from megatrain.plan.plan import Plan
@@ -31,7 +32,7 @@ FORMS: dict[str, dict[str, str]] = {
 
 def make_plan(folder: Path, gpu: str = "64MiB", **tables: str) -> Plan:
     (folder / "run.toml").write_text(config_text(folder, MODEL, nvme=0, gpu=gpu, **tables))
-    return plan_run(load_config(folder / "run.toml").config)
+    return plan_run(resolve(load_config(folder / "run.toml").config))
 
 
 def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:

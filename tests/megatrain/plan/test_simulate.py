@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
@@ -21,7 +22,7 @@ TOKENS = 2 * 3 * 64
 def make_plan(folder: Path, *, nvme: int = 1, **tables: str) -> Plan:
     text = config_text(folder, EXAMPLES / "quickstart" / "model", nvme=nvme, **tables)
     (folder / "run.toml").write_text(text)
-    return plan_run(load_config(folder / "run.toml").config)
+    return plan_run(resolve(load_config(folder / "run.toml").config))
 
 
 def rates(*, nvme: float = 1e9, flops: float = 1e10) -> SimulatedRates:

@@ -12,6 +12,7 @@ import torch
 
 from bench.sides import Ours
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.optim.base import FORMATS, Format
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -46,7 +47,7 @@ def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimiz
     text = config_text(folder, model, nvme=0, gpu="64MiB", precision=precision, **tables)
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     host, device = WatchedOptimizer(plan.optimizer), WatchedOptimizer(plan.device_optimizer)
     return config, replace(plan, optimizer=host, device_optimizer=device), host, device
 

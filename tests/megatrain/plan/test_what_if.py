@@ -14,12 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
-from megatrain.plan.what_if import describe, overrides_of, plan_alternative, run_length
+from megatrain.plan.what_if import describe, plan_alternative, run_length
 from oracles.tiered_run import EXAMPLES, config_text
 
 MODEL = EXAMPLES / "quickstart" / "model"
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+overrides_of: Callable[..., list[str]] = importlib.import_module(f"{PACKAGE}.plan").overrides_of
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     ],
 )
 def test_what_short_names_mean(text: str, expected: list[str], write: Callable[..., Path]) -> None:
-    assert overrides_of(text, load_config(write()).config) == expected
+    assert overrides_of(text, resolve(load_config(write()).config)) == expected
 
 
 def test_names_that_depend_on_the_config(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -56,22 +58,22 @@ def test_names_that_depend_on_the_config(write: Callable[..., Path], tmp_path: P
     text = path.read_text().replace("per_device_train_batch_size = 2\ngradient_accumulation_steps = 3\n", "")
     path.write_text(text.replace("[training]\n", "[training]\ntrain_batch_tokens = 256\n"))
     config = load_config(path).config
-    assert overrides_of("batch=512", config) == ["training.train_batch_tokens=512"]
-    changes = overrides_of("nvme=64MiB", config)
+    assert overrides_of("batch=512", resolve(config)) == ["training.train_batch_tokens=512"]
+    changes = overrides_of("nvme=64MiB", resolve(config))
     assert load_config(path, (), changes).config.tiers.nvme[0].path == tmp_path / "out" / "nvme"
 
 
 @pytest.mark.parametrize("text", ["ram", "=3", "ram=", "64GiB"])
 def test_what_is_no_change_is_refused(text: str, write: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="ram=64GiB"):
-        overrides_of(text, load_config(write()).config)
+        overrides_of(text, resolve(load_config(write()).config))
 
 
 def test_alternatives_are_the_plans_of_those_configs(write: Callable[..., Path]) -> None:
     path = write(ram="7MiB")
     for text in ("ram=64MiB", "batch=1", "length=32"):
-        changes = overrides_of(text, load_config(path).config)
-        plan = plan_run(load_config(path, (), changes).config)
+        changes = overrides_of(text, resolve(load_config(path).config))
+        plan = plan_run(resolve(load_config(path, (), changes).config))
         found = plan_alternative(text, path, (), (), changes)
         assert found == describe(text, plan) and found.fits
         assert found.peak_bytes == dict(plan.totals) and found.moved_bytes == sum(plan.traffic.values())
@@ -90,15 +92,15 @@ def test_what_cannot_run_says_why(write: Callable[..., Path]) -> None:
 def test_a_whole_run(write: Callable[..., Path]) -> None:
     path = write(ram="7MiB", placement='optimizer = ["nvme"]', training="max_steps = 450")
     config = load_config(path, (), ["tiers.nvme.0.max_written=1GB", "tiers.nvme.1.max_written=1GB"]).config
-    plan = plan_run(config)
-    length = run_length(plan, config, None, 0.5)
+    plan = plan_run(resolve(config))
+    length = run_length(plan, None, 0.5)
     assert (length.num_steps, length.num_tokens, length.seconds) == (450, 450 * 6 * 64, 225.0)
     assert length.written_bytes == plan.placement.run_traffic_bytes(450)["ram->nvme"]
     assert length.share_of_limit == length.written_bytes / 2e9
     assert length.num_saves == 3 and length.saved_bytes == 3 * plan.checkpoint_bytes_in_output_dir
-    config = load_config(write(ram="7MiB")).config
-    assert run_length(plan, config, None, 0.5).num_steps is None
-    assert run_length(plan, config, 7, None).num_tokens == 7 * 6 * 64
+    plan = plan_run(resolve(load_config(write(ram="7MiB")).config))
+    assert run_length(plan, None, 0.5).num_steps is None
+    assert run_length(plan, 7, None).num_tokens == 7 * 6 * 64
 
 
 def call(*words: object) -> Any:

@@ -13,6 +13,7 @@ import pytest
 
 from megatrain.checkpoint.state import NUM_LOSSES, RunState
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
 from megatrain.run.activity import Activity, Moment
 from megatrain.run.folder import RunFolder
@@ -41,7 +42,7 @@ def test_the_engine_tells_every_tick_and_micro_batch(order: str, tmp_path: Path)
     text = config_text(tmp_path, EXAMPLES / "quickstart/model", nvme=0, advanced=f'micro_batch_order = "{order}"')
     (tmp_path / "run.toml").write_text(text.replace("[model]\n", "[model]\ntrain_from_scratch = true\n"))
     config = load_config(tmp_path / "run.toml").config
-    plan = plan_run(config)
+    plan = plan_run(resolve(config))
     activity = Recorded()
     with Trainer(config, plan=plan, activity=activity).open() as trainer:
         trainer.load()

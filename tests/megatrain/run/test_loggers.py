@@ -16,6 +16,7 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from megatrain.config import ConfigError, RunConfig, config_from_toml, load_config, to_toml
+from megatrain.config.resolve import resolve_logging
 from megatrain.run import loggers
 from megatrain.run.loggers import TrackerLog, check_loggers, make_loggers
 from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
@@ -72,8 +73,8 @@ def test_report_to_is_a_name_or_a_list(value: str, names: tuple[str, ...], make_
 
 def test_jsonl_is_the_default_and_none_is_nothing(make_config: Any) -> None:
     assert make_config().logging.report_to == ("jsonl",)
-    assert make_loggers(make_config('report_to = "none"'), None) == []
-    assert make_loggers(make_config("report_to = []"), None) == []
+    assert make_loggers(resolve_logging(make_config('report_to = "none"')), None) == []
+    assert make_loggers(resolve_logging(make_config("report_to = []")), None) == []
 
 
 def test_an_unknown_place_is_refused(make_config: Any) -> None:
@@ -85,20 +86,20 @@ def test_what_is_missing_is_said_before_anything_starts(make_config: Any, monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = make_config('report_to = ["jsonl", "tensorboard", "wandb"]')
     with pytest.raises(ConfigError) as caught:
-        check_loggers(config)
+        check_loggers(resolve_logging(config))
     text = str(caught.value)
     assert 'pip install "megatrain-tier[tensorboard]"' in text and 'pip install "megatrain-tier[wandb]"' in text
     assert len(caught.value.problems) == 2 and '"wandb"; not installed: wandb, accelerate' in text
     with pytest.raises(ConfigError):
-        make_loggers(config, None)
+        make_loggers(resolve_logging(config), None)
     assert not (config.output_dir / "metrics.jsonl").exists()
-    check_loggers(make_config())
+    check_loggers(resolve_logging(make_config()))
 
 
 def test_json_lines_go_on_where_the_run_does(make_config: Any) -> None:
     config = make_config()
     for continued_from, first, last in ((None, 1, 5), (3, 4, 6)):
-        [log] = make_loggers(config, continued_from)
+        [log] = make_loggers(resolve_logging(config), continued_from)
         with log:
             train(log, first, last)
             log.on_end(SUMMARY)
@@ -154,13 +155,13 @@ def test_a_tracker_that_fails_is_reported_and_given_up(
 
     monkeypatch.setattr(recorder, "log", fail)
     notices: list[str] = []
-    with make_loggers(make_config('report_to = "mlflow"'), None, notices.append)[0] as log:
+    with make_loggers(resolve_logging(make_config('report_to = "mlflow"')), None, notices.append)[0] as log:
         train(log, 1, 3)
         log.on_end(SUMMARY)
     assert len(notices) == 1 and "mlflow" in notices[0] and "No space left" in notices[0], notices
     assert not recorder.runs[0].is_over
     monkeypatch.setattr(recorder, "start", fail)
-    with make_loggers(make_config('report_to = "mlflow"'), None, notices.append)[0] as log:
+    with make_loggers(resolve_logging(make_config('report_to = "mlflow"')), None, notices.append)[0] as log:
         train(log, 1, 3)
     assert len(notices) == 2
 
@@ -168,7 +169,7 @@ def test_a_tracker_that_fails_is_reported_and_given_up(
 def test_one_run_at_a_tracker_over_all_starts_and_no_point_twice(make_config: Any, recorder: type[Recorder]) -> None:
     config = make_config('report_to = ["mlflow"]\nproject = "whales"')
     for continued_from, first, last in ((None, 1, 5), (3, 4, 6), (None, 1, 2)):
-        with make_loggers(config, continued_from)[0] as log:
+        with make_loggers(resolve_logging(config), continued_from)[0] as log:
             train(log, first, last)
     one, continued, anew = recorder.runs
     assert one.arguments == {"experiment_name": "whales", "run_name": "out", "run_id": None}
@@ -181,7 +182,7 @@ def test_one_run_at_a_tracker_over_all_starts_and_no_point_twice(make_config: An
 
 
 def test_figures_that_are_not_finite_are_left_out(make_config: Any, recorder: type[Recorder]) -> None:
-    with make_loggers(make_config('report_to = "mlflow"'), None)[0] as log:
+    with make_loggers(resolve_logging(make_config('report_to = "mlflow"')), None)[0] as log:
         log.on_step(step(1, float("nan")))
     assert recorder.runs[0].steps == [("train/grad_norm", 1)]
 
@@ -215,7 +216,7 @@ def test_curves_of_tensorboard_are_not_doubled(make_config: Any) -> None:
 
 
 def tracker(name: str, config: RunConfig, continued_from: int | None) -> TrackerLog:
-    return TrackerLog(name, config, continued_from, lambda text: pytest.fail(text))
+    return TrackerLog(name, resolve_logging(config), continued_from, lambda text: pytest.fail(text))
 
 
 def test_wandb_offline(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,324 @@
+"""From a config to the values that a run works with: ints, paths, dtypes and choices, derived once, here.
+
+What is below the trainer takes these records and knows no config. Each record lives with the idea that it names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.checkpoint.state import CheckpointSpec
+from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.config.schema import TiersConfig
+from megatrain.data.dataset import DataSpec
+from megatrain.data.sources import Source
+from megatrain.engine.objective import Objective
+from megatrain.engine.program import KINDS, Kind
+from megatrain.evaluation import EvaluationSource, EvaluationSpec
+from megatrain.models.export import ExportSpec
+from megatrain.models.graph import ModelSpec
+from megatrain.optim.base import ParameterGroup
+from megatrain.optim.factory import OptimizerSpec
+from megatrain.optim.lr import ScheduleSpec
+from megatrain.plan import machine
+from megatrain.plan.machine import DriveSpec, TierSpecs
+from megatrain.plan.placement import MIN_GENERATIONS, PlacementSpec
+from megatrain.plan.plan import BatchSpec, RunSpec
+from megatrain.run.loggers import LoggingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Literal
+
+    from megatrain.config.schema import DatasetConfig, OptimizerConfig, RunConfig
+
+__all__ = [
+    "default_tiers",
+    "resolve",
+    "resolve_batch",
+    "resolve_checkpoint",
+    "resolve_data",
+    "resolve_evaluation",
+    "resolve_export",
+    "resolve_logging",
+    "resolve_model",
+    "resolve_optimizer",
+    "resolve_schedule",
+    "resolve_tiers",
+    "with_packing",
+]
+
+
+def resolve(config: RunConfig) -> RunSpec:
+    """Return a run in values.
+
+    Raises:
+        ConfigError: the config asks for a GPU and there is none.
+    """
+    device = machine.resolve_device(config.device)
+    tiers = resolve_tiers(config)
+    training, advanced = config.training, config.advanced
+    return RunSpec(
+        name=config.run_name,
+        output_dir=config.output_dir,
+        seed=config.seed,
+        device=device,
+        dtype=machine.resolve_compute_dtype(config.precision.compute_dtype, device),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        is_deterministic=config.full_determinism,
+        model=resolve_model(config),
+        data=resolve_data(config),
+        batch=resolve_batch(config),
+        objective=Objective(training.label_smoothing_factor, training.neftune_noise_alpha),
+        optimizer=resolve_optimizer(config.optimizer),
+        schedule=resolve_schedule(config.optimizer),
+        num_epochs=training.num_train_epochs,
+        max_steps=training.max_steps if training.max_steps > 0 else None,
+        tiers=tiers,
+        placement=_placement(config, _tier_names(tiers, device)),
+        keep_graphs=_keep_graphs(config),
+        prefetch_bytes=advanced.prefetch if isinstance(advanced.prefetch, int) else None,
+        eviction=advanced.eviction_policy,
+        trace_steps=config.profile.trace_steps,
+        checkpoint=resolve_checkpoint(config),
+        export=resolve_export(config),
+    )
+
+
+def resolve_model(config: RunConfig) -> ModelSpec:
+    """Return what is trained."""
+    table = config.model
+    return ModelSpec(
+        folder=table.model_name_or_path,
+        tokenizer_folder=table.tokenizer_name_or_path or table.model_name_or_path,
+        chat_template=table.chat_template,
+        attn_implementation=table.attn_implementation,
+        freeze=table.freeze,
+        from_scratch=table.train_from_scratch,
+        compile_backend=table.compile_backend if table.compile else None,
+        use_liger_kernel=table.use_liger_kernel,
+        mlp_rows=table.mlp_rows,
+    )
+
+
+def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = None) -> DataSpec:
+    """Return what is trained on.
+
+    Args:
+        config: of the run.
+        sources: instead of ``[[data.train]]``, with nothing kept from training.
+    """
+    table = config.data
+    return DataSpec(
+        sources=tuple(_source(source) for source in (table.train if sources is None else sources)),
+        only_text=config.task == "pretrain",
+        max_length=table.max_length,
+        packing=table.packing,
+        has_default_packing="packing" not in table.model_fields_set,
+        train_on=table.train_on,
+        overlong=table.overlong,
+        bad_rows=table.bad_rows,
+        max_dropped=table.max_dropped,
+        cache_dir=table.cache_dir,
+        max_cache_bytes=table.max_cache_size,
+        val_size=table.val_size if sources is None else None,
+        seed=config.data_seed,
+    )
+
+
+def _source(table: DatasetConfig) -> Source:
+    return Source(
+        path=table.path,
+        subset=table.subset,
+        split=table.split,
+        format=table.format,
+        columns={str(ours): theirs for ours, theirs in table.columns.items()},
+        max_samples=table.max_samples,
+        weight=table.weight,
+    )
+
+
+def resolve_batch(config: RunConfig) -> BatchSpec:
+    """Return the cut of a step into micro-batches."""
+    return BatchSpec(
+        num_rows=config.rows_per_step,
+        max_length=config.data.max_length,
+        given_rows=config.micro_batch_size,
+        # Kernels of flash attention keep packed documents apart in batches of one row only.
+        single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
+        order=config.advanced.micro_batch_order,
+    )
+
+
+def resolve_optimizer(table: OptimizerConfig) -> OptimizerSpec:
+    """Return the update."""
+    groups = tuple(
+        ParameterGroup(
+            group.params,
+            1.0 if group.learning_rate is None else group.learning_rate / table.learning_rate,
+            group.weight_decay,
+        )
+        for group in table.groups
+    )
+    rates = {"optimizer.learning_rate": table.learning_rate}
+    for number, group in enumerate(table.groups):
+        if group.learning_rate is not None:
+            rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
+    return OptimizerSpec(
+        name=table.optim,
+        weight_decay=table.weight_decay,
+        decay_exclude=table.weight_decay_exclude,
+        beta1=table.adam_beta1,
+        beta2=table.adam_beta2,
+        epsilon=table.adam_epsilon,
+        momentum=table.sgd_momentum,
+        nesterov=table.sgd_nesterov,
+        max_grad_norm=table.max_grad_norm,
+        nonfinite=table.nonfinite,
+        groups=groups,
+        learning_rates=rates,
+    )
+
+
+def resolve_schedule(table: OptimizerConfig) -> ScheduleSpec:
+    """Return the learning rate."""
+    return ScheduleSpec(
+        name=table.lr_scheduler_type,
+        learning_rate=table.learning_rate,
+        warmup=table.warmup_steps,
+        arguments=table.lr_scheduler_kwargs,
+    )
+
+
+def resolve_tiers(config: RunConfig) -> TierSpecs:
+    """Return what a run may use of this machine."""
+    return _tiers(config.tiers, file_bytes=config.advanced.file_size, emulates_gpu=config.advanced.emulate_gpu)
+
+
+def default_tiers() -> TierSpecs:
+    """Return what a run may use of this machine whose config names no size."""
+    return _tiers(TiersConfig())
+
+
+def _tiers(table: TiersConfig, *, file_bytes: int | None = None, emulates_gpu: bool = False) -> TierSpecs:
+    paths = [drive.path for drive in table.nvme]
+    given = [drive.rate for drive in table.nvme if drive.rate is not None]
+    return TierSpecs(
+        ram_size=table.ram.size,
+        gpu_size=table.gpu.size,
+        safety_margin=table.safety_margin,
+        drives=tuple(DriveSpec(each.path, each.size, each.mount_point, each.max_written) for each in table.nvme),
+        rates=tuple(machine.stripe_rates(paths, given)),
+        has_rates=len(given) == len(paths),
+        emulates_gpu=emulates_gpu,
+        engine=table.engine,
+        direct=table.direct,
+        verify=table.verify,
+        on_full=table.on_disk_full,
+        allows_tmpfs=table.allow_tmpfs,
+        file_bytes=file_bytes,
+    )
+
+
+def _tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
+    """Return the tiers of a run, fast to slow."""
+    first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
+    return [*first, "ram", *(["nvme"] if tiers.drives else [])]
+
+
+def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
+    """Return where kinds of blocks may live.
+
+    GPU memory is a home where the config names it; what else lives there the planner decides, for the residents.
+    """
+    table = config.placement
+    wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
+        "weights": table.weights,
+        "activations": table.activations,
+        "gradients": table.gradients,
+        "optimizer": table.optimizer,
+    }
+    default = [tier for tier in tiers if tier != "gpu"]
+    homes: dict[Kind, Sequence[str]] = {}
+    for kind in KINDS:
+        names = wanted[kind]
+        homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
+    return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
+
+
+def _keep_graphs(config: RunConfig) -> Literal["auto"] | int:
+    """Return the layers whose graphs are kept: with kernels that were not traced, none unless they are asked for."""
+    wanted, has_other_kernels = config.advanced.keep_graphs, config.model.compile or config.model.use_liger_kernel
+    return 0 if wanted == "auto" and has_other_kernels else wanted
+
+
+def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
+    """Return when the run is saved, and how much of that is kept."""
+    table = config.checkpoint
+    num_kept = max(table.save_total_limit, MIN_GENERATIONS)  # while one is made, the one before stays
+    return CheckpointSpec(
+        output_dir=config.output_dir,
+        drives=tuple(drive.path for drive in config.tiers.nvme),
+        strategy=table.save_strategy,
+        every_steps=table.save_steps,
+        interval_s=table.save_interval,
+        keep=table.save_total_limit,
+        num_generations=num_kept if table.is_on else 0,
+        save_copy=table.save_copy,
+        num_copies=num_kept if table.is_on and table.save_copy is not False else 0,
+        on_signal=table.save_on_signal,
+        resume_from=table.resume_from_checkpoint,
+        is_async=table.async_save,
+        min_free_bytes=table.min_free_disk,
+        on_full=config.tiers.on_disk_full,
+    )
+
+
+def resolve_export(config: RunConfig) -> ExportSpec:
+    """Return how the trained model is written."""
+    table = config.export
+    dtype = None if table.dtype == "auto" else getattr(torch, table.dtype)
+    return ExportSpec(dtype=dtype, max_shard_bytes=table.max_shard_size)
+
+
+def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
+    """Return when the run evaluates, and on what."""
+    table = config.evaluation
+    sources = (
+        EvaluationSource(
+            each.shown_name,
+            f"data.eval.{number} ({each.path})",
+            resolve_data(config, [each.as_source(table.eval_max_samples)]),
+        )
+        for number, each in enumerate(config.data.eval)
+    )
+    return EvaluationSpec(
+        strategy=table.eval_strategy,
+        every_steps=table.eval_steps,
+        on_start=table.eval_on_start,
+        rows=table.per_device_eval_batch_size,
+        max_samples=table.eval_max_samples,
+        sources=tuple(sources),
+    )
+
+
+def resolve_logging(config: RunConfig) -> LoggingSpec:
+    """Return where the figures of the run go."""
+    table = config.logging
+    return LoggingSpec(
+        report_to=table.report_to,
+        project=table.project,
+        run_name=config.run_name,
+        output_dir=config.output_dir,
+        values=resolved_values(config),
+        toml=to_toml(config),
+    )
+
+
+def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:
+    """Return a config with another ``data.packing``, or the config itself."""
+    if config.data.packing == packing:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})

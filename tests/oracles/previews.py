@@ -1,0 +1,20 @@
+"""Looks at the data of a config, as the command line takes them."""
+
+from __future__ import annotations
+
+from megatrain.config import RunConfig
+from megatrain.config.resolve import resolve_batch, resolve_data, resolve_model
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.preview import DataStats, RowPreview, dataset_stats, preview_rows
+
+
+def preview_of(config: RunConfig, n: int = 3, row: int | None = None) -> list[RowPreview]:
+    model = resolve_model(config)
+    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    return preview_rows(resolve_data(config), tokenizer, n, row)
+
+
+def stats_of(config: RunConfig) -> DataStats:
+    model, batch = resolve_model(config), resolve_batch(config)
+    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    return dataset_stats(resolve_data(config), tokenizer, batch.num_rows, batch.given_rows or 1)
