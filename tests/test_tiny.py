@@ -63,7 +63,7 @@ def test_a_tour(folder: Path) -> None:
 
     # Where state lives decides the time of a step and nothing else.
     assert train("on_drive", *ON_DRIVE) == losses
-    assert json.loads(Path("on_drive/status.json").read_text())["tier_used_bytes"]["nvme"] > 8 << 20
+    assert json.loads(Path("on_drive/status.json").read_text())["metrics"]["tier_used_bytes"]["nvme"] > 8 << 20
 
     # Stopped after step 4, which saves a checkpoint, and continued with state in another place.
     assert train("broken", "max_steps=4") == losses[:4]

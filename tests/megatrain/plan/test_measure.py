@@ -140,7 +140,7 @@ def test_batches_look_like_the_data(write: Write) -> None:
     assert batches[0]["position_ids"][0].tolist() == list(range(64))
     chat = made_up_batches(replace(plan, run=replace(plan.run, data=replace(plan.run.data, only_text=False))))
     assert chat[0]["position_ids"][0].tolist() == [*range(32), *range(32)]
-    padded = replace(plan, run=plan.run.with_packing(False))
+    padded = planned(write(), "data.packing=false")
     assert set(made_up_batches(padded)[0]) == {"input_ids", "labels", "attention_mask"}
 
 
