@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tiered.units import parse_size
-
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, RunFailedError
 from .main import describe as describe_error
 from .options import config_options, json_option, load
@@ -136,6 +134,8 @@ def overrides_of(text: str, run: RunSpec) -> list[str]:
 
 def _drives(value: str, run: RunSpec) -> list[str]:
     """Return the changes that give all drives together a size; without any, one below ``output_dir``."""
+    from tiered.units import parse_size
+
     if value in ("none", "0"):
         return ["tiers.nvme=[]"]
     count = len(run.tiers.drives)
@@ -195,10 +195,10 @@ def _print(
 ) -> None:
     from megatrain.plan.what_if import GIVEN, describe, run_length
 
-    from .render import TimedPlan, plan_to_json, print_plan
+    from .render import plan_to_json, print_plan
 
     simulated = _simulated(plan) if simulate else None
-    given = describe(GIVEN, plan) if isinstance(plan, TimedPlan) and plan.estimate is not None else None
+    given = describe(GIVEN, plan) if plan.estimate is not None else None
     length = None if given is None else run_length(plan, num_steps, given.step_s)
     lines = [one for one in (given, *others) if one is not None] if others else []
     if as_json:

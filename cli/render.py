@@ -9,7 +9,7 @@ import textwrap
 import threading
 from collections import deque
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -36,11 +36,10 @@ from megatrain.run.metrics import (
 from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from megatrain.plan.limits import Objection
-    from megatrain.plan.plan import Estimate
+    from megatrain.plan.plan import Plan
     from megatrain.plan.simulate import SimulatedStep
 
 _REFRESH_S = 0.25  # drawing takes a few milliseconds
@@ -51,65 +50,16 @@ _LONGEST_NAME = 24
 PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
 
 
-class PlanView(Protocol):
-    """What the table shows of a plan. Sizes are bytes.
-
-    Attributes:
-        headline: model, parameters, tokens and steps, in one line.
-        tiers: names of the columns, fastest first.
-        rows: (kind, tier -> bytes, note).
-        totals: tier -> bytes.
-        budgets: tier -> bytes.
-        traffic: ``"ram->nvme"`` -> bytes per step.
-        fits: whether it can run.
-        guesses: parts of the workspace that were estimated, and why; empty: it is exact.
-        messages: hints, or what does not fit.
-    """
-
-    @property
-    def headline(self) -> str: ...
-    @property
-    def tiers(self) -> Sequence[str]: ...
-    @property
-    def rows(self) -> Sequence[tuple[str, Mapping[str, int], str]]: ...
-    @property
-    def totals(self) -> Mapping[str, int]: ...
-    @property
-    def budgets(self) -> Mapping[str, int]: ...
-    @property
-    def traffic(self) -> Mapping[str, int]: ...
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def guesses(self) -> Sequence[str]: ...
-    @property
-    def messages(self) -> Sequence[str]: ...
-
-
-@runtime_checkable
-class TimedPlan(Protocol):
-    """A plan with an estimate of times and wear."""
-
-    @property
-    def estimate(self) -> Estimate | None: ...
-
-
-@runtime_checkable
-class JudgedPlan(Protocol):
-    """A plan that was compared with this machine."""
-
-    @property
-    def objections(self) -> Sequence[Objection]: ...
-
-
 def print_plan(
-    plan: PlanView,
+    plan: Plan,
     *,
     as_json: bool = False,
     simulated: SimulatedStep | None = None,
     console: Console | None = None,
 ) -> None:
     """Print a plan on stdout, as a table or as one JSON object."""
+    from megatrain.plan import show
+
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)
@@ -119,25 +69,23 @@ def print_plan(
             values["simulated"] = dataclasses.asdict(simulated)
         console.out(json.dumps(values), highlight=False)
         return
-    console.print(Text(plan.headline, style="bold"))
+    console.print(Text(show.headline(plan), style="bold"))
     console.print(plan_table(plan))
     if plan.traffic:
         moved = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items())
         print_line(console, f"moved per step  {moved}")
-    estimate = plan.estimate if isinstance(plan, TimedPlan) else None
-    for line in estimate.lines if estimate is not None else ():
+    for line in show.estimate_lines(plan.estimate) if plan.estimate is not None else ():
         print_line(console, line, indent=16)
     if simulated is not None:
         print_line(console, simulated.line, indent=16)
-    for message in plan.messages:
+    for message in show.messages(plan):
         print_line(console, message, indent=0)
-    objections = plan.objections if isinstance(plan, JudgedPlan) else ()
-    for each in objections:
+    for each in plan.objections:
         name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
         print_line(console, f"{name:<7} {each}", indent=8, style=style)
     if not plan.fits:
         console.print(Text("does not fit.", style="red"))
-    elif any(each.refuses for each in objections):
+    elif any(each.refuses for each in plan.objections):
         console.print(Text("fits, but not on this machine: `run` would refuse it here.", style="red"), soft_wrap=True)
     else:
         console.print(Text("fits.", style="green"))
@@ -162,28 +110,31 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def plan_to_json(plan: PlanView) -> dict[str, Any]:
+def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values, sizes in bytes."""
-    estimate = plan.estimate if isinstance(plan, TimedPlan) else None
-    objections = plan.objections if isinstance(plan, JudgedPlan) else ()
+    from megatrain.plan import show
+
+    estimate, objections = plan.estimate, plan.objections
     return {
-        "headline": plan.headline,
+        "headline": show.headline(plan),
         "fits": plan.fits,
-        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in plan.rows],
+        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
         "totals": dict(plan.totals),
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
         "workspace_is_exact": not plan.guesses,
         "guesses": list(plan.guesses),
-        "messages": list(plan.messages),
+        "messages": list(show.messages(plan)),
         "estimate": None if estimate is None else estimate.to_json(),
         "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
         "objections": [dataclasses.asdict(each) for each in objections],
     }
 
 
-def plan_table(plan: PlanView) -> Table:
+def plan_table(plan: Plan) -> Table:
     """Return kinds x tiers with totals and budgets, in GiB, or in MiB where everything is small."""
+    from megatrain.plan.show import table_rows
+
     largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
     unit, unit_name = (GiB, "GiB") if max(plan.totals.values(), default=largest) >= 4 * GiB else (MiB, "MiB")
 
@@ -196,7 +147,7 @@ def plan_table(plan: PlanView) -> Table:
     for tier in plan.tiers:
         table.add_column(tier.upper(), justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
-    for kind, sizes, note in plan.rows:
+    for kind, sizes, note in table_rows(plan):
         table.add_row(kind, *(cell(sizes, tier) for tier in plan.tiers), note)
     table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in plan.tiers), "", style="bold")
     over = [tier for tier in plan.tiers if tier in plan.budgets and plan.totals.get(tier, 0) > plan.budgets[tier]]

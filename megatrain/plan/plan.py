@@ -1,4 +1,4 @@
-"""The records of a plan: what is decided before a run starts, and the figures a person wants to see of it."""
+"""The records of a plan: what is decided before a run starts. In words: ``megatrain.plan.show``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatrain.engine.program import (
-    KINDS,
-    Kind,
     StepProgram,
     Tick,
     VisitTrace,
@@ -19,14 +17,13 @@ from megatrain.engine.program import (
 from megatrain.models.graph import ModelGraph
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
-from megatrain.plan.kept import num_layers_kept
 from megatrain.plan.limits import Objection
 from megatrain.plan.placement import (
     DURABLE_KINDS,
     Placement,
     TierBudget,
 )
-from tiered.units import format_decimal_size, format_duration, format_size
+from tiered.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -204,9 +201,6 @@ class StepShape:
     has_rates: bool = False
 
 
-_STEPS_OF_WEAR = 1000
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds per step at measured rates, if everything overlaps that can: a run is not faster.
@@ -217,8 +211,8 @@ class Estimate:
         seconds: resource (``compute``, ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu``,
             ``gpu->ram``) -> seconds that it is busy in a step.
         unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
-        step_s: seconds per step, and the resource that decides it.
-        bound_by: seconds per step, and the resource that decides it.
+        step_s: seconds per step; None where a rate is unknown.
+        bound_by: the resource that takes so long.
         crossing_tokens: T*, the tokens per step from which on computing takes longer than moving; 0: always, None:
             never, or not known.
         written_bytes: NVMe path -> bytes written in a step.
@@ -242,40 +236,6 @@ class Estimate:
     is_timed: bool = False
     notes: tuple[str, ...] = ()
 
-    @property
-    def lines(self) -> Sequence[str]:
-        """Lines for people."""
-        lines = []
-        if self.seconds:
-            parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in self.seconds.items())
-            lines.append(f"busy per step   {parts}")
-        if self.step_s:
-            line = f"predicted step  {format_duration(self.step_s)}{'' if self.is_timed else ' at best'}, "
-            line += f"{self.tokens_per_step / self.step_s:,.0f} "
-            lines.append(f"{line}tokens/s   bound by: {self.bound_by}{self._crossing()}")
-        if self.written_bytes and any(self.written_bytes.values()):
-            lines.append(self._wear())
-        return (*lines, *self.notes)
-
-    def _crossing(self) -> str:
-        if not self.crossing_tokens:
-            return ""
-        return f"   T* = {self.crossing_tokens:,.0f} tokens/step (here {self.tokens_per_step:,})"
-
-    def _wear(self) -> str:
-        written = self.written_bytes or {}
-        each = (
-            "  ".join(f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items())
-            if len(written) > 1
-            else ""
-        )
-        total = sum(written.values())
-        if self.run_written_bytes is None:
-            run = f"{format_decimal_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
-        else:
-            run = f"{format_decimal_size(sum(self.run_written_bytes.values()))} in this run"
-        return f"NVMe writes     {format_decimal_size(total)} per step, {run}   {each}".rstrip()
-
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON values, in bytes and seconds."""
         return {
@@ -293,24 +253,17 @@ class Estimate:
         }
 
 
-_TITLES: Mapping[Kind, str] = {
-    "weights": "weights",
-    "activations": "activations",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-}
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a run starts, and the figures a person wants to see of it.
+    """Everything that is decided before a run starts.
 
     Attributes:
         run: what is planned, with the packing that suits the model.
-        graph: the model, its visits, the ticks of a step, the homes of its blocks.
-        trace: the model, its visits, the ticks of a step, the homes of its blocks.
-        program: the model, its visits, the ticks of a step, the homes of its blocks.
-        placement: the model, its visits, the ticks of a step, the homes of its blocks.
+        graph: the model as units and layouts.
+        trace: the visits of its units in a step, with their memory and FLOPs.
+        program: the ticks of a step.
+        placement: homes of all blocks, and the traffic that results.
+        optimizer: makes the updates in RAM.
         device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
         host_updates: why all updates are made in RAM although there is a GPU tier, or "".
         budgets_by_tier: capacities, fast to slow.
@@ -364,43 +317,8 @@ class Plan:
         return StepShape(self.run.batch.num_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
 
     @property
-    def headline(self) -> str:
-        """Model, format and tokens, in one line."""
-        run, count = self.run, self.graph.num_parameters
-        name = run.model.folder.rstrip("/").split("/")[-1]
-        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-        layers = sum(unit.is_layer for unit in self.graph.units)
-        dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
-        tokens = f"{run.batch.num_tokens:,} tokens/step"
-        return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
-
-    @property
     def tiers(self) -> Sequence[str]:
         return tuple(self.budgets_by_tier)
-
-    @property
-    def rows(self) -> Sequence[tuple[str, Mapping[str, int], str]]:
-        """(kind, tier -> bytes, note) for the table."""
-        notes = self._notes()
-        rows: list[tuple[str, Mapping[str, int], str]] = [
-            (_TITLES[kind], {tier: self.placement.home_bytes[tier][kind] for tier in self.tiers}, notes[kind])
-            for kind in KINDS
-        ]
-        rows.append(("working set", self.placement.working_bytes, "copies away from home that one tick needs at once"))
-        precision = "exact" if self.trace.exact else "estimated"
-        if any(self.placement.generation_bytes.values()):
-            count = max(budget.generations for budget in self.budgets_by_tier.values())
-            note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
-            rows.append(("checkpoints", self.placement.generation_bytes, note))
-        workspace = dict(self.placement.workspace_bytes)
-        if self.kept_bytes:
-            tier = self.program.compute_tier
-            workspace[tier] -= self.kept_bytes
-            kept, layers = num_layers_kept(self.graph, self.trace, self.program)
-            note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
-            rows.append(("kept graphs", {name: self.kept_bytes * (name == tier) for name in self.tiers}, note))
-        rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
-        return rows
 
     @property
     def totals(self) -> Mapping[str, int]:
@@ -433,41 +351,14 @@ class Plan:
         return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] == "nvme")
 
     @property
-    def messages(self) -> Sequence[str]:
-        estimates = [f"the workspace is estimated: {guess}" for guess in self.guesses]
-        if self.trace.uncounted:
-            estimates.append(f"the FLOPs of a step are not known: {'; '.join(self.trace.uncounted)}")
-        beside = [self.room_beside_tier] if self.room_beside_tier else []
-        return (*self._messages_of_moves(), *beside, *estimates)
-
-    def _messages_of_moves(self) -> tuple[str, ...]:
-        compute = self.program.compute_tier
-        placement, capacity = self.placement, self.budgets_by_tier[compute].capacity_bytes
-        updates: tuple[str, ...] = (self.carried_tensors,) if self.carried_tensors else ()
-        updates += () if compute == "ram" else (self._where_updates_are_made(),)
-        if self.run.checkpoint.num_copies and self.checkpoint_bytes_on_drives:
-            size = format_size(self.checkpoint_bytes_on_drives)
-            count = self.run.checkpoint.num_copies
-            updates += (f"output_dir comes to hold {count} whole copies of checkpoints, {size} each: save_copy",)
-        if placement.direct:
-            updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
-        if not any(self.traffic.values()):
-            return (f"every block is at home in {compute}: nothing is fetched", *updates)
-        held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
-        return (
-            f"{format_size(capacity - held)} of {compute} are open to copies; half of the ticks need at most "
-            f"{format_size(placement.median_working_bytes[compute])}, the rest is fetched ahead",
-            *updates,
-        )
-
-    @property
     def device_updates(self) -> Sequence[Tick]:
         """The updates that are made in GPU memory."""
         program, homes = self.program, self.placement.homes
-        return [tick for tick in self._updates if program.tier_of(tick, homes) == program.compute_tier != "ram"]
+        return [tick for tick in self.updates if program.tier_of(tick, homes) == program.compute_tier != "ram"]
 
     @property
-    def _updates(self) -> Sequence[Tick]:
+    def updates(self) -> Sequence[Tick]:
+        """All updates of a step."""
         return [tick for tick in self.program.ticks if tick.phase == "update"]
 
     def warm_up(self) -> None:
@@ -482,29 +373,9 @@ class Plan:
     def num_updated(self, *, on_gpu: bool) -> int:
         """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""
         there = self.device_updates if self.device.type == "cuda" else ()
-        return self._num_elements(there if on_gpu else [tick for tick in self._updates if tick not in there])
+        return self.num_updated_by(there if on_gpu else [tick for tick in self.updates if tick not in there])
 
-    def _num_elements(self, updates: Iterable[Tick]) -> int:
+    def num_updated_by(self, updates: Iterable[Tick]) -> int:
+        """Return the elements of weights that some updates change."""
         blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.held]
         return sum(block.num_elements for block in blocks if block.kind == "weights")
-
-    def _where_updates_are_made(self) -> str:
-        if self.host_updates:
-            return f"updates are made in ram: {self.host_updates}"
-        there = self.device_updates
-        share = 100 * self._num_elements(there) // max(1, self._num_elements(self._updates))
-        which = f"{len(there)} of {len(self._updates)} groups of blocks, {share} % of the trained parameters,"
-        return f"{which} live in gpu and are updated there"
-
-    def _notes(self) -> dict[Kind, str]:
-        notes: dict[Kind, str] = {}
-        homes = self.placement.homes
-        elsewhere = {access.key for access in self.program.accesses(homes) if homes[access.key] != access.tier}
-        for kind in KINDS:
-            blocks = [block for block in self.program.blocks.values() if block.kind == kind]
-            dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
-            away = sum(block.key in elsewhere for block in blocks)
-            at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
-            notes[kind] = at_home if blocks else "none"
-        notes["activations"] += f"; micro-batches {self.num_micro_batches} x {self.micro_batch_size} rows"
-        return notes

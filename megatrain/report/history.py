@@ -140,19 +140,20 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
 
 def _plan_values(plan: Plan, config: RunConfig) -> dict[str, Any]:
     """Return a plan as JSON values; sizes in bytes, times in seconds."""
+    from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import measured_rates, simulate_step
 
     rates = measured_rates(plan)
     estimate = plan.estimate
     replayed = simulate_step(plan, estimate.tokens_per_step, rates) if rates is not None and estimate else None
     return {
-        "headline": plan.headline,
+        "headline": headline(plan),
         "num_parameters": plan.graph.num_parameters,
         "device": plan.device.type,
         "compute_dtype": str(plan.graph.dtype).removeprefix("torch."),
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
-        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in plan.rows],
+        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in table_rows(plan)],
         "peak_bytes": dict(plan.totals),
         "budget_bytes": dict(plan.budgets),
         "link_bytes_per_step": dict(plan.traffic),

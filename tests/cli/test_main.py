@@ -10,8 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,9 @@ class SomePlan:
     guesses: tuple[str, ...] = ()
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
     objections: tuple[Objection, ...] = ()
+    estimate: None = None
     graph: None = None
+    run: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model=None))
     packing_warning: str = ""
     carried_tensors: str = ""
 
@@ -101,6 +104,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
     monkeypatch.setattr("megatrain.plan.machine.carried_tensors", lambda config, graph: "")
+    for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):
+        monkeypatch.setattr(f"megatrain.plan.show.{function}", attrgetter(field_name))
     return asked
 
 

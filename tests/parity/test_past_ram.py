@@ -19,6 +19,7 @@ from megatrain.plan import machine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import messages
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered.links.probe import KvikioProbe
@@ -140,7 +141,7 @@ def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_pa
     plan = plan_of(tmp_path, tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME, tiers=ON)
     assert plan.traffic["nvme->gpu"] > 0 and plan.traffic["gpu->nvme"] > 0
     assert not plan.traffic["ram->gpu"] and not plan.traffic["gpu->ram"]
-    assert "nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram" in plan.messages
+    assert "nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram" in messages(plan)
     replayed = simulate_step(plan, 384, SimulatedRates(2e9, 1e12, 1e9))
     assert replayed.moved_bytes == plan.traffic
     usual = plan_of(tmp_path / "usual", tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME)

@@ -28,6 +28,7 @@ from megatrain.plan.machine import (
 )
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import estimate_lines
 from megatrain.plan.simulate import measured_rates
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
@@ -143,7 +144,7 @@ def test_what_bounds_the_step(plan: Plan, tmp_path: Path, changes: Mapping[str, 
     assert found.bound_by == bound_by
     assert found.step_s is not None
     assert found.step_s >= found.seconds[bound_by]
-    assert any(f"bound by: {bound_by}" in line for line in found.lines)
+    assert any(f"bound by: {bound_by}" in line for line in estimate_lines(found))
 
 
 def test_at_the_crossing_computing_takes_as_long_as_moving(plan: Plan, tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_no_crossing_where_activations_alone_take_longer(plan: Plan, tmp_path: P
 def test_always_compute_bound(plan: Plan, tmp_path: Path) -> None:
     found = estimate(plan, tmp_path, matmul_flops_per_s={"cpu/float32": 1e9}, adamw_params_per_s={"float32": 1e6})
     assert found.crossing_tokens == 0
-    assert not any("T*" in line for line in found.lines)
+    assert not any("T*" in line for line in estimate_lines(found))
 
 
 def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_nothing_is_predicted_without_a_profile(plan: Plan, tmp_path: Path) -> N
     found = estimate_step(plan, shape_of(tmp_path), LoadedProfile(None, "the file is damaged"))
     assert found.seconds == {}
     assert found.step_s is None
-    text = "\n".join(found.lines)
+    text = "\n".join(estimate_lines(found))
     assert "run `megatrain-tier doctor" in text and "the file is damaged" in text
     assert "predicted" not in text and "measured by" not in text
     assert found.to_json()["predicted_step_s"] is None
@@ -241,8 +242,8 @@ def test_what_was_not_measured_is_said(plan: Plan, tmp_path: Path, changes: Mapp
     assert found.unmeasured == (missing,)
     assert missing not in found.seconds
     assert found.step_s is None
-    assert any("not measured" in line for line in found.lines)
-    assert not any("predicted" in line for line in found.lines)
+    assert any("not measured" in line for line in estimate_lines(found))
+    assert not any("predicted" in line for line in estimate_lines(found))
 
 
 def test_the_rate_of_another_optimizer_is_not_taken(plan: Plan, tmp_path: Path) -> None:
@@ -272,10 +273,10 @@ def test_wear(plan: Plan, tmp_path: Path) -> None:
     assert found.run_written_bytes is not None
     run = plan.placement.run_traffic_bytes(10)["ram->nvme"]
     assert sum(found.run_written_bytes.values()) == pytest.approx(run, abs=2)
-    assert any("in this run" in line and str(tmp_path / "b") in line for line in found.lines)
+    assert any("in this run" in line and str(tmp_path / "b") in line for line in estimate_lines(found))
     unknown = estimate(plan, tmp_path)
     assert unknown.run_written_bytes is None
-    assert any("in 1,000 steps" in line for line in unknown.lines)
+    assert any("in 1,000 steps" in line for line in estimate_lines(unknown))
     assert split(100, shape_of(tmp_path)) == {str(tmp_path): 100}
 
 
@@ -330,17 +331,17 @@ def test_a_plan_says_it(tmp_path: Path) -> None:
     path = config_at(tmp_path, nvme=2, ram="6MiB")
     before = plan_run(resolve(load_config(path).config)).estimate
     assert before is not None
-    assert any("doctor" in line for line in before.lines)
-    assert any("equally fast" in line for line in before.lines)
+    assert any("doctor" in line for line in estimate_lines(before))
+    assert any("equally fast" in line for line in estimate_lines(before))
     stored = store_profile(make_machine(tmp_path))
     planned = plan_run(resolve(load_config(path).config))
     assert planned.estimate is not None
     assert planned.estimate.step_s is not None
     assert planned.estimate.tokens_per_step == 384
-    assert not any("equally fast" in line for line in planned.estimate.lines)
+    assert not any("equally fast" in line for line in estimate_lines(planned.estimate))
     stored.write_text("{")
     damaged = plan_run(resolve(load_config(path).config)).estimate
     assert damaged is not None
     assert damaged.step_s is None
-    assert any(str(stored) in line for line in damaged.lines)
+    assert any(str(stored) in line for line in estimate_lines(damaged))
     assert planned.budgets["nvme"] == 512 * MiB

@@ -1,0 +1,141 @@
+"""A plan in words: its headline, the rows of its table, what to know besides, the lines of its estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatrain.engine.program import KINDS, Kind
+from megatrain.plan.kept import num_layers_kept
+from tiered.units import format_decimal_size, format_duration, format_size
+
+if TYPE_CHECKING:
+    from megatrain.plan.plan import Estimate, Plan
+
+__all__ = ["estimate_lines", "headline", "messages", "table_rows"]
+
+#: Steps whose writes are named where the length of the run is not known.
+_STEPS_OF_WEAR = 1000
+
+
+def headline(plan: Plan) -> str:
+    """Model, format and tokens, in one line."""
+    run, count = plan.run, plan.graph.num_parameters
+    name = run.model.folder.rstrip("/").split("/")[-1]
+    size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    layers = sum(unit.is_layer for unit in plan.graph.units)
+    dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
+    tokens = f"{run.batch.num_tokens:,} tokens/step"
+    return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
+
+
+def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
+    """Return (kind, tier -> bytes, note) for each row of the table."""
+    notes = _notes(plan)
+    rows: list[tuple[str, Mapping[str, int], str]] = [
+        (kind, {tier: plan.placement.home_bytes[tier][kind] for tier in plan.tiers}, notes[kind]) for kind in KINDS
+    ]
+    rows.append(("working set", plan.placement.working_bytes, "copies away from home that one tick needs at once"))
+    precision = "exact" if plan.trace.exact else "estimated"
+    if any(plan.placement.generation_bytes.values()):
+        count = max(budget.generations for budget in plan.budgets_by_tier.values())
+        note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
+        rows.append(("checkpoints", plan.placement.generation_bytes, note))
+    workspace = dict(plan.placement.workspace_bytes)
+    if plan.kept_bytes:
+        tier = plan.program.compute_tier
+        workspace[tier] -= plan.kept_bytes
+        kept, layers = num_layers_kept(plan.graph, plan.trace, plan.program)
+        note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
+        rows.append(("kept graphs", {name: plan.kept_bytes * (name == tier) for name in plan.tiers}, note))
+    rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
+    return rows
+
+
+def messages(plan: Plan) -> Sequence[str]:
+    """Return what to know of a plan besides its table: moves, places of updates, guesses."""
+    estimates = [f"the workspace is estimated: {guess}" for guess in plan.guesses]
+    if plan.trace.uncounted:
+        estimates.append(f"the FLOPs of a step are not known: {'; '.join(plan.trace.uncounted)}")
+    beside = [plan.room_beside_tier] if plan.room_beside_tier else []
+    return (*_moves(plan), *beside, *estimates)
+
+
+def _moves(plan: Plan) -> tuple[str, ...]:
+    compute = plan.program.compute_tier
+    placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
+    updates: tuple[str, ...] = (plan.carried_tensors,) if plan.carried_tensors else ()
+    updates += () if compute == "ram" else (_updates(plan),)
+    if plan.run.checkpoint.num_copies and plan.checkpoint_bytes_on_drives:
+        size = format_size(plan.checkpoint_bytes_on_drives)
+        count = plan.run.checkpoint.num_copies
+        updates += (f"output_dir comes to hold {count} whole copies of checkpoints, {size} each: save_copy",)
+    if placement.direct:
+        updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
+    if not any(plan.traffic.values()):
+        return (f"every block is at home in {compute}: nothing is fetched", *updates)
+    held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
+    return (
+        f"{format_size(capacity - held)} of {compute} are open to copies; half of the ticks need at most "
+        f"{format_size(placement.median_working_bytes[compute])}, the rest is fetched ahead",
+        *updates,
+    )
+
+
+def _updates(plan: Plan) -> str:
+    if plan.host_updates:
+        return f"updates are made in ram: {plan.host_updates}"
+    there = plan.device_updates
+    share = 100 * plan.num_updated_by(there) // max(1, plan.num_updated_by(plan.updates))
+    which = f"{len(there)} of {len(plan.updates)} groups of blocks, {share} % of the trained parameters,"
+    return f"{which} live in gpu and are updated there"
+
+
+def _notes(plan: Plan) -> dict[Kind, str]:
+    notes: dict[Kind, str] = {}
+    homes = plan.placement.homes
+    elsewhere = {access.key for access in plan.program.accesses(homes) if homes[access.key] != access.tier}
+    for kind in KINDS:
+        blocks = [block for block in plan.program.blocks.values() if block.kind == kind]
+        dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
+        away = sum(block.key in elsewhere for block in blocks)
+        at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
+        notes[kind] = at_home if blocks else "none"
+    notes["activations"] += f"; micro-batches {plan.num_micro_batches} x {plan.micro_batch_size} rows"
+    return notes
+
+
+def estimate_lines(estimate: Estimate) -> Sequence[str]:
+    """Return an estimate in lines: what is busy how long, the step, what wears the drives."""
+    lines = []
+    if estimate.seconds:
+        parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in estimate.seconds.items())
+        lines.append(f"busy per step   {parts}")
+    if estimate.step_s:
+        line = f"predicted step  {format_duration(estimate.step_s)}{'' if estimate.is_timed else ' at best'}, "
+        line += f"{estimate.tokens_per_step / estimate.step_s:,.0f} "
+        lines.append(f"{line}tokens/s   bound by: {estimate.bound_by}{_crossing(estimate)}")
+    if estimate.written_bytes and any(estimate.written_bytes.values()):
+        lines.append(_wear(estimate))
+    return (*lines, *estimate.notes)
+
+
+def _crossing(estimate: Estimate) -> str:
+    if not estimate.crossing_tokens:
+        return ""
+    return f"   T* = {estimate.crossing_tokens:,.0f} tokens/step (here {estimate.tokens_per_step:,})"
+
+
+def _wear(estimate: Estimate) -> str:
+    written = estimate.written_bytes or {}
+    each = (
+        "  ".join(f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items())
+        if len(written) > 1
+        else ""
+    )
+    total = sum(written.values())
+    if estimate.run_written_bytes is None:
+        run = f"{format_decimal_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"
+    else:
+        run = f"{format_decimal_size(sum(estimate.run_written_bytes.values()))} in this run"
+    return f"NVMe writes     {format_decimal_size(total)} per step, {run}   {each}".rstrip()
