@@ -14,6 +14,7 @@ from megatrain.plan.machine import own_drive_bytes
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import table_rows
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 
@@ -49,7 +50,7 @@ def test_each_generation_takes_what_is_durable(tmp_path: Path, overrides: tuple[
     assert held > 8 * MiB
     assert plan.placement.generation_bytes == {"ram": 0, "nvme": sets * held}
     assert plan.totals["nvme"] == sum(plan.placement.home_bytes["nvme"].values()) + sets * held
-    rows = {kind: sizes for kind, sizes, _ in plan.rows}
+    rows = {kind: sizes for kind, sizes, _ in table_rows(plan)}
     assert rows.get("checkpoints", {}).get("nvme", 0) == sets * held
     assert plan.checkpoint_bytes_in_output_dir == 0
 
@@ -57,7 +58,7 @@ def test_each_generation_takes_what_is_durable(tmp_path: Path, overrides: tuple[
 def test_what_lies_in_ram_goes_to_the_output_folder(tmp_path: Path) -> None:
     plan = make_plan(tmp_path)
     assert not any(plan.placement.generation_bytes.values())
-    assert "checkpoints" not in [kind for kind, _, _ in plan.rows]
+    assert "checkpoints" not in [kind for kind, _, _ in table_rows(plan)]
     blocks = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
     assert plan.checkpoint_bytes_in_output_dir == sum(block.nbytes for block in blocks)
 

@@ -19,6 +19,7 @@ from megatrain.plan.machine import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from oracles.tiered_run import EXAMPLES, config_text
 
@@ -88,12 +89,12 @@ def test_a_number_that_does_not_fit_is_refused_with_what_would_do(tmp_path: Path
 
 
 def test_the_table_says_so(tmp_path: Path) -> None:
-    rows = {kind: (sizes, note) for kind, sizes, note in make_plan(tmp_path, advanced="keep_graphs = 3").rows}
+    rows = {kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, advanced="keep_graphs = 3"))}
     assert rows["kept graphs"][1] == "3 of 4 layers are not recomputed: their graphs wait for the backward"
-    without = {kind: (sizes, note) for kind, sizes, note in make_plan(tmp_path, advanced="keep_graphs = 0").rows}
+    without = {kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, advanced="keep_graphs = 0"))}
     assert "kept graphs" not in without and rows["workspace"] == without["workspace"]
     everything = make_plan(tmp_path)
-    assert sum(sizes["ram"] for _, sizes, _ in everything.rows) == everything.totals["ram"]
+    assert sum(sizes["ram"] for _, sizes, _ in table_rows(everything)) == everything.totals["ram"]
 
 
 def test_hardware_flops_count_fewer_recomputes(tmp_path: Path) -> None:
