@@ -33,6 +33,8 @@ from .options import json_option
     metavar="FOLDER",
     help="A copy of the model's folder, where the one that the run started from is gone.",
 )
+@click.option("--push-to-hub", "hub_id", metavar="ID", help="Send the folder to this repository of the hub, too.")
+@click.option("--private", "is_private", is_flag=True, help="The repository is made private, if it is made.")
 @json_option
 def command(
     checkpoint: Path,
@@ -41,18 +43,23 @@ def command(
     dtype: str,
     max_shard_size: str | None,
     model_folder: Path | None,
+    hub_id: str | None,
+    is_private: bool,
     as_json: bool,
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
     CKPT is the output_dir of a run, or the folder snap/<number> of one checkpoint. OUT is made. Needs no GPU and the
-    RAM of one layer; works beside a living run.
+    RAM of one layer; works beside a living run. The token for the hub is that of HF_TOKEN or of `hf auth login`.
     """
+    if is_private and hub_id is None:
+        raise click.UsageError("--private needs --push-to-hub ID")
     nbytes = _parse_size(max_shard_size)
 
     import torch
 
     from megatrain.checkpoint.export import export_checkpoint
+    from megatrain.models.hub import push
 
     is_shown = sys.stderr.isatty() and not as_json
 
@@ -68,7 +75,13 @@ def command(
         model_folder=model_folder,
         on_progress=show if is_shown else None,
     )
-    click.echo(json.dumps({"model": str(folder)}) if as_json else f"model  {folder}")
+    if not as_json:
+        click.echo(f"model  {folder}")
+    sent = None if hub_id is None else push(folder, hub_id, is_private=is_private)
+    if as_json:
+        click.echo(json.dumps({"model": str(folder)} | ({} if sent is None else {"hub": sent})))
+    elif sent is not None:
+        click.echo(f"hub    {sent}")
     return 0
 
 

@@ -28,6 +28,7 @@ from .options import config_options, json_option, load
 from .terminal import RunOutput, Spinner, without_collector
 
 if TYPE_CHECKING:
+    from megatrain.models.hub import FetchedFile
     from megatrain.run.metrics import RunInfo, RunSummary
 
 #: Environment variable with the file descriptor on which a detached run reports its start.
@@ -107,6 +108,7 @@ def _run(
             spinner.stop()
         spinner.say("importing torch")
         with without_collector():
+            from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
             from megatrain.run.activity import Activity
             from megatrain.run.metrics import Observers, RunObserver
@@ -143,6 +145,9 @@ def _run(
     refuse(plan.objections)
     if dry_run:
         return 0
+    model = trainer.run.model
+    if model.hub is not None and not model.from_scratch:
+        fetch_weights(model.hub, None if as_json else _print_fetched, shows_bar=not as_json)
     try:
         with console:
             summary = trainer.train()
@@ -156,6 +161,10 @@ def _run(
     if code:
         raise RunFailedError("interrupted; nothing saved", code)
     return code
+
+
+def _print_fetched(file: FetchedFile) -> None:
+    click.echo(str(file), err=True)
 
 
 def _exit_code_of(ending: BaseException | RunSummary) -> int:

@@ -44,7 +44,8 @@ from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
 from megatrain.models.folder import ModelFolder, ModelFolderError, read_config
-from megatrain.models.graph import FreezeError, ModelGraph, build_graph
+from megatrain.models.graph import FreezeError, ModelGraph
+from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import ParameterGroupError
@@ -215,18 +216,16 @@ class _Checkup:
             self._is_planned = False
         self._device = device
         dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
-        folder = table.model_name_or_path
-        graph = build_graph(
-            folder,
-            attn_implementation=table.attn_implementation,
-            freeze=table.freeze,
-            dtype=dtype,
-            text_only=table.train_from_scratch,
-        )
+        folder = model.folder
+        graph = model.build(dtype)
         self._graph = graph
         size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
         if table.train_from_scratch:
             yield Finding("model", "ok", f"{size}, from random weights")
+        elif model.hub is not None and (missing := missing_weights(model.hub)):
+            nbytes = format_size(sum(missing.values()))
+            text = f"{size}; `run` fetches {nbytes} of weights in {_count(len(missing), 'file')} into {model.folder}"
+            yield Finding("model", "ok", text)
         else:
             carried = WeightLoader(folder, graph.model).origin.carried
             records = ModelFolder(folder).records.values()
@@ -245,14 +244,14 @@ class _Checkup:
 
     def _look_at_tokenizer(self) -> Iterator[Finding]:
         table = self._config.model
-        folder = table.tokenizer_name_or_path or table.model_name_or_path
-        if self._graph is None and folder == table.model_name_or_path:
-            try:
-                read_config(folder)  # transformers reads it for the tokenizer too
-            except ModelFolderError:
-                yield Finding("tokenizer", "note", "not looked at before the model's config.json is right")
-                return
-        self._tokenizer = tokenizer_of(resolve_model(self._config))
+        try:
+            model = resolve_model(self._config)
+            if self._graph is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
+                read_config(model.folder)  # transformers reads it for the tokenizer too
+        except ModelFolderError:
+            yield Finding("tokenizer", "note", "not looked at before the model's config.json is right")
+            return
+        self._tokenizer = tokenizer_of(model)
         template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
         yield Finding("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
 

@@ -27,7 +27,7 @@ from megatrain.checkpoint.resume import (
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState, installed_versions, now_text
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolve import resolve, resolve_evaluation, resolve_logging, with_packing
+from megatrain.config.resolve import resolve, resolve_evaluation, resolve_logging, with_commit, with_packing
 from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
@@ -41,6 +41,7 @@ from megatrain.evaluation import Evaluator, load_evaluation_sets
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_target, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
+from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader
 from megatrain.optim.factory import segment_builder
@@ -95,7 +96,7 @@ class Trainer:
         exit_code_of: returns the exit code of the process after an error, or after a summary, for ``status.json``.
 
     Attributes:
-        config: of the run, with ``data.packing`` as the model allows it.
+        config: of the run, with ``data.packing`` as the model allows it, and the commit of a model on the hub.
         plan: of the run.
         run: its values.
         activity: what the run is doing.
@@ -128,7 +129,7 @@ class Trainer:
     ) -> None:
         self.plan = plan or plan_run(resolve(config))
         self.run = self.plan.run
-        self.config = with_packing(config, self.run.data.packing)
+        self.config = with_commit(with_packing(config, self.run.data.packing), self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
         self._allow_config_change = allow_config_change
@@ -352,6 +353,8 @@ class Trainer:
         model = self.plan.graph.model
         if self.run.model.from_scratch:
             return RandomWeights(model, self.run.seed)
+        if self.run.model.hub is not None:
+            fetch_weights(self.run.model.hub, lambda file: self.observer.on_message(str(file)))
         source = WeightLoader(self.run.model.folder, model)
         if source.origin.carried.names:
             self.observer.on_message(str(source.origin.carried))
@@ -756,7 +759,7 @@ def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> Non
     if positions is not None and max_length > positions:
         message = f"data.max_length = {max_length}, but this model has {positions} positions"
         problem = Problem("data.max_length", message, f"Write at most {positions}")
-        raise ConfigError(model.folder, [problem])
+        raise ConfigError(model.name, [problem])
 
 
 def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
@@ -790,7 +793,7 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
     """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
     graph, folder = plan.graph, plan.run.model.folder
     return {
-        "name": folder,
+        "name": plan.run.model.name,
         "class": type(graph.model).__name__,
         "num_parameters": graph.num_parameters,
         "dtype": str(graph.dtype).removeprefix("torch."),

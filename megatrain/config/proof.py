@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.config.resolve import resolve
+from megatrain.config.resolve import resolve, resolve_model
 from megatrain.config.schema import OptimizerConfig, RunConfig
 from megatrain.engine.program import KINDS
 from megatrain.models.folder import ModelFolder, read_config
@@ -134,7 +134,7 @@ def make_setting(config: RunConfig | None, folder: Path) -> Setting:
     attention = given.model.attn_implementation
     if attention == "flash_attention_2":
         attention = "sdpa"  # it knows no fp32, in which the comparison with plain training is exact
-    original = default_config() if config is None else read_config(given.model.model_name_or_path)
+    original = default_config() if config is None else read_config(resolve_model(given).folder)
     model = write_small_model(original, folder, attn_implementation=attention, seed=given.seed)
     return Setting(
         given=given,

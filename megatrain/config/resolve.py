@@ -19,6 +19,7 @@ from megatrain.engine.program import KINDS, Kind
 from megatrain.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.models.export import ExportSpec
 from megatrain.models.graph import ModelSpec
+from megatrain.models.hub import HubModel, locate
 from megatrain.optim.base import ParameterGroup
 from megatrain.optim.factory import OptimizerSpec
 from megatrain.optim.lr import ScheduleSpec
@@ -47,6 +48,7 @@ __all__ = [
     "resolve_optimizer",
     "resolve_schedule",
     "resolve_tiers",
+    "with_commit",
     "with_packing",
 ]
 
@@ -88,11 +90,22 @@ def resolve(config: RunConfig) -> RunSpec:
 
 
 def resolve_model(config: RunConfig) -> ModelSpec:
-    """Return what is trained."""
+    """Return what is trained. Of a model on the hub, all but the weights is fetched unless it is here.
+
+    Raises:
+        HubError: the hub has no such model, or cannot be reached.
+    """
     table = config.model
+    hub = locate(table.model_name_or_path, table.revision)
+    folder = table.model_name_or_path if hub is None else str(hub.folder)
+    tokenizer_folder = folder
+    if table.tokenizer_name_or_path is not None:
+        tokenizer = locate(table.tokenizer_name_or_path, None)
+        tokenizer_folder = table.tokenizer_name_or_path if tokenizer is None else str(tokenizer.folder)
     return ModelSpec(
-        folder=table.model_name_or_path,
-        tokenizer_folder=table.tokenizer_name_or_path or table.model_name_or_path,
+        folder=folder,
+        tokenizer_folder=tokenizer_folder,
+        hub=hub,
         chat_template=table.chat_template,
         attn_implementation=table.attn_implementation,
         freeze=table.freeze,
@@ -315,6 +328,13 @@ def resolve_logging(config: RunConfig) -> LoggingSpec:
         values=resolved_values(config),
         toml=to_toml(config),
     )
+
+
+def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
+    """Return a config that names the commit of its model on the hub, or the config itself where it names a folder."""
+    if hub is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"revision": hub.commit})})
 
 
 def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:

@@ -244,14 +244,22 @@ class ModelConfig(Table):
     """``[model]``: what is trained."""
 
     model_name_or_path: ModelPath = key(
-        "Hugging Face folder with config.json and safetensors.",
+        "Hugging Face folder with config.json and safetensors, or the id of a model on the hub.",
         min_length=1,
         examples=["path/to/model"],
         alters="by contents",
         same_name="TRL, LLaMA-Factory",
     )
+    revision: str | None = key(
+        "Of a model on the hub: branch, tag or commit. A run names the commit in its checkpoints.",
+        None,
+        min_length=1,
+        examples=["main"],
+        alters="by contents",
+        same_name="transformers",
+    )
     tokenizer_name_or_path: ModelPath | None = key(
-        "Folder of the tokenizer. Default: the model's.", None, alters="by contents"
+        "Folder of the tokenizer, or its name on the hub. Default: the model's.", None, alters="by contents"
     )
     chat_template: TemplatePath = key(
         '"auto" (the tokenizer\'s) or the path of a .jinja file.', "auto", alters="by contents"

@@ -13,6 +13,7 @@ from megatrain.embed.offload import offload, offloaded_module
 from megatrain.embed.stores import compute_device
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import some
+from megatrain.models.hub import fetch_weights, locate
 from megatrain.models.layout import build_layout, views
 from megatrain.models.load import WeightLoader
 from megatrain.models.skeleton import build_skeleton, resolve_config
@@ -32,22 +33,29 @@ def load_pretrained(
     dtype: torch.dtype | str = "auto",
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
+    revision: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Return an offloaded causal language model with the weights of a folder, read into the store unit by unit.
 
     Args:
-        folder: a Hugging Face folder with safetensors.
+        folder: a Hugging Face folder with safetensors, or the id of a model on the hub.
         dtype: of the weights, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
         attn_implementation: as in transformers; "auto" leaves the choice to it.
+        revision: of a model on the hub: branch, tag or commit.
         options: as for ``offload``.
 
     Raises:
         ValueError: no such dtype.
-        ModelFolderError: the folder is damaged or its weights do not fit its config.
+        ModelFolderError: the folder is damaged or its weights do not fit its config; as ``HubError``, a model of the
+            hub cannot be fetched.
         UnsupportedModelError: no causal language model, or quantized weights.
         CapacityError: the store is too small.
     """
+    hub = locate(str(folder), revision)
+    if hub is not None:
+        fetch_weights(hub, shows_bar=True)
+        folder = hub.folder
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
     wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _dtype(dtype)
     model = build_skeleton(

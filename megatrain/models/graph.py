@@ -20,6 +20,8 @@ from megatrain.models.skeleton import build_skeleton, resolve_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from megatrain.models.hub import HubModel
+
 __all__ = [
     "FreezeError",
     "ModelGraph",
@@ -42,6 +44,7 @@ class ModelSpec:
     Attributes:
         folder: Hugging Face folder with config.json and safetensors.
         tokenizer_folder: that of the tokenizer.
+        hub: the model on the hub that the folder is the cache of; None: the folder is the user's.
         chat_template: "auto" for the tokenizer's own, or the path of a .jinja file.
         attn_implementation: "auto", or a name that transformers knows.
         freeze: globs of parameter names that stay as they are.
@@ -60,6 +63,12 @@ class ModelSpec:
     compile_backend: str | None = None
     use_liger_kernel: bool = False
     mlp_rows: int = 0
+    hub: HubModel | None = None
+
+    @property
+    def name(self) -> str:
+        """The id on the hub, or the folder."""
+        return self.folder if self.hub is None else self.hub.id
 
     def build(self, dtype: torch.dtype) -> ModelGraph:
         """Return the graph of the model, on the meta device. Raises as :func:`build_graph`."""

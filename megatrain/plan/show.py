@@ -21,7 +21,7 @@ _STEPS_OF_WEAR = 1000
 def headline(plan: Plan) -> str:
     """Model, format and tokens, in one line."""
     run, count = plan.run, plan.graph.num_parameters
-    name = run.model.folder.rstrip("/").split("/")[-1]
+    name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
     layers = sum(unit.is_layer for unit in plan.graph.units)
     dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
