@@ -117,7 +117,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         advice = "Give the folder that holds config.json and *.safetensors"
         if not folder.is_absolute():  # as a name of the hub stays
-            advice += f"; to download it: hf download {folder} --local-dir models/{folder.name}"
+            advice += ", or the id of a model on the hub, as OWNER/NAME"
         raise ModelFolderError(folder, f"is not a folder. {advice}")
     path = folder / "config.json"
     inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))

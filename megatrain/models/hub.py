@@ -23,7 +23,7 @@ from tiered.units import format_size
 
 __all__ = ["FetchedFile", "HubError", "HubModel", "OnFetched", "fetch_weights", "locate", "missing_weights", "push"]
 
-_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 #: All that a run reads of a model beside its weights. Folders inside hold other formats of the same model.
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _NOT = ["config.json", "original/*", "onnx/*", "*.gguf"]
@@ -265,7 +265,7 @@ def _unreachable(error: BaseException, *, writes: bool) -> str:
             f"cannot be written: {constants.ENDPOINT} cannot be reached ({reason}). The folder is whole; send it later"
         )
     return (
-        f"is no folder here, it is not whole in the cache of the hub ({constants.HF_HUB_CACHE}), and "
+        f"is not a folder here, it is not whole in the cache of the hub ({constants.HF_HUB_CACHE}), and "
         f"{constants.ENDPOINT} cannot be reached ({reason}). Check the spelling and the network; what is here is kept"
     )
 
