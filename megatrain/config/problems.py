@@ -650,6 +650,9 @@ def _check_paths(config: RunConfig) -> Iterator[Problem]:
             f"model.chat_template: there is no file {template}",
             'Write "auto" or the path of a .jinja file',
         )
+    if config.model.revision is not None and Path(config.model.model_name_or_path).is_absolute():
+        text = f"model.revision is of a model on the hub, and {config.model.model_name_or_path} is a path"
+        yield Problem("model.revision", text, "Leave it out")
     if config.output_dir == Path(config.model.model_name_or_path):
         yield Problem("output_dir", "output_dir is the folder of the model that is trained", "Write another folder")
     places = {"output_dir": config.output_dir}

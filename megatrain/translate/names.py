@@ -455,7 +455,6 @@ TRANSLATIONS: dict[str, Name] = _translations()
 #: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
 NOT_YET: frozenset[str] = frozenset(
     {
-        "model.model_revision",
         "placement.override",
         "precision.master_dtype",
         "precision.optimizer_dtype",

@@ -193,9 +193,9 @@ def chat_template(draft: Draft, theirs: str, value: Any) -> None:
 
 
 def model_revision(draft: Draft, theirs: str, value: Any) -> None:
-    """Translate a revision; main is what a folder holds."""
+    """Translate a revision; main is the default."""
     if value != "main":
-        draft.put("model.model_revision", value, theirs)
+        draft.put("model.revision", value, theirs)
 
 
 def compile_backend(draft: Draft, theirs: str, value: Any) -> None:

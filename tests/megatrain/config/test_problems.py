@@ -118,6 +118,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('"model"\n', '"model"\ntrust_remote_code = true\n', "line 5: model.trust_remote_code = true is not possible: code in a model folder is never run here"),
         ('"model"\n', '"model"\nchat_template = "no.jinja"\n', "line 5: model.chat_template: there is no file"),
         ('"model"\n', '"model"\nattn_implementation = "flash_attention_2"\n', "separates packed documents only in micro-batches of one row"),
+        ('"model"\n', '"model"\nrevision = "v2"\n', "line 5: model.revision is of a model on the hub, and /"),
         ('"model"', "3", "line 4: model.model_name_or_path = 3 is a number. Write it in quotes"),
         ('"out"', '"model"', "output_dir is the folder of the model that is trained"),
     ],

@@ -103,7 +103,7 @@ fsdp_config: {offload_params: true}
 """
 TRL = """
 model_name_or_path: org/Base-7B
-model_revision: main
+model_revision: v2
 torch_dtype: bfloat16
 chat_template: "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 dataset_mixture:
@@ -303,7 +303,7 @@ def test_trl(tmp_path: Path) -> None:
     assert (config.checkpoint.save_strategy, config.checkpoint.save_total_limit) == ("epoch", 1)
     assert config.precision.compute_dtype == "bfloat16"
     assert {"chat_template", "push_to_hub"} <= lost(translation)
-    assert "model_revision" not in lost(translation), "main is what a folder holds"
+    assert (config.model.model_name_or_path, config.model.revision) == ("org/Base-7B", "v2")
 
 
 @pytest.mark.parametrize(
