@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The two commands of the README. Both make the environment on their first run.
 
 run: $(VENV)/.installed ## train the real SmolLM2-135M through the store; RAM tier too small for its optimizer state
-	$(BIN)/python examples/quickstart/fetch_smollm2.py
+	$(BIN)/python examples/fetch_smollm2.py
 	$(BIN)/megatrain-tier run examples/quickstart.toml $(ARGS)
 
 test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores

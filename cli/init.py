@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import resources
 from pathlib import Path
 
 import click
@@ -12,6 +13,8 @@ from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
 
 _NAME = "run.toml"
+_EXAMPLE = "first.toml"
+_EXAMPLE_FOLDER = "megatrain-example"
 
 
 @click.command("init")
@@ -19,13 +22,23 @@ _NAME = "run.toml"
 @click.option("--task", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="What to train.")
 @click.option("--model", metavar="FOLDER_OR_ID", help="A Hugging Face folder, or the name of a model on the hub.")
 @click.option("--data", metavar="PATH", help="File, glob or folder of training data, or the hub name of a data set.")
+@click.option(
+    "--example",
+    "is_example",
+    is_flag=True,
+    help=f"Write a small run with all it needs, model and text too, into the folder PATH, default {_EXAMPLE_FOLDER}.",
+)
 @json_option
-def command(path: Path | None, task: str, model: str | None, data: str | None, as_json: bool) -> int:
+def command(path: Path | None, task: str, model: str | None, data: str | None, is_example: bool, as_json: bool) -> int:
     """Write a commented starter config for this machine.
 
     PATH is the file, default run.toml, or a folder for it. Nothing is overwritten. Beside it goes the JSON Schema with
     which editors complete and check the file.
     """
+    if is_example:
+        if model is not None or data is not None:
+            raise click.UsageError("--example has a model and data of its own")
+        return _write_example(path or Path(_EXAMPLE_FOLDER), as_json=as_json)
     path = path or Path(_NAME)
     path = path / _NAME if path.is_dir() else path
     if path.exists():
@@ -58,6 +71,24 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, a
     if to_fill_in:
         click.echo(f"fill   {', '.join(to_fill_in)}")
     click.echo(f"next   megatrain-tier check {path}")
+    return 0
+
+
+def _write_example(folder: Path, *, as_json: bool) -> int:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunFailedError(f"{folder}: is there already; nothing was written. Name another folder", EXIT_CONFIG)
+    assert __package__ is not None
+    source = resources.files(f"{__package__}.example")
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    names = [_EXAMPLE, "loomings.txt", *(f"model/{file.name}" for file in (source / "model").iterdir())]
+    for name in names:
+        (folder / name).write_bytes((source / name).read_bytes())
+    config = folder / _EXAMPLE
+    if as_json:
+        click.echo(json.dumps({"path": str(config.resolve())}))
+        return 0
+    click.echo(f"wrote  {config}, a model's config and tokenizer, and a text")
+    click.echo(f"next   megatrain-tier run {config}")
     return 0
 
 

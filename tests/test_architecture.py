@@ -367,7 +367,8 @@ def test_every_package_is_listed_for_the_wheel() -> None:
         ".".join(["megatrain_tier_cli" if part == "cli" else part for part in folder.relative_to(ROOT).parts])
         for folder in ALL_FOLDERS
     }
-    assert set(project["tool"]["setuptools"]["packages"]) == folders
+    example = {"megatrain_tier_cli.example"}  # data of `init --example`, which lies among the examples
+    assert set(project["tool"]["setuptools"]["packages"]) == folders | example
     with_code = {source.path.parent for source in SOURCES}
     assert with_code <= set(ALL_FOLDERS), f"no __init__.py: {sorted(map(str, with_code - set(ALL_FOLDERS)))}"
 

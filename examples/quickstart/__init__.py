@@ -1,0 +1,1 @@
+"""The packaged example: what `megatrain-tier init --example` copies."""

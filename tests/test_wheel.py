@@ -1,0 +1,75 @@
+"""What is released: an sdist and a wheel that bring all they need, in an environment that is not this checkout's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EVERYWHERE = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def call(words: list[object], folder: Path) -> str:
+    result = subprocess.run(
+        [str(word) for word in words], cwd=folder, env=EVERYWHERE, capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, made of what git has, and the wheel that is made of that sdist."""
+    folder = tmp_path_factory.mktemp("built")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
+    maker = folder / "maker"
+    venv.create(maker, with_pip=True)
+    call([maker / "bin/pip", "install", "-q", "setuptools>=77", "wheel"], folder)
+    make = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    call([maker / "bin/python", "-c", make, folder], folder / "source")
+    (sdist,) = folder.glob("*.tar.gz")
+    call([maker / "bin/pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, sdist], folder)
+    return folder
+
+
+def installed(built: Path, folder: Path, *, is_empty: bool) -> Path:
+    """Return the bin folder of an environment with the wheel, and what it depends on from the index or from here."""
+    venv.create(folder / "env", with_pip=True)
+    pip = folder / "env/bin/pip"
+    (wheel,) = built.glob("*.whl")
+    if is_empty:
+        call([pip, "install", "-q", "-c", ROOT / "constraints.txt", wheel], folder)
+        return folder / "env/bin"
+    call([pip, "install", "-q", "--no-deps", wheel], folder)
+    (site,) = (folder / "env/lib").glob("python*/site-packages")
+    # Folders that a .pth names have no .pth of their own read: this checkout's editable install is not among them.
+    places = {path for path in sys.path if path.endswith("site-packages")} | {sysconfig.get_path("purelib")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(places)) + "\n")
+    return folder / "env/bin"
+
+
+@pytest.mark.parametrize("is_empty", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) -> None:
+    program = installed(built, tmp_path, is_empty=is_empty) / "megatrain-tier"
+    place = call([program.parent / "python", "-c", "import tiered; print(tiered.__file__)"], tmp_path)
+    assert Path(place.strip()).is_relative_to(tmp_path), "not the checkout's"
+    assert "next   megatrain-tier run" in call([program, "init", "--example"], tmp_path)
+    config = tmp_path / "megatrain-example/first.toml"
+    said = call([program, "run", config, "--max-steps", "2", "--set", "compute_dtype=float32"], tmp_path)
+    assert "done   2 steps" in said
+    assert (tmp_path / "megatrain-example/outputs/first/final/model.safetensors").is_file()
+    # An extra file of a package, which is read when it is needed.
+    page = tmp_path / "page.html"
+    call([program, "report", config.parent / "outputs/first", "--html", page], tmp_path)
+    assert page.stat().st_size > 10_000
+    again = subprocess.run([program, "init", "--example"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 2 and "is there already" in again.stderr
