@@ -10,7 +10,7 @@ import torch
 
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.engine.program import state_key, weight_key
+from megatrain.engine.program import kind_of_key, weight_key
 from megatrain.engine.step import weight_is_split
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.initialize import init_weights
@@ -165,7 +165,7 @@ class Weights:
     @contextmanager
     def _new_master(self, layout: UnitLayout) -> Iterator[Tensor]:
         """Yield a unit's fp32 weights, zeroed; afterwards they are in its blocks."""
-        weight, low = weight_key(layout.name), state_key(layout.name, "low")
+        weight = weight_key(layout.name)
         with self._store.acquire(weight, "ram", "w") as lease:
             if not self._is_split:
                 yield lease.tensor.zero_()
@@ -173,9 +173,9 @@ class Weights:
                 with self._room_for_master(layout):
                     master = torch.zeros(layout.num_elements)
                     yield master
-                    self._encode(master, lease.tensor, low)
+                    self._encode(master, lease.tensor, layout)
                     del master  # before its room is given back
-        self._evict(weight, low)
+        self._evict(weight)
 
     @contextmanager
     def _room_for_master(self, layout: UnitLayout) -> Iterator[None]:
@@ -186,23 +186,32 @@ class Weights:
         finally:
             self._store.reserve("ram", -nbytes)
 
-    def _encode(self, master: Tensor, high: Tensor, low: str) -> None:
-        if low not in self._plan.program.blocks:  # frozen weights are never updated and need no low half
-            high_half(master, high)
-            return
-        with self._store.acquire(low, "ram", "w") as lease:
-            encode(master, high, lease.tensor)
+    def _encode(self, master: Tensor, high: Tensor, layout: UnitLayout) -> None:
+        for part, low in self._low_parts(layout):
+            inside = slice(part.start, part.stop)
+            if low is None:
+                high_half(master[inside], high[inside])
+                continue
+            with self._store.acquire(low, "ram", "w") as lease:
+                encode(master[inside], high[inside], lease.tensor)
+            self._evict(low)
+
+    def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
+        """Yield the parts of a layout, each with its low half: frozen weights are never updated and have none."""
+        program = self._plan.program
+        for part, key in zip(program.parts_of(layout), program.state_keys(layout, "low"), strict=True):
+            yield part, key if key in program.blocks else None
 
     def _zero_state(self) -> None:
         for block in self._plan.program.blocks.values():
-            if block.kind == "optimizer" and not block.key.endswith("/low"):
+            if block.kind == "optimizer" and kind_of_key(block.key) != "low":
                 with self._store.acquire(block.key, "ram", "w") as lease:
                     lease.tensor.zero_()
                 self._evict(block.key)
 
     def _evict(self, *keys: str) -> None:
         for key in keys:
-            if key in self._plan.program.blocks and self._plan.placement.homes[key] != "ram":
+            if self._plan.placement.homes[key] != "ram":
                 self._store.evict(key, "ram")
 
     # -- afterwards ----------------------------------------------------------------------------------------------
@@ -210,18 +219,22 @@ class Weights:
     @contextmanager
     def master(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
         """Yield a unit's fp32 master weights by full parameter name; read-only. No update may be pending."""
-        weight, low = weight_key(layout.name), state_key(layout.name, "low")
+        weight = weight_key(layout.name)
         with self._store.acquire(weight, "ram", "r") as lease:
             if not self._is_split:
                 yield views(lease.tensor, layout)
-            elif low not in self._plan.program.blocks:
-                yield views(lease.tensor.float(), layout)
             else:
                 master = torch.empty(layout.num_elements)
-                with self._store.acquire(low, "ram", "r") as low_lease:
-                    decode(lease.tensor, low_lease.tensor, master)
+                for part, low in self._low_parts(layout):
+                    inside = slice(part.start, part.stop)
+                    if low is None:
+                        master[inside] = lease.tensor[inside]
+                        continue
+                    with self._store.acquire(low, "ram", "r") as low_lease:
+                        decode(lease.tensor[inside], low_lease.tensor, master[inside])
+                    self._evict(low)
                 yield views(master, layout)
-        self._evict(weight, low)
+        self._evict(weight)
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:

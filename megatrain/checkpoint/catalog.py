@@ -12,6 +12,7 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, in_order, missing_parts
 from megatrain.config.resolved import FILE_NAME
+from megatrain.engine.program import kind_of_key
 from megatrain.models.carried import CARRIED_COUNT
 from megatrain.run.folder import living_owner
 from tiered import (
@@ -59,7 +60,7 @@ class LostPart:
     nbytes: int
 
     def __str__(self) -> str:
-        kinds = ", ".join(dict.fromkeys(key.rpartition("/")[2] for key in self.blocks))
+        kinds = ", ".join(dict.fromkeys(kind_of_key(key) for key in self.blocks))
         absent = "" if self.is_there else ", which is not there"
         return (
             f"{len(self.blocks)} of {self.num_blocks} blocks ({kinds}; {format_size(self.nbytes)}) lay in "

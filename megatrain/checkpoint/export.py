@@ -15,7 +15,7 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolve import resolve_export, resolve_model
 from megatrain.config.resolved import config_from_toml
-from megatrain.engine.program import state_key, weight_key
+from megatrain.engine.program import state_key, stored_keys, weight_key
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_target, export_model
 from megatrain.models.graph import ModelGraph, ModelSpec
@@ -133,13 +133,15 @@ class _Source:
         self._num_read += 1
         if self._on_progress is not None:
             self._on_progress(layout.name, self._num_read, self._num_layouts)
-        low = state_key(layout.name, "low")
         weight = self._read(weight_key(layout.name), self.dtype)
+        low = stored_keys(state_key(layout.name, "low"), self._reader.blocks)
         if self.dtype == torch.float32:
             master = weight
-        elif low in self._reader.blocks:
+        elif low:
             master = torch.empty(layout.num_elements)
-            decode(weight, self._read(low, torch.int16), master)
+            sizes = [self._reader.blocks[key].shape[0] for key in low]
+            for key, high, part in zip(low, torch.split(weight, sizes), torch.split(master, sizes), strict=True):
+                decode(high, self._read(key, torch.int16), part)
         else:
             master = weight.float()  # frozen: there is no more than the bf16 weight
         yield views(master, layout)

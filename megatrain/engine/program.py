@@ -12,9 +12,10 @@ both into the leases of a step; the engine asks for them through `BlockAccess` w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "BlockAccess",
     "BlockPlan",
     "GradientSink",
+    "Group",
     "Kind",
     "Phase",
     "ProgramBuilder",
@@ -45,8 +47,11 @@ __all__ = [
     "evaluation_program",
     "gradient_key",
     "keeping_graphs",
+    "kind_of_key",
     "layouts_of_unit",
+    "part_keys",
     "state_key",
+    "stored_keys",
     "uses_of_layouts",
     "weight_key",
 ]
@@ -122,6 +127,9 @@ Kind = Literal["weights", "optimizer", "gradients", "activations"]
 #: one of the next step.
 Stays = Mapping[tuple[int, str], int]
 
+#: (key, mode) of blocks that are leased together.
+Group = tuple[tuple[str, Mode], ...]
+
 #: Order in which kinds are shown, and preferred for the faster tier where they save equally many bytes.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
@@ -148,15 +156,21 @@ class Tick:
         phase: forward, head and backward use the compute tier, update the one that ``StepProgram.tier_of`` names.
         visit: ordinal of the unit call for the first three; index of the layout for ``update``.
         held: (key, mode) of blocks leased together for the whole tick.
-        passing: (key, mode) of blocks leased one after the other within it: activations of the micro-batches.
+        passing: groups of (key, mode) leased one after the other within it, the blocks of a group together: an
+            activation of a micro-batch, or one part of a layout's state and gradient.
         spent: keys whose contents are dead after the tick: discarded, never written back.
     """
 
     phase: Phase
     visit: int
-    held: tuple[tuple[str, Mode], ...]
-    passing: tuple[tuple[str, Mode], ...] = ()
+    held: Group
+    passing: tuple[Group, ...] = ()
     spent: frozenset[str] = frozenset()
+
+    @property
+    def uses(self) -> Group:
+        """All blocks of the tick, in the order of their leases."""
+        return (*self.held, *(use for group in self.passing for use in group))
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,7 @@ class StepProgram:
         defers_updates: whether the norm of the whole step decides about its updates.
         updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs are kept for the backward; their inputs are no blocks.
+        parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -183,6 +198,19 @@ class StepProgram:
     defers_updates: bool = True
     updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
+    parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
+
+    def parts_of(self, layout: UnitLayout) -> Sequence[range]:
+        """Return the ranges of elements that a layout's state and gradients are blocks of."""
+        return self.parts.get(layout.name) or (range(layout.num_elements),)
+
+    def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
+        """Return the keys of a kind of state, one for each part."""
+        return part_keys(state_key(layout.name, state), len(self.parts_of(layout)))
+
+    def gradient_keys(self, layout: UnitLayout, use: int) -> list[str]:
+        """Return the keys of a use site's accumulators, one for each part."""
+        return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
 
     def chosen_ticks(self, *, updates: bool = True, passes: bool = True) -> dict[int, Tick]:
         """Return the ticks of a step in order, by position.
@@ -204,7 +232,7 @@ class StepProgram:
         """
         if tick.phase != "update":
             return self.compute_tier
-        lasting = [key for key, _ in tick.held if key not in tick.spent]
+        lasting = [key for key, _ in tick.uses if key not in tick.spent]
         is_there = self.updates_in_compute_tier and all(homes[key] == self.compute_tier for key in lasting)
         return self.compute_tier if is_there else "ram"
 
@@ -212,7 +240,7 @@ class StepProgram:
         """Yield every access of the step, in order."""
         for number, tick in enumerate(self.ticks):
             tier = self.tier_of(tick, homes)
-            for key, mode in (*tick.held, *tick.passing):
+            for key, mode in tick.uses:
                 yield Access(number, key, tier, mode)
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
@@ -263,7 +291,7 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
     keys: dict[int, set[str]] = {}
     for tick in program.ticks:
         if tick.phase == "forward":
-            keys.setdefault(tick.visit, set()).update(key for key, _ in tick.passing)
+            keys.setdefault(tick.visit, set()).update(key for group in tick.passing for key, _ in group)
     return keys
 
 
@@ -271,7 +299,11 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
     """Return the program in which these visits keep their graphs: no activations are written or read for them."""
     dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
     ticks = tuple(
-        replace(tick, passing=(), spent=tick.spent - dropped)
+        replace(
+            tick,
+            passing=tuple(group for group in tick.passing if not any(key in dropped for key, _ in group)),
+            spent=tick.spent - dropped,
+        )
         if tick.phase in ("forward", "backward") and tick.visit in visits
         else tick
         for tick in program.ticks
@@ -330,6 +362,13 @@ class ProgramBuilder:
         self._grad_dtype, self._defer_updates = grad_dtype, defer_updates
         self._updates_in_compute_tier = updates_in_compute_tier
         self._uses = uses_of_layouts(graph, trace)
+        # Whoever needs a whole parameter at once has whole blocks.
+        is_elementwise = all(kind.elements_of is None for kind in state_kinds)
+        self._parts = {
+            layout.name: layout.parts
+            for layout in graph.layouts.values()
+            if is_elementwise and len(layout.parts) > 1 and self._is_trained(layout)
+        }
         # One tick ahead where a device computes meanwhile: the host updates the next unit's weights beside it.
         self._lead = 0 if compute_tier == "ram" else 1
 
@@ -337,7 +376,14 @@ class ProgramBuilder:
         """Return the program."""
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
         ticks = tuple(self._ticks())
-        return StepProgram(blocks, ticks, self._compute_tier, self._defer_updates, self._updates_in_compute_tier)
+        return StepProgram(
+            blocks,
+            ticks,
+            self._compute_tier,
+            self._defer_updates,
+            self._updates_in_compute_tier,
+            parts=self._parts,
+        )
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -347,9 +393,21 @@ class ProgramBuilder:
             if not self._is_trained(layout):
                 continue
             for kind in self._state_kinds:
-                yield BlockPlan(state_key(layout.name, kind.name), "optimizer", kind.num_elements(layout), kind.dtype)
+                key = state_key(layout.name, kind.name)
+                yield from self._blocks_of(layout, key, "optimizer", kind.num_elements(layout), kind.dtype)
             for use in range(len(self._uses[layout.name])):
-                yield BlockPlan(gradient_key(layout.name, use), "gradients", layout.num_elements, self._grad_dtype)
+                key = gradient_key(layout.name, use)
+                yield from self._blocks_of(layout, key, "gradients", layout.num_elements, self._grad_dtype)
+
+    def _blocks_of(
+        self, layout: UnitLayout, key: str, kind: Kind, num_elements: int, dtype: torch.dtype
+    ) -> Iterator[BlockPlan]:
+        sizes = [len(part) for part in self._parts.get(layout.name, ())] or [num_elements]
+        for part, size in zip(part_keys(key, len(sizes)), sizes, strict=True):
+            yield BlockPlan(part, kind, size, dtype)
+
+    def _part_keys(self, key: str, layout: str) -> list[str]:
+        return part_keys(key, len(self._parts.get(layout, ())) or 1)
 
     def _activation_blocks(self) -> Iterator[BlockPlan]:
         for visit, traced in enumerate(self._trace.visits):
@@ -387,7 +445,7 @@ class ProgramBuilder:
             filled = {key for key, mode in tick.held if mode != "r"}
             for index, layout in enumerate(self._graph.layouts.values()):
                 # A shared layout has several use sites; backward reaches the first one last and sums the others there.
-                if self._is_trained(layout) and gradient_key(layout.name, 0) in filled:
+                if self._is_trained(layout) and self._part_keys(gradient_key(layout.name, 0), layout.name)[0] in filled:
                     yield self._update(index, layout)
 
     def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
@@ -410,56 +468,66 @@ class ProgramBuilder:
             yield Tick("forward", visit, self._weights(visit), self._activations(visit, group, "w"))
         if head:
             held = [item for visit in head for item in self._weights(visit)]
-            held += [item for visit in head for item in self._gradients(visit, is_first=is_first, is_last=is_last)]
-            yield Tick("head", head[0], tuple(dict(held).items()), spent=self._summed_elsewhere(head, is_last=is_last))
+            held += [item for visit in head for item in self._gradients(visit, is_first=is_first)]
+            summed = self._summed(head, is_last=is_last)
+            spent = frozenset(key for group in summed for key, _ in group)
+            yield Tick("head", head[0], tuple(dict(held).items()), summed, spent)
         for visit in reversed(trunk):
             activations = self._activations(visit, group, "r")
+            summed = self._summed([visit], is_last=is_last)
             yield Tick(
                 "backward",
                 visit,
                 (self._weights(visit) if self._trace.visits[visit].has_backward else ())
-                + self._gradients(visit, is_first=is_first, is_last=is_last),
-                activations,
-                frozenset(key for key, _ in activations) | self._summed_elsewhere([visit], is_last=is_last),
+                + self._gradients(visit, is_first=is_first),
+                (*activations, *summed),
+                frozenset(key for passing in (*activations, *summed) for key, _ in passing),
             )
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
-        held: list[tuple[str, Mode]] = [(weight_key(layout.name), "rw")]
-        held += [(state_key(layout.name, kind.name), "rw") for kind in self._state_kinds]
-        gradient = gradient_key(layout.name, 0)
-        held.append((gradient, "r"))
-        return Tick("update", index, tuple(held), spent=frozenset({gradient}))
+        weight: tuple[str, Mode] = (weight_key(layout.name), "rw")
+        gradients = self._part_keys(gradient_key(layout.name, 0), layout.name)
+        states = [self._part_keys(state_key(layout.name, kind.name), layout.name) for kind in self._state_kinds]
+        groups: list[Group] = [
+            (*((key, "rw") for key in keys), (gradient, "r"))
+            for gradient, *keys in zip(gradients, *states, strict=True)
+        ]
+        spent = frozenset(gradients)
+        if len(groups) == 1:
+            return Tick("update", index, (weight, *groups[0]), spent=spent)
+        return Tick("update", index, (weight,), tuple(groups), spent)
 
-    def _weights(self, visit: int) -> tuple[tuple[str, Mode], ...]:
+    def _weights(self, visit: int) -> Group:
         return tuple((weight_key(name), "r") for name in self._layouts_of(visit))
 
-    def _gradients(self, visit: int, *, is_first: bool, is_last: bool) -> tuple[tuple[str, Mode], ...]:
-        """Return the accumulators of a visit; the first use site, which backward fills last, reads the others' too."""
-        items: list[tuple[str, Mode]] = []
-        for name in self._layouts_of(visit):
-            if not self._graph.layouts[name].trainable:
-                continue
-            uses = self._uses[name]
-            items.append((gradient_key(name, uses.index(visit)), "w" if is_first else "rw"))
-            if is_last and visit == uses[0]:
-                items += [(gradient_key(name, use), "r") for use in range(1, len(uses))]
-        return tuple(items)
-
-    def _summed_elsewhere(self, visits: Sequence[int], *, is_last: bool) -> frozenset[str]:
-        """Return the accumulators that are added to another one in this tick, and dead afterwards."""
-        if not is_last:
-            return frozenset()
-        return frozenset(
-            gradient_key(name, use)
-            for visit in visits
+    def _gradients(self, visit: int, *, is_first: bool) -> Group:
+        """Return the accumulators of a visit."""
+        return tuple(
+            (key, "w" if is_first else "rw")
             for name in self._layouts_of(visit)
-            if self._graph.layouts[name].trainable and self._uses[name][0] == visit
-            for use in range(1, len(self._uses[name]))
+            if self._graph.layouts[name].trainable
+            for key in self._part_keys(gradient_key(name, self._uses[name].index(visit)), name)
         )
 
-    def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[tuple[str, Mode], ...]:
-        count = len(self._trace.visits[visit].saved)
-        return tuple((activation_key(visit, self._slot_of(m), index), mode) for m in group for index in range(count))
+    def _summed(self, visits: Sequence[int], *, is_last: bool) -> tuple[Group, ...]:
+        """Return the accumulators that are added to those of these visits, part by part, and dead afterwards.
+
+        The first use site, which backward fills last, takes those of all others.
+        """
+        groups: list[Group] = []
+        for visit in visits if is_last else ():
+            for name in self._layouts_of(visit):
+                uses = self._uses[name]
+                if self._graph.layouts[name].trainable and uses[0] == visit and len(uses) > 1:
+                    others = [self._part_keys(gradient_key(name, use), name) for use in range(1, len(uses))]
+                    groups += [tuple((key, "r") for key in keys) for keys in zip(*others, strict=True)]
+        return tuple(groups)
+
+    def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
+        num_saved = len(self._trace.visits[visit].saved)
+        return tuple(
+            ((activation_key(visit, self._slot_of(m), index), mode),) for m in group for index in range(num_saved)
+        )
 
     def _layouts_of(self, visit: int) -> tuple[str, ...]:
         return layouts_of_unit(self._graph, self._trace.visits[visit].unit)
@@ -489,6 +557,23 @@ def state_key(layout: str, state: str) -> str:
 
 def gradient_key(layout: str, use: int) -> str:
     return f"{layout}/grad.{use}"
+
+
+def part_keys(key: str, num_parts: int) -> list[str]:
+    """Return the keys of the parts of what has ``key`` as a whole: the key itself, if it is not cut."""
+    return [key] if num_parts == 1 else [f"{key}.{part}" for part in range(num_parts)]
+
+
+def stored_keys(key: str, stored: Container[str]) -> list[str]:
+    """Return the keys of ``key``'s parts among stored blocks, in order; none where there is no such block."""
+    if key in stored:
+        return [key]
+    return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
+
+
+def kind_of_key(key: str) -> str:
+    """Return what a block is, without its part: ``weight``, ``low``, ``m``, ``grad`` ..."""
+    return key.rpartition("/")[2].partition(".")[0]
 
 
 def activation_key(visit: int, micro_batch: int, index: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,21 +25,18 @@ from megatrain.engine.program import (
     StepProgram,
     activation_key,
     evaluation_program,
-    gradient_key,
     layouts_of_unit,
-    state_key,
     uses_of_layouts,
     weight_key,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
-from megatrain.models.layout import UnitLayout, views
+from megatrain.models.layout import InPieces, UnitLayout, views, views_of_parts
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import (
     NonFiniteGradientError,
-    device_squared_norm,
+    SquaredNorm,
     global_norm,
     gradient_scale,
-    squared_norm,
     sum_gradients,
 )
 from megatrain.optim.threads import KernelThreads
@@ -136,7 +133,7 @@ class StepEngine:
         assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
-        self._updater = Updater(graph, trace, optimizers, segments)
+        self._updater = Updater(graph, trace, program, optimizers, segments)
         self._access = StoreAccess(
             store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity
         )
@@ -298,6 +295,7 @@ class Updater:
     Args:
         graph: the model.
         trace: of the model.
+        program: of a step.
         optimizers: by tier.
         segments: parameters of a layout, with their learning rate and decay.
 
@@ -309,6 +307,7 @@ class Updater:
         self,
         graph: ModelGraph,
         trace: VisitTrace,
+        program: StepProgram,
         optimizers: Mapping[str, Optimizer],
         segments: Callable[[UnitLayout], Sequence[Segment]],
     ) -> None:
@@ -318,26 +317,42 @@ class Updater:
             for index, layout in enumerate(graph.layouts.values())
             if layout.trainable and uses[layout.name]
         }
-        self._optimizers = optimizers
-        # The master weight itself, "weight", is one of the kinds.
-        self._kinds = [kind.name for kind in optimizers["ram"].state_kinds(weight_is_split(graph))]
+        self._program, self._optimizers = program, optimizers
+        kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
+        self._states = [kind.name for kind in kinds if kind.name != "weight"]
 
-    def update(self, index: int, tier: str, tensors: Mapping[str, torch.Tensor], pending: PendingUpdate) -> None:
-        """Update one layout.
+    def update(
+        self, index: int, part: int, tier: str, tensors: Mapping[str, torch.Tensor], pending: PendingUpdate
+    ) -> None:
+        """Update one part of a layout.
 
         Args:
             index: of the layout.
+            part: of the layout.
             tier: of the tensors.
-            tensors: its weight, state and gradient by block key.
+            tensors: by block key: the layout's weight, and the part's state and gradient.
             pending: the update.
         """
         layout, segments = self.trained[index]
-        blocks = {kind: tensors[state_key(layout.name, kind)] for kind in self._kinds}
+        inside = self._program.parts_of(layout)[part]
+        blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
+        blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
         # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
         filled = pending.with_gradient[layout.name]
         starts = {entry.offset for entry in layout.entries if entry.name in filled}
-        chosen = [segment for segment in segments if segment.start in starts]
-        self._optimizers[tier].update(blocks, tensors[gradient_key(layout.name, 0)], chosen, pending.update)
+        chosen = [
+            segment if len(inside) == layout.num_elements else _within(segment, inside)
+            for segment in segments
+            if segment.start in starts and segment.start < inside.stop and segment.stop > inside.start
+        ]
+        gradient = tensors[self._program.gradient_keys(layout, 0)[part]]
+        self._optimizers[tier].update(blocks, gradient, chosen, pending.update)
+
+
+def _within(segment: Segment, part: range) -> Segment:
+    """Return what of a segment lies in a part, counted from its start."""
+    start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
+    return replace(segment, start=start - part.start, stop=stop - part.start)
 
 
 class StoreAccess:
@@ -467,8 +482,10 @@ class StoreAccess:
 
     def _update(self, op: Op) -> None:
         assert self._updater is not None and self._pending is not None, f"no update to make: {op}"
-        with self._leases([use.key for use in op.held]) as tensors:
-            self._updater.update(op.visit, op.tier, tensors, self._pending)
+        with self._leases([use.key for use in op.held]) as held:
+            for part, group in enumerate(op.passing or ((),)):
+                with self._leases([use.key for use in group]) as passing:
+                    self._updater.update(op.visit, part, op.tier, {**held, **passing}, self._pending)
 
     @contextmanager
     def _leases(self, keys: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
@@ -500,25 +517,23 @@ class StoreAccess:
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         """Yield the accumulators of this use site; sum all sites of a layout when its last one is complete."""
         names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
-        own = {name: gradient_key(name, self._uses_of_layouts[name].index(visit)) for name in names}
-        others = [
-            key
-            for name in names
-            for use in range(len(self._uses_of_layouts[name]))
-            if (key := gradient_key(name, use)) in self._uses and key != own[name]
-        ]
-        modes = {key: self._uses[key].mode for key in own.values()}
-        with self._leases([*own.values(), *others]) as tensors:
-            sums = {name: _fp32_sum(tensors[own[name]], modes[own[name]]) for name in names}
-            targets: dict[str, torch.Tensor] = {}
+        layouts = {name: self._graph.layouts[name] for name in names}
+        own = {
+            name: self._program.gradient_keys(layout, self._uses_of_layouts[name].index(visit))
+            for name, layout in layouts.items()
+        }
+        with self._leases([key for keys in own.values() for key in keys]) as tensors:
+            sums = {name: [_fp32_sum(tensors[key], self._uses[key].mode) for key in keys] for name, keys in own.items()}
+            targets: dict[str, torch.Tensor | InPieces] = {}
             added: set[str] = set()
-            for name in names:
-                targets.update(views(sums[name], self._graph.layouts[name]))
+            for name, layout in layouts.items():
+                targets.update(views_of_parts(sums[name], self._program.parts_of(layout), layout))
                 added |= self._filled_at(name, visit)
             yield GradientAccumulator(targets, added)
+            del targets  # with the sums that are no blocks
             # Still inside the leases: this writes the blocks, and the norm reads them while they are here.
             for name in names:
-                self._close_use(name, visit, sums.pop(name), tensors, own[name], added, modes[own[name]])
+                self._close_use(name, visit, sums.pop(name), [tensors[key] for key in own[name]], own[name], added)
 
     def _filled_at(self, name: str, visit: int) -> set[str]:
         return self._filled[name][self._uses_of_layouts[name].index(visit)]
@@ -527,39 +542,40 @@ class StoreAccess:
         self,
         name: str,
         visit: int,
-        total: torch.Tensor,
-        tensors: Mapping[str, torch.Tensor],
-        key: str,
+        totals: list[torch.Tensor],
+        blocks: Sequence[torch.Tensor],
+        keys: Sequence[str],
         added: set[str],
-        mode: Mode,
     ) -> None:
         layout = self._graph.layouts[name]
         self._filled_at(name, visit).update(entry.name for entry in layout.entries if entry.name in added)
-        if mode == "w":  # the block came without contents
-            zero_gaps(total, layout, self._filled_at(name, visit))
-        if total is not tensors[key]:
-            tensors[key].copy_(total)
+        if self._uses[keys[0]].mode == "w":  # the blocks came without contents
+            zero_gaps(totals, self._program.parts_of(layout), layout, self._filled_at(name, visit))
+        for total, block in zip(totals, blocks, strict=True):
+            if total is not block:
+                block.copy_(total)
+        totals.clear()
         # The backward reaches the first use site last: now the sums of all of them are complete.
         if visit == self._uses_of_layouts[name][0]:
-            self._sum_uses(name, tensors, key)
+            self._sum_uses(layout, blocks)
 
-    def _sum_uses(self, name: str, tensors: Mapping[str, torch.Tensor], key: str) -> None:
+    def _sum_uses(self, layout: UnitLayout, blocks: Sequence[torch.Tensor]) -> None:
         """Add the other use sites' gradients, in forward order, and take the norm of the sum."""
-        filled = set(self._filled[name][0])
-        for use in range(1, len(self._uses_of_layouts[name])):
-            other = gradient_key(name, use)
-            if other not in tensors:
-                return  # micro-batches one at a time, and this is not the last one
-            if tensors[key].is_cuda:
-                tensors[key].add_(tensors[other])
-            else:
-                sum_gradients(tensors[key], tensors[other], self._threads)
-            filled |= self._filled[name][use]
-        self.with_gradient[name] = filled
-        self.squared_norms[name] = self._squared_norm(tensors[key])
-
-    def _squared_norm(self, gradient: torch.Tensor) -> float | torch.Tensor:
-        return device_squared_norm(gradient) if gradient.is_cuda else squared_norm(gradient, self._threads)
+        name = layout.name
+        others = [self._program.gradient_keys(layout, use) for use in range(1, len(self._uses_of_layouts[name]))]
+        if others and others[0][0] not in self._uses:
+            return  # micro-batches one at a time, and this is not the last one
+        norm = SquaredNorm(self._threads)
+        for part, block in enumerate(blocks):
+            with self._leases([keys[part] for keys in others]) as tensors:
+                for keys in others:
+                    if block.is_cuda:
+                        block.add_(tensors[keys[part]])
+                    else:
+                        sum_gradients(block, tensors[keys[part]], self._threads)
+            norm.add(block, is_last=part == len(blocks) - 1)
+        self.with_gradient[name] = set().union(*self._filled[name].values())
+        self.squared_norms[name] = norm.total()
 
     # -- activations -------------------------------------------------------------------------------------------
 
@@ -593,7 +609,7 @@ class GradientAccumulator:
         added: parameters that have a gradient already; extended.
     """
 
-    def __init__(self, targets: Mapping[str, torch.Tensor], added: set[str]) -> None:
+    def __init__(self, targets: Mapping[str, torch.Tensor | InPieces], added: set[str]) -> None:
         self._targets = targets
         self._added = added
 
@@ -614,12 +630,20 @@ def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
     return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
 
 
-def zero_gaps(flat: torch.Tensor, layout: UnitLayout, filled: set[str]) -> None:
-    """Zero what no gradient was copied into: padding between entries, and entries without a gradient."""
+def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: UnitLayout, filled: set[str]) -> None:
+    """Zero what no gradient was copied into: padding between entries, and entries without a gradient.
+
+    Args:
+        blocks: the layout's gradient, a tensor for each part.
+        parts: their ranges.
+        layout: of the gradient.
+        filled: parameters with a gradient.
+    """
     position = 0
-    for entry in layout.entries:
-        if entry.name not in filled:
-            continue
-        flat[position : entry.offset].zero_()
-        position = entry.offset + entry.numel
-    flat[position:].zero_()
+    ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
+    for start, stop in (*ends, (layout.num_elements, layout.num_elements)):
+        for block, part in zip(blocks, parts, strict=True):
+            first, last = max(position, part.start), min(start, part.stop)
+            if first < last:
+                block[first - part.start : last - part.start].zero_()
+        position = stop

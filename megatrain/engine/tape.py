@@ -124,7 +124,7 @@ class Op:
         visit: as in ``Tick``.
         tier: of its leases.
         held: leased together for the whole tick.
-        passing: leased one after the other within it.
+        passing: groups leased one after the other within it.
     """
 
     tick: int
@@ -132,12 +132,12 @@ class Op:
     visit: int
     tier: str
     held: tuple[Use, ...]
-    passing: tuple[Use, ...]
+    passing: tuple[tuple[Use, ...], ...]
 
     @property
     def uses(self) -> tuple[Use, ...]:
         """All leases of the tick, in order."""
-        return (*self.held, *self.passing)
+        return (*self.held, *(use for group in self.passing for use in group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def compile_step(
     tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
     accesses: dict[str, list[Access]] = {}
     for number, tick in chosen.items():
-        for key, mode in (*tick.held, *tick.passing):
+        for key, mode in tick.uses:
             stop = stays.get((number, key))
             # Into the next step: it may consist of updates alone, but those always follow the passes.
             is_pinned = stop is not None and (stop in chosen if stop > number else passes)
@@ -204,7 +204,7 @@ def compile_step(
             tick.visit,
             tiers[number],
             tuple(uses[number, key] for key, _ in tick.held),
-            tuple(uses[number, key] for key, _ in tick.passing),
+            tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing),
         )
         for number, tick in chosen.items()
     )

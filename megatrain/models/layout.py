@@ -11,15 +11,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor, nn
 
-__all__ = ["ALIGNMENT_ELEMENTS", "TensorEntry", "UnitLayout", "build_layout", "build_layouts", "views"]
+__all__ = [
+    "ALIGNMENT_ELEMENTS",
+    "InPieces",
+    "PART_ALIGNMENT_ELEMENTS",
+    "PART_ELEMENTS",
+    "Piece",
+    "TensorEntry",
+    "UnitLayout",
+    "build_layout",
+    "build_layouts",
+    "pieces",
+    "views",
+    "views_of_parts",
+]
 
 ALIGNMENT_ELEMENTS = 1024
 """Every tensor starts at a multiple of this many elements: 4 KiB in fp32, the sector of an O_DIRECT transfer."""
+
+PART_ELEMENTS = 16 << 20
+"""Most elements of a part: 64 MiB in fp32. A constant: which blocks there are depends on the model alone."""
+PART_ALIGNMENT_ELEMENTS = 65_536
+"""Parts begin at multiples of this: the elements of one partial sum of a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +69,19 @@ class UnitLayout:
         entries: Parameters in definition order, without overlap.
         num_elements: Length of the block in elements, padding included; a multiple of `ALIGNMENT_ELEMENTS`.
         trainable: Whether the group has gradients and optimizer state.
+        parts: Ranges of elements, in order, that state and gradients of a large group are blocks of; a group of at most
+            `PART_ELEMENTS` is one part.
     """
 
     name: str
     entries: tuple[TensorEntry, ...]
     num_elements: int
     trainable: bool
+    parts: tuple[range, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            object.__setattr__(self, "parts", (range(self.num_elements),))
 
     @property
     def num_parameters(self) -> int:
@@ -78,7 +103,29 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
         entry = TensorEntry(parameter_name, tuple(int(size) for size in shape), offset)
         entries.append(entry)
         offset += -(-entry.numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-    return UnitLayout(name, tuple(entries), offset, trainable)
+    return UnitLayout(name, tuple(entries), offset, trainable, _parts(entries, offset, PART_ELEMENTS))
+
+
+def _parts(entries: Sequence[TensorEntry], num_elements: int, part_elements: int) -> tuple[range, ...]:
+    """Cut a block into ranges of at most `part_elements`."""
+    assert part_elements % PART_ALIGNMENT_ELEMENTS == 0, part_elements
+    borders = [0]
+    while num_elements - borders[-1] > part_elements:
+        borders.append(_border(entries, borders[-1], borders[-1] + part_elements))
+    return tuple(range(start, stop) for start, stop in zip(borders, [*borders[1:], num_elements], strict=True))
+
+
+def _border(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
+    """Return where a part ends that begins at `start`: where a row begins, if one does in the last half before `limit`.
+
+    Whole rows keep pieces of matrices matrices: no gradient has to be made contiguous to be cut.
+    """
+    for border in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
+        entry = next(entry for entry in reversed(entries) if entry.offset <= border)
+        inside = border - entry.offset
+        if inside >= entry.numel or not entry.shape or inside % entry.shape[-1] == 0:
+            return border
+    return limit
 
 
 def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype: bool = False) -> list[UnitLayout]:
@@ -118,3 +165,96 @@ def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
         layout.num_elements,
     )
     return {entry.name: flat.narrow(0, entry.offset, entry.numel).view(entry.shape) for entry in layout.entries}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What of a parameter lies in one part: some of its rows, or a range of one row.
+
+    Attributes:
+        part: Number of the part.
+        start: First element inside the part's block.
+        rows: Indexes along the parameter's first dimension. A scalar has one row.
+        inside: Range of elements within the only row; None: all of the rows.
+        shape: Of the piece.
+    """
+
+    part: int
+    start: int
+    rows: range
+    inside: range | None
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the piece of a tensor of the parameter's shape; a view, unless one row is not contiguous."""
+        if self.inside is not None:
+            row = tensor[self.rows.start] if tensor.dim() else tensor
+            return row.reshape(-1)[self.inside.start : self.inside.stop]
+        return tensor[self.rows.start : self.rows.stop] if tensor.dim() else tensor
+
+    def view(self, block: Tensor) -> Tensor:
+        """Return the piece as a view of the part's block."""
+        return block.narrow(0, self.start, math.prod(self.shape)).view(self.shape)
+
+
+def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
+    """Yield what of a parameter lies in which part, in order."""
+    row_elements = entry.numel // entry.shape[0] if entry.shape and entry.shape[0] else entry.numel
+    for number, part in enumerate(parts):
+        start, stop = max(part.start, entry.offset), min(part.stop, entry.offset + entry.numel)
+        if start >= stop:
+            continue
+        at, end = start - entry.offset, stop - entry.offset
+        while at < end:
+            row, rest = divmod(at, row_elements)
+            size = min(end - at, row_elements - rest)
+            inside: range | None = None
+            if size == row_elements:
+                rows = range(row, end // row_elements)
+                size = len(rows) * row_elements
+                shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
+            else:
+                rows, inside, shape = range(row, row + 1), range(rest, rest + size), (size,)
+            yield Piece(number, entry.offset + at - part.start, rows, inside, shape)
+            at += size
+
+
+class InPieces:
+    """A parameter's tensor that lies in several blocks.
+
+    Args:
+        places: its pieces, each with the view of its block.
+    """
+
+    def __init__(self, places: Sequence[tuple[Piece, Tensor]]) -> None:
+        self.places = places
+
+    def copy_(self, tensor: Tensor) -> None:
+        """Copy a tensor of the parameter's shape."""
+        for piece, place in self.places:
+            place.copy_(piece.of(tensor))
+
+    def add_(self, tensor: Tensor) -> None:
+        """Add a tensor of the parameter's shape."""
+        for piece, place in self.places:
+            place.add_(piece.of(tensor))
+
+
+def views_of_parts(
+    blocks: Sequence[Tensor], parts: Sequence[range], layout: UnitLayout
+) -> dict[str, Tensor | InPieces]:
+    """Return each parameter by full name: a view of the block that it lies in, or its views of several blocks.
+
+    Args:
+        blocks: 1-D tensors, as long as the parts.
+        parts: Of the layout, in order.
+        layout: Where each parameter lies.
+    """
+    if len(parts) == 1:
+        return dict(views(blocks[0], layout))
+    found: dict[str, Tensor | InPieces] = {}
+    for entry in layout.entries:
+        places = [(piece, piece.view(blocks[piece.part])) for piece in pieces(entry, parts)]
+        is_whole = len(places) == 1 and places[0][1].shape == entry.shape
+        found[entry.name] = places[0][1] if is_whole else InPieces(places)
+    return found

@@ -23,6 +23,7 @@ from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_ou
 
 __all__ = [
     "NonFiniteGradientError",
+    "SquaredNorm",
     "clip_coefficient",
     "device_squared_norm",
     "global_norm",
@@ -71,6 +72,10 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
         gradient: 1-D contiguous fp32 or bf16 CPU tensor, padding (zeros) included.
         threads: Threads to compute on; None computes on the calling thread. The result is the same.
     """
+    return _sum_in_order(_host_partials(gradient, threads))
+
+
+def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[float]:
     from megatrain.optim import kernels
 
     flat = flat_gradient(gradient)
@@ -82,7 +87,50 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
             yield partial(kernels.squared_norms, flat[start * block : stop * block], partials[start:stop])
 
     (threads or _CALLER).run(calls())
-    return _sum_in_order(partials.tolist())
+    found: list[float] = partials.tolist()
+    return found
+
+
+class SquaredNorm:
+    """The sum of squares of one block group's gradient that comes in parts: the bits of the whole one's, however cut.
+
+    Args:
+        threads: Threads to compute on; None computes on the calling thread.
+    """
+
+    def __init__(self, threads: KernelThreads | None = None) -> None:
+        self._threads = threads
+        self._host: list[float] = []
+        self._device: list[Tensor] = []
+        self._tail: Tensor | None = None  # what is left of a part, less than one partial sum
+
+    def add(self, part: Tensor, *, is_last: bool) -> None:
+        """Add the next part: as for `squared_norm`, or as for `device_squared_norm`."""
+        from megatrain.optim import kernels
+
+        size = _PIECE_ELEMENTS if part.is_cuda else kernels.NORM_BLOCK_ELEMENTS
+        if self._tail is not None:
+            missing = size - self._tail.numel()
+            self._tail, part = torch.cat([self._tail, part[:missing]]), part[missing:]
+            if self._tail.numel() < size and not is_last:
+                return
+            self._sum(self._tail)
+            self._tail = None
+        whole = part.numel() if is_last else part.numel() // size * size
+        if whole:
+            self._sum(part[:whole])
+        if whole < part.numel():
+            self._tail = part[whole:].clone()
+
+    def _sum(self, part: Tensor) -> None:
+        if part.is_cuda:
+            self._device += _device_partials(part)
+        else:
+            self._host += _host_partials(part, self._threads)
+
+    def total(self) -> float | Tensor:
+        """Return the sum, after the last part: a number, or a scalar on the device."""
+        return torch.stack(self._device).sum() if self._device else _sum_in_order(self._host)
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
@@ -129,8 +177,11 @@ def device_squared_norm(gradient: Tensor) -> Tensor:
     Args:
         gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
     """
-    partials = [piece.double().square().sum() for piece in torch.split(gradient, _PIECE_ELEMENTS)]
-    return torch.stack(partials).sum()
+    return torch.stack(_device_partials(gradient)).sum()
+
+
+def _device_partials(gradient: Tensor) -> list[Tensor]:
+    return [piece.double().square().sum() for piece in torch.split(gradient, _PIECE_ELEMENTS)]
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:

@@ -193,7 +193,7 @@ class _Costs:
         nbytes = sum(
             plan.program.blocks[key].nbytes * (2 if mode == "rw" else 1)
             for tick in plan.device_updates
-            for key, mode in tick.held
+            for key, mode in tick.uses
         )
         return None if rate is None else nbytes / rate
 

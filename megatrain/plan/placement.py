@@ -139,8 +139,8 @@ def _possible(
             if key in tick.spent or mode == "w":  # dead by then, or not read
                 continue
             between = [number % length for number in range(start + 1, stop + (0 if stop > start else length))]
-            # Of what passes through a tick only one is in its working set; those that stay are all there.
-            ends = [end for end in (start, stop) if key in dict(program.ticks[end].passing)]
+            # Of what passes through a tick only one group is in its working set; those that stay are all there.
+            ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
             yield Stay(key, tier, start, stop, (*between, *ends), nbytes)
 
@@ -148,7 +148,7 @@ def _possible(
 def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
     uses: dict[str, list[tuple[int, str]]] = {}
     for number, tick in enumerate(program.ticks):
-        for key, mode in (*tick.held, *tick.passing):
+        for key, mode in tick.uses:
             uses.setdefault(key, []).append((number, mode))
     return uses
 
@@ -193,10 +193,10 @@ class ResidentChooser:
         self._groups: dict[str, tuple[str, ...]] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
-            for key, mode in (*tick.held, *tick.passing):
+            for key, mode in tick.uses:
                 self._uses[key].append((number, mode))
             if tick.phase == "update":
-                group = tuple(key for key, _ in tick.held)
+                group = tuple(key for key, _ in tick.uses)
                 self._groups.update(dict.fromkeys(group, group))
         self._candidates = [
             candidate
@@ -216,7 +216,7 @@ class ResidentChooser:
         for number, tick in enumerate(updates):
             # Spread over the model: between two layers that are fetched, one that is there leaves time for it.
             rank = (-1.0, number * _GOLDEN % 1.0)
-            keys = tuple(key for key, _ in tick.held)
+            keys = tuple(key for key, _ in tick.uses)
             yield _Candidate(keys, rank)
             yield _Candidate(tuple(key for key in keys if key not in tick.spent), rank)
 
@@ -433,7 +433,7 @@ class PlacementSolver:
         self._stay_share = stay_share
         self._uses: dict[str, list[int]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
-            for key, _ in (*tick.held, *tick.passing):
+            for key, _ in tick.uses:
                 self._uses[key].append(number)
         budget = self._tiers[program.compute_tier]
         self._residents = (
@@ -594,8 +594,10 @@ class _Fill:
         self._working = {name: [self._working_set(name, tick) for tick in self._ticks] for name in solver._order}
 
     def _working_set(self, tier: str, tick: Tick) -> int:
-        held = sum(self._passes_through(tier, tick, key) for key, _ in tick.held)
-        return held + max((self._passes_through(tier, tick, key) for key, _ in tick.passing), default=0)
+        groups = [
+            sum(self._passes_through(tier, tick, key) for key, _ in group) for group in (tick.held, *tick.passing)
+        ]
+        return groups[0] + max(groups[1:], default=0)
 
     def _passes_through(self, tier: str, tick: Tick, key: str) -> int:
         """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
@@ -675,4 +677,4 @@ class _Fill:
 
 
 def _modes(tick: Tick, key: str) -> Iterable[Mode]:
-    return (mode for other, mode in (*tick.held, *tick.passing) if other == key)
+    return (mode for other, mode in tick.uses if other == key)

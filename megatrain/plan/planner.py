@@ -15,6 +15,7 @@ from megatrain.engine.program import (
     VisitTrace,
     layouts_of_unit,
     state_key,
+    stored_keys,
 )
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
@@ -252,13 +253,14 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
 def with_residents(
     budgets: Mapping[str, TierBudget], run: RunSpec, program: StepProgram, profile: MachineProfile | None
 ) -> dict[str, TierBudget]:
-    """Return the budgets with what decides about homes in GPU memory, and what that takes in RAM.
+    """Return the budgets with what decides about homes in GPU memory, and what weights take in RAM on their way in.
 
     Args:
         profile: of this machine, if its GPU is the compute device; where it lacks a rate, bytes decide.
     """
+    budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":
-        return dict(budgets)
+        return budgets
     kinds = set(run.placement.residents)
     if not program.updates_in_compute_tier:
         kinds.discard("optimizer")  # state is worth nothing where nobody can use it
@@ -272,11 +274,7 @@ def with_residents(
             host_update_s_per_element=1 / rate if rate and run.optimizer.name == "adamw" else 0.0,
         )
     compute = program.compute_tier
-    return {
-        **budgets,
-        compute: replace(budgets[compute], residency=residency),
-        "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program)),
-    }
+    return {**budgets, compute: replace(budgets[compute], residency=residency)}
 
 
 def _master(program: StepProgram) -> str:
@@ -292,7 +290,7 @@ def filling_bytes(program: StepProgram) -> int:
         if block.kind == "weights":
             parts = [block.nbytes]
             if block.dtype.itemsize == 2:
-                low = program.blocks.get(state_key(key.rsplit("/", 1)[0], "low"))
-                parts += [4 * block.num_elements, low.nbytes if low is not None else 0]
+                low = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
+                parts += [4 * block.num_elements, max((program.blocks[part].nbytes for part in low), default=0)]
             most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
     return most

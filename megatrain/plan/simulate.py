@@ -187,11 +187,12 @@ class _Replay:
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
             self._copies.leased(op.held)
             self._compute(seconds)
-            for use in op.passing:
-                with self.store.acquire(use.key, op.tier, use.mode):
-                    self._copies.leased([use])
+            for group in op.passing:
+                with self.store.acquire_many([(use.key, op.tier, use.mode) for use in group]):
+                    self._copies.leased(group)
                     self._compute(seconds)
-                self._copies.released(use, op.tier)
+                for use in group:
+                    self._copies.released(use, op.tier)
         for use in op.held:
             self._copies.released(use, op.tier)
 

@@ -23,12 +23,12 @@ EITHER: Mapping[Kind, Sequence[str]] = dict.fromkeys(DRIVE, ("ram", "nvme"))
 
 
 def program(*ticks: Tick, kind: Kind = "weights") -> StepProgram:
-    used = sorted({key for tick in ticks for key, _ in (*tick.held, *tick.passing)})
+    used = sorted({key for tick in ticks for key, _ in tick.uses})
     return StepProgram({key: BlockPlan(key, kind, SIZES[key], torch.int8) for key in used}, ticks, "ram")
 
 
 def tick(held: Sequence[tuple[str, Mode]], passing: Sequence[tuple[str, Mode]] = (), spent: str = "") -> Tick:
-    return Tick("forward", 0, tuple(held), tuple(passing), frozenset(spent))
+    return Tick("forward", 0, tuple(held), tuple((use,) for use in passing), frozenset(spent))
 
 
 def solve(
