@@ -136,12 +136,22 @@ KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """A block of the run: a flat tensor of ``num_elements`` of ``dtype``."""
+    """A block of the run: a flat tensor of ``num_elements`` of ``dtype``.
+
+    Attributes:
+        part_of: key that all parts together would have; empty: it is no part.
+    """
 
     key: str
     kind: Kind
     num_elements: int
     dtype: torch.dtype
+    part_of: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The key that all parts together have."""
+        return self.part_of or self.key
 
     @property
     def nbytes(self) -> int:
@@ -232,8 +242,9 @@ class StepProgram:
         """
         if tick.phase != "update":
             return self.compute_tier
-        lasting = [key for key, _ in tick.uses if key not in tick.spent]
-        is_there = self.updates_in_compute_tier and all(homes[key] == self.compute_tier for key in lasting)
+        if not self.updates_in_compute_tier:
+            return "ram"
+        is_there = all(homes[key] == self.compute_tier for key, _ in tick.uses if key not in tick.spent)
         return self.compute_tier if is_there else "ram"
 
     def accesses(self, homes: Mapping[str, str]) -> Iterator[Access]:
@@ -404,7 +415,7 @@ class ProgramBuilder:
     ) -> Iterator[BlockPlan]:
         sizes = [len(part) for part in self._parts.get(layout.name, ())] or [num_elements]
         for part, size in zip(part_keys(key, len(sizes)), sizes, strict=True):
-            yield BlockPlan(part, kind, size, dtype)
+            yield BlockPlan(part, kind, size, dtype, key if len(sizes) > 1 else "")
 
     def _part_keys(self, key: str, layout: str) -> list[str]:
         return part_keys(key, len(self._parts.get(layout, ())) or 1)

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.layout import UnitLayout, build_layouts
+from megatrain.models.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
 if TYPE_CHECKING:
@@ -310,6 +310,7 @@ def graph_of(
         units.append(Unit(len(units), path, module, kind == "layer", params, kind == "container"))
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
     assert len(layout_of) == len(names), (len(layout_of), len(names), type(model).__name__)
+    layouts = {layout.name: layout for layout in in_parts(layouts.values())}
     return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype)
 
 

@@ -7,7 +7,7 @@ all of them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT_ELEMENTS",
+    "MAX_PARTS",
     "InPieces",
     "PART_ALIGNMENT_ELEMENTS",
     "PART_ELEMENTS",
@@ -26,6 +27,7 @@ __all__ = [
     "UnitLayout",
     "build_layout",
     "build_layouts",
+    "in_parts",
     "pieces",
     "views",
     "views_of_parts",
@@ -35,7 +37,9 @@ ALIGNMENT_ELEMENTS = 1024
 """Every tensor starts at a multiple of this many elements: 4 KiB in fp32, the sector of an O_DIRECT transfer."""
 
 PART_ELEMENTS = 16 << 20
-"""Most elements of a part: 64 MiB in fp32. A constant: which blocks there are depends on the model alone."""
+"""Elements of a part: 64 MiB in fp32. A constant: which blocks there are depends on the model alone, not on memory."""
+MAX_PARTS = 1024
+"""Parts of a model, about: where there would be more of them, they are larger."""
 PART_ALIGNMENT_ELEMENTS = 65_536
 """Parts begin at multiples of this: the elements of one partial sum of a norm."""
 
@@ -69,8 +73,7 @@ class UnitLayout:
         entries: Parameters in definition order, without overlap.
         num_elements: Length of the block in elements, padding included; a multiple of `ALIGNMENT_ELEMENTS`.
         trainable: Whether the group has gradients and optimizer state.
-        parts: Ranges of elements, in order, that state and gradients of a large group are blocks of; a group of at most
-            `PART_ELEMENTS` is one part.
+        parts: Ranges of elements, in order, that state and gradients of a large group are blocks of; others have one.
     """
 
     name: str
@@ -103,16 +106,29 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
         entry = TensorEntry(parameter_name, tuple(int(size) for size in shape), offset)
         entries.append(entry)
         offset += -(-entry.numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-    return UnitLayout(name, tuple(entries), offset, trainable, _parts(entries, offset, PART_ELEMENTS))
+    return UnitLayout(name, tuple(entries), offset, trainable)
 
 
-def _parts(entries: Sequence[TensorEntry], num_elements: int, part_elements: int) -> tuple[range, ...]:
-    """Cut a block into ranges of at most `part_elements`."""
+def in_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
+    """Return the layouts of a model with those cut that are larger than a part.
+
+    Parts are larger in a model that would have more than `MAX_PARTS` of them: all blocks have to be planned for, and
+    each of them costs a lease.
+    """
+    whole = list(layouts)
+    total = sum(layout.num_elements for layout in whole)
+    most = PART_ELEMENTS * max(1, -(-total // (PART_ELEMENTS * MAX_PARTS)))
+    return [replace(layout, parts=_parts(layout, most)) for layout in whole]
+
+
+def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
+    """Cut a layout into ranges of at most `part_elements`."""
     assert part_elements % PART_ALIGNMENT_ELEMENTS == 0, part_elements
     borders = [0]
-    while num_elements - borders[-1] > part_elements:
-        borders.append(_border(entries, borders[-1], borders[-1] + part_elements))
-    return tuple(range(start, stop) for start, stop in zip(borders, [*borders[1:], num_elements], strict=True))
+    while layout.num_elements - borders[-1] > part_elements:
+        borders.append(_border(layout.entries, borders[-1], borders[-1] + part_elements))
+    ends = [*borders[1:], layout.num_elements]
+    return tuple(range(start, stop) for start, stop in zip(borders, ends, strict=True))
 
 
 def _border(entries: Sequence[TensorEntry], start: int, limit: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
-from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram, Tick
+from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import Access, Tape, compile_step, follow
 from tiered import Mode
 from tiered.ext import route
@@ -221,8 +221,11 @@ class ResidentChooser:
             yield _Candidate(tuple(key for key in keys if key not in tick.spent), rank)
 
     def _of_blocks(self) -> Iterator[_Candidate]:
-        for number, block in enumerate(self._program.blocks.values()):
-            yield _Candidate((block.key,), (KINDS.index(block.kind), number))
+        wholes: dict[str, list[BlockPlan]] = {}
+        for block in self._program.blocks.values():
+            wholes.setdefault(block.whole, []).append(block)
+        for number, parts in enumerate(wholes.values()):
+            yield _Candidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
 
     def everything(self) -> Sequence[str]:
         """Return all blocks, if a step could do without any copy then; else nothing."""
@@ -280,7 +283,12 @@ class ResidentChooser:
 
     def _seconds(self, keys: Mapping[str, None], homes: Mapping[str, str]) -> float:
         """Return what a step spends on the bus for some blocks, and on their updates in RAM."""
-        moved = sum(self._program.blocks[key].nbytes * self._num_moves(key, homes) for key in keys)
+        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts are used alike
+        for key in keys:
+            block, home = self._program.blocks[key], homes[key]
+            if (block.whole, home) not in num_moves:
+                num_moves[block.whole, home] = self._num_moves(key, homes)
+            moved += block.nbytes * num_moves[block.whole, home]
         updated = 0
         for key in keys:
             block = self._program.blocks[key]
@@ -431,10 +439,16 @@ class PlacementSolver:
         self._allowed = allowed
         self._open_bytes = dict(open_bytes or {})
         self._stay_share = stay_share
-        self._uses: dict[str, list[int]] = {key: [] for key in program.blocks}
+        #: key -> (tick, group) of its uses; group 0 is what the tick holds, others pass.
+        self.groups_of: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
+        modes: dict[str, list[Mode]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
-            for key, _ in tick.uses:
-                self._uses[key].append(number)
+            for group_number, group in enumerate((tick.held, *tick.passing)):
+                for key, mode in group:
+                    self.groups_of[key].append((number, group_number))
+                    modes[key].append(mode)
+        self._num_moves = {key: sum((m != "w") + (m != "r") for m in of_key) for key, of_key in modes.items()}
+        self._stops: dict[tuple[str, str], frozenset[str]] = {}
         budget = self._tiers[program.compute_tier]
         self._residents = (
             None if budget.residency is None else ResidentChooser(program, budget.residency, budget.slot_bytes)
@@ -510,17 +524,19 @@ class PlacementSolver:
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
         """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
-        modes = [mode for number in self._uses[block.key] for mode in _modes(self._program.ticks[number], block.key)]
-        moves = sum((mode != "w") + (mode != "r") for mode in modes)
-        return (-float(moves), KINDS.index(block.kind))
+        return (-float(self._num_moves[block.key]), KINDS.index(block.kind))
 
     def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
         """Blocks with generations first: these take their bytes several times."""
         return (block.kind not in DURABLE_KINDS, *self._promotion_key(block))
 
-    def route(self, src: str, dst: str) -> list[tuple[str, str]]:
-        """Return the links that a copy takes from one tier to another."""
-        return route(self._order, src, dst, self._direct)
+    def stops(self, home: str, used_in: str) -> frozenset[str]:
+        """Return the tiers in which a use of a block needs room, its home left out."""
+        found = self._stops.get((home, used_in))
+        if found is None:
+            found = frozenset({used_in, *(b for _, b in route(self._order, home, used_in, self._direct))})
+            self._stops[home, used_in] = found
+        return found
 
     def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
         have = self._tiers[tier].capacity_bytes
@@ -591,32 +607,35 @@ class _Fill:
         self._generation_bytes = dict.fromkeys(solver._order, 0)
         for key, block in solver._program.blocks.items():
             self._count(block, homes[key], 1)
-        self._working = {name: [self._working_set(name, tick) for tick in self._ticks] for name in solver._order}
+        self._used_in = [solver._program.tier_of(tick, homes) for tick in self._ticks]
+        self._working = {name: _WorkingSets(len(self._ticks)) for name in solver._order}
+        for number in range(len(self._ticks)):
+            self._measure(number)
 
-    def _working_set(self, tier: str, tick: Tick) -> int:
-        groups = [
-            sum(self._passes_through(tier, tick, key) for key, _ in group) for group in (tick.held, *tick.passing)
-        ]
-        return groups[0] + max(groups[1:], default=0)
+    def _measure(self, number: int) -> None:
+        """Count the working set of a tick anew."""
+        tick = self._ticks[number]
+        for name in self.solver._order:
+            groups = [
+                sum(self._passes_through(name, self._used_in[number], key) for key, _ in group)
+                for group in (tick.held, *tick.passing)
+            ]
+            self._working[name].put(number, groups)
 
-    def _passes_through(self, tier: str, tick: Tick, key: str) -> int:
+    def _passes_through(self, tier: str, used_in: str, key: str) -> int:
         """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
-        used_in, home = self.solver._program.tier_of(tick, self.homes), self.homes[key]
-        if home in (used_in, tier):
+        home = self.homes[key]
+        if home in (used_in, tier) or tier not in self.solver.stops(home, used_in):
             return 0
-        stops = {used_in, *(b for _, b in self.solver.route(home, used_in))}
-        return self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes) if tier in stops else 0
+        return self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes)
 
     def working_sets(self, tier: str) -> list[int]:
         """Return the working set of every tick."""
-        return self._working[tier] or [0]
+        return self._working[tier].by_tick or [0]
 
     def largest_working_set(self, tier: str, *, ahead: bool) -> int:
-        sets = self._working[tier]
-        if ahead:
-            sets = [a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)]
         of_a_step = self._home_bytes[tier] - self._durable_bytes[tier] + self._tiers[tier].workspace_bytes
-        return max([*sets, self._tiers[tier].filling_bytes - of_a_step], default=0)
+        return max(self._working[tier].largest(ahead=ahead), self._tiers[tier].filling_bytes - of_a_step)
 
     def peak(self, tier: str, *, ahead: bool) -> int:
         beside = self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
@@ -628,7 +647,7 @@ class _Fill:
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
         """Return for every tick the bytes that copies which stay may take beside it and the next one's."""
-        sets = self._working[tier]
+        sets = self._working[tier].by_tick
         pairs = [
             a + max(before, after)
             for before, a, after in zip(sets[-1:] + sets, sets, sets[1:] + sets[:1], strict=False)
@@ -664,10 +683,20 @@ class _Fill:
         before = self.homes[block.key]
         self._count(block, before, -1)
         self._count(block, tier, 1)
-        self.homes[block.key] = tier
-        for number in self.solver._uses[block.key]:
+        groups = self.solver.groups_of[block.key]
+        for sign in (-1, 1):
+            if sign > 0:
+                self.homes[block.key] = tier
             for name in self.solver._order:
-                self._working[name][number] = self._working_set(name, self._ticks[number])
+                for number, group in groups:
+                    nbytes = self._passes_through(name, self._used_in[number], block.key)
+                    if nbytes:
+                        self._working[name].add(number, group, sign * nbytes)
+        for number, _ in groups:
+            used_in = self.solver._program.tier_of(self._ticks[number], self.homes)
+            if used_in != self._used_in[number]:  # now the whole tick is made elsewhere
+                self._used_in[number] = used_in
+                self._measure(number)
 
     def _count(self, block: BlockPlan, tier: str, times: int) -> None:
         nbytes = times * self._tiers[tier].slot_bytes(block.nbytes)
@@ -676,5 +705,50 @@ class _Fill:
         self._generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
 
 
-def _modes(tick: Tick, key: str) -> Iterable[Mode]:
-    return (mode for other, mode in tick.uses if other == key)
+class _WorkingSets:
+    """What the ticks of a step hold in one tier besides homes, with their maxima kept at hand.
+
+    Attributes:
+        by_tick: bytes of every tick: what is held, and the largest of the groups that pass.
+    """
+
+    def __init__(self, num_ticks: int) -> None:
+        self.by_tick = [0] * num_ticks
+        self._groups: list[list[int]] = [[0]] * num_ticks
+        self._largest: dict[bool, int | None] = {False: 0, True: 0}
+
+    def put(self, tick: int, groups: list[int]) -> None:
+        """Set the bytes of a tick: of what is held, and of each group that passes."""
+        self._groups[tick] = groups
+        self._set(tick, groups[0] + max(groups[1:], default=0))
+
+    def add(self, tick: int, group: int, nbytes: int) -> None:
+        """Add bytes to a group of a tick; 0 is what is held."""
+        groups = self._groups[tick]
+        groups[group] += nbytes
+        self._set(tick, groups[0] + max(groups[1:], default=0))
+
+    def _set(self, tick: int, nbytes: int) -> None:
+        before, self.by_tick[tick] = self.by_tick[tick], nbytes
+        sets = self.by_tick
+        if len(sets) < 3:  # neighbours are one and the same
+            self._largest = {False: None, True: None}
+            return
+        after = sets[tick + 1 - len(sets)]
+        for ahead, others in ((False, (0,)), (True, (sets[tick - 1], after))):
+            known = self._largest[ahead]
+            if known is not None:
+                most = nbytes + max(others)
+                if most >= known:
+                    self._largest[ahead] = most
+                elif before + max(others) >= known:  # it was the largest one
+                    self._largest[ahead] = None
+
+    def largest(self, *, ahead: bool) -> int:
+        """Return the bytes of the fullest tick; of the fullest two that follow each other, if so asked."""
+        known = self._largest[ahead]
+        if known is None:
+            sets = self.by_tick
+            known = max([a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)] if ahead else sets)
+            self._largest[ahead] = known
+        return known

@@ -23,8 +23,8 @@ PROGRAM = StepProgram(
     BLOCKS,
     (
         Tick("update", 0, (("w", "rw"), ("m", "rw"), ("g", "r")), spent=frozenset({"g"})),
-        Tick("forward", 0, (("w", "r"),), (("a", "w"),)),
-        Tick("backward", 0, (("w", "r"), ("g", "w")), (("a", "r"),), frozenset({"a"})),
+        Tick("forward", 0, (("w", "r"),), ((("a", "w"),),)),
+        Tick("backward", 0, (("w", "r"), ("g", "w")), ((("a", "r"),),), frozenset({"a"})),
     ),
     "ram",
 )
