@@ -46,7 +46,7 @@ LONG_MATRICES = (
 )
 SHARE, FEWEST = 7, 6  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one.
-SHORT = ("tests/megatrain/engine/test_mirror.py",)
+SHORT = ("tests/megatrain/engine/test_mirror.py", "tests/parity/test_parts.py")
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed", "gpu", "gpu_profile")
 

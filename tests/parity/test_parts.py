@@ -1,0 +1,173 @@
+"""Law 9: state and gradients of a large layout are blocks of a part each, and no number of a run depends on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.checkpoint.export import export_checkpoint
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.engine.program import kind_of_key
+from megatrain.models import layout as layouts
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
+from megatrain.plan.planner import plan_run
+from megatrain.trainer import Trainer
+from oracles.tiered_run import TieredRun, config_text, run_config
+from tiered.durable.manifest import current_generation, read_manifest
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+BF16 = 'compute_dtype = "bfloat16"'
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "in RAM": {"nvme": 0},
+    "on NVMe": {"placement": ALL_NVME, "ram": "7MiB"},
+    "state on two drives": {"placement": 'optimizer = ["nvme"]', "nvme": 2},
+    "on NVMe, one micro-batch at a time": {
+        "placement": ALL_NVME,
+        "ram": "7MiB",
+        "advanced": 'micro_batch_order = "micro_batch"',
+    },
+    "partly on a GPU": {"gpu": "9MiB", "ram": "7MiB"},
+    "all on a GPU": {"gpu": "64MiB", "ram": "3MiB", "nvme": 0},
+}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut every layer of the tiny model."""
+    monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+
+
+@pytest.fixture(scope="module")
+def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
+    """Runs whose layouts are not cut."""
+    runs: dict[str, TieredRun] = {}
+    for name, options in RUNS.items():
+        folder = tmp_path_factory.mktemp("whole")
+        runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)
+    return runs
+
+
+RUNS: dict[str, dict[str, str]] = {
+    "float32": {"precision": 'compute_dtype = "float32"'},
+    "bfloat16": {"precision": 'compute_dtype = "bfloat16"'},
+    "bfloat16, its gradients too": {"precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
+}
+
+
+CASES = [
+    *(("bfloat16", name) for name in PLACEMENTS),
+    ("float32", "on NVMe"),
+    ("bfloat16, its gradients too", "partly on a GPU"),
+]
+
+
+@pytest.mark.parametrize(("name", "placement"), CASES)
+def test_parts_change_no_bit_and_move_as_planned(
+    name: str, placement: str, wholes: dict[str, TieredRun], tiny_model: Path, tmp_path: Path, small_parts: None
+) -> None:
+    options = {"nvme": 1, **RUNS[name], **PLACEMENTS[placement]}
+    run = run_config(config_text(tmp_path, tiny_model, **options), tmp_path, num_steps=4)
+    whole = wholes[name]
+    program = run.plan.program
+    assert not whole.plan.program.parts
+    cut = [layout for layout in run.plan.graph.layouts.values() if layout.num_elements > PART_ALIGNMENT_ELEMENTS]
+    assert len(cut) > 2 and {layout.name for layout in cut} == program.parts.keys()
+    assert run.losses == whole.losses and run.grad_norms == whole.grad_norms
+    assert run.weights.keys() == whole.weights.keys()
+    assert all(torch.equal(run.weights[key], whole.weights[key]) for key in whole.weights)
+    assert {key for key in run.digests if key.endswith("/weight")} == {
+        key for key in whole.digests if key.endswith("/weight")
+    }
+    run.assert_as_planned()
+
+
+def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
+    (tmp_path / "run.toml").write_text(
+        config_text(tmp_path, tiny_model, placement=ALL_NVME, ram="7MiB", precision=BF16)
+    )
+    plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
+    for tick in plan.updates:
+        (weight,) = [key for key, _ in tick.held if kind_of_key(key) == "weight"]
+        layout = plan.graph.layouts[weight.removesuffix("/weight")]
+        groups = tick.passing or (tick.held[1:],)
+        assert len(groups) == len(layout.parts)
+        for group, part in zip(groups, layout.parts, strict=True):
+            assert [kind_of_key(key) for key, _ in group] == ["low", "m", "v", "grad"]
+            assert {plan.program.blocks[key].num_elements for key, _ in group} == {len(part)}
+
+
+def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
+    tiny_model: Path, tmp_path: Path, small_parts: None
+) -> None:
+    (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, optimizer='optim = "adafactor"'))
+    plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
+    assert not plan.program.parts and all(not tick.passing for tick in plan.updates)
+
+
+def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
+    tiny_model: Path, tmp_path: Path, small_parts: None
+) -> None:
+    """Saved with state on a drive, continued in RAM, exported from its files: the bits of a run that never stopped."""
+
+    def train(steps: int, name: str, **options: Any) -> Path:
+        text = config_text(tmp_path / name, tiny_model, precision=BF16, **options)
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "run.toml").write_text(
+            text.replace("[optimizer]", f"max_steps = {steps}\n[optimizer]") + '\n[export]\ndtype = "float32"\n'
+        )
+        config = load_config(tmp_path / name / "run.toml").config
+        Trainer(config, plan=plan_run(resolve(config))).train()
+        return tmp_path / name / "out"
+
+    straight = train(4, "straight", nvme=0)
+    train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
+    stopped = train(4, "stopped", nvme=0)
+    keys = {record.key for record in read_manifest(stopped / "checkpoints").blocks}
+    assert any(key.endswith("/low.1") for key in keys)
+    assert current_generation(stopped / "checkpoints") is not None
+    exported = export_checkpoint(stopped, tmp_path / "exported")
+    whole = (straight / "final/model.safetensors").read_bytes()
+    assert (stopped / "final/model.safetensors").read_bytes() == whole
+    assert (exported / "model.safetensors").read_bytes() == whole
+    losses = [
+        [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+        for out in (straight, stopped)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_least_ram_follows_the_part_not_the_layout(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update_bytes(part_elements: int) -> int:
+        monkeypatch.setattr(layouts, "PART_ELEMENTS", part_elements)
+        (tmp_path / "run.toml").write_text(
+            config_text(tmp_path, tiny_model, placement=ALL_NVME, ram="2MiB", precision=BF16)
+        )
+        with pytest.raises(DoesNotFitError):
+            plan_run(resolve(load_config(tmp_path / "run.toml").config))
+        (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, placement=ALL_NVME, precision=BF16))
+        plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
+        blocks = plan.program.blocks
+        return max(
+            sum(blocks[key].nbytes for key, _ in tick.held)
+            + max((sum(blocks[key].nbytes for key, _ in group) for group in tick.passing), default=0)
+            for tick in plan.updates
+        )
+
+    whole, parted = update_bytes(16 << 20), update_bytes(PART_ALIGNMENT_ELEMENTS)
+    largest = whole // 16
+    assert parted == 2 * largest + 14 * PART_ALIGNMENT_ELEMENTS < whole // 2
+
+
+def test_kinds_of_blocks_outlive_their_parts(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
+    (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, precision=BF16))
+    program = plan_run(resolve(load_config(tmp_path / "run.toml").config)).program
+    durable = {kind_of_key(block.key) for block in program.blocks.values() if block.kind in DURABLE_KINDS}
+    assert durable == {"weight", "low", "m", "v"}
