@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiered.units import round_up
 
-__all__ = ["AttentionCall"]
+__all__ = ["FLASH_ROWS", "AttentionCall"]
 
 Backend = Literal["flash", "efficient", "cudnn", "other"]
 
@@ -33,7 +33,8 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
 }
 
 #: Flash attention rounds rows and widths up to multiples of its blocks.
-_FLASH_ROWS, _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 128, 32, 192, 256
+FLASH_ROWS = 128
+_FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
 #: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest need
 #: workspace for the gradients of keys and values, which otherwise stay in registers.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
@@ -128,14 +129,17 @@ class AttentionCall:
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool) -> int:
         """Return the bytes of workspace that the kernel allocates on a CUDA device.
 
-        A forward's is next to nothing where rows are long enough to occupy the GPU, and counts as 0.
+        A forward's is next to nothing where rows are long enough to occupy the GPU, and counts as 0. Results for many
+        short sequences come in several calls and are copied together: each is at most half of all.
 
         Args:
             device: where it runs.
             is_deterministic: whether it must sum in the same order at every run.
         """
-        if not self.is_backward or device.type != "cuda":
+        if device.type != "cuda":
             return 0
+        if not self.is_backward:
+            return self._results_nbytes // 2 if self.is_ragged else 0
         if self.backend == "efficient":
             return self.num_copied_bytes + self._efficient_nbytes(is_deterministic)
         if self.backend == "flash":
@@ -146,19 +150,32 @@ class AttentionCall:
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
         """Gradients of queries in fp32, once per split; sums per row; gradients of keys and values of all heads.
 
+        Sequences of several lengths are taken to be as long as they are or, where that takes more, to be as short as
+        the engine has them in one call (`Documents.groups`).
+
         Args:
             num_multiprocessors: of the device, if the kernel is deterministic: it splits keys among them; else 0.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
-        rows = self.num_rows * round_up(self.num_queries // self.num_rows, _FLASH_ROWS)
+        rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)
         if self.is_ragged:
-            rows = self.num_queries + self.num_rows * _FLASH_ROWS
+            rows = self.num_queries + self.num_rows * FLASH_ROWS
+            splits = max(splits, -(-2 * self.num_queries // rows))
         width = round_up(self.width, _FLASH_WIDTH) if self.width <= _FLASH_ROUNDED_WIDTH else _FLASH_WIDEST
         sums = rows * self.num_heads * _FLOAT_NBYTES
         expanded = 0
         if self.num_key_heads != self.num_heads:
             expanded = self.num_keys * self.num_heads * (self.width + self.value_width) * self.itemsize
-        return splits * rows * self.num_heads * width * _FLOAT_NBYTES + sums + expanded
+        copied = self._results_nbytes // 2 if self.is_ragged else 0
+        return splits * rows * self.num_heads * width * _FLOAT_NBYTES + sums + expanded + copied
+
+    @property
+    def _results_nbytes(self) -> int:
+        """Bytes of the results: the output, or the gradients of queries, keys and values."""
+        queries, keys = self.num_queries * self.num_heads, self.num_keys * self.num_key_heads
+        if not self.is_backward:
+            return queries * self.value_width * self.itemsize
+        return (queries * self.width + keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
         """Gradients of queries in fp32, in whole blocks; sums per row; gradients that do not stay in registers."""

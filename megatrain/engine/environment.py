@@ -20,6 +20,8 @@ __all__ = [
 ]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+#: Read by transformers at each call of the package flash-attn, whose backward otherwise adds in the order of arrival.
+_FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 #: Settings under which cuBLAS sums in the same order at every run; torch accepts no others.
 _REPEATABLE = (":4096:8", ":16:8")
 
@@ -49,8 +51,10 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         return
     _check_cublas()
     deterministic: Any = torch.utils.deterministic  # module attributes without types
+    flash = os.environ.get(_FLASH_ATTENTION)
     fills, mode = deterministic.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
+    os.environ[_FLASH_ATTENTION] = "1"
     deterministic.fill_uninitialized_memory = False  # would fill every new tensor, and all are written anyway
     try:
         yield
@@ -65,6 +69,10 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     finally:
         torch.set_deterministic_debug_mode(mode)
         deterministic.fill_uninitialized_memory = fills
+        if flash is None:
+            del os.environ[_FLASH_ATTENTION]
+        else:
+            os.environ[_FLASH_ATTENTION] = flash
 
 
 def _check_cublas() -> None:

@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from megatrain.engine.documents import attention_by_documents
 from megatrain.engine.head import (
     ChunkedHead,
     HeadPlan,
@@ -131,6 +133,9 @@ class LayerRunner:
         compiler: Of layers; None: they run eagerly.
         cross_entropy: Replaces torch's in a chunked head; None: torch's.
         activity: Progress within the step, for status.
+        by_documents: Compute attention document by document where a model's mask allows it (`documents.py`); not done
+            in compiled layers.
+        on_dense_mask: Called with what needs it when a mask of [S, S] is made all the same.
 
     Attributes:
         bounds: Every unit's module with slots for its weights, by index.
@@ -152,6 +157,8 @@ class LayerRunner:
         compiler: LayerCompiler | None = None,
         cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
+        by_documents: bool = True,
+        on_dense_mask: Callable[[str], None] = lambda where: None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -183,6 +190,7 @@ class LayerRunner:
             self._micro_batches.mirror,
             kept,
             self._activity,
+            partial(attention_by_documents, on_dense_mask, enabled=by_documents and compiler is None),
         )
 
     @property
@@ -425,6 +433,7 @@ class Trunk:
         mirror: Host mirror of the model's inputs; None: the model reads them from the device.
         kept: Visits whose graphs are kept for the backward.
         activity: Progress within the step, for status.
+        attention: Makes the context that forward and backward run in: how attention is computed.
 
     Attributes:
         visits: Those of the running pass.
@@ -442,8 +451,10 @@ class Trunk:
         mirror: HostMirror | None = None,
         kept: Container[int] = (),
         activity: Activity | None = None,
+        attention: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._activity = activity or Activity()
+        self._attention = attention
         self._mirror = mirror
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
@@ -459,6 +470,7 @@ class Trunk:
             for bound in self._bounds:
                 stack.enter_context(bound.with_placeholders())
             stack.enter_context(self._stubbed())
+            stack.enter_context(self._attention())
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], num_items: int | None, seed: int) -> list[SuspendedOutput]:

@@ -103,6 +103,7 @@ class VisitTrace:
         uncounted: Operators without a FLOP formula, and why; byte counts do not depend on it.
         head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
         num_tokens: Tokens of the micro-batch.
+        dense_masks: What takes masks of [S, S]: memory is quadratic in the length of rows then.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -113,6 +114,7 @@ class VisitTrace:
     uncounted: tuple[str, ...] = ()
     head_flops: int = 0
     num_tokens: int = 0
+    dense_masks: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -54,6 +54,7 @@ def trace_visits(
     head_rows: int | None = None,
     objective: Objective | None = None,
     padded: bool = True,
+    by_documents: bool = True,
 ) -> VisitTrace:
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
@@ -65,7 +66,8 @@ def trace_visits(
         device: Compute device: kernels and their workspaces differ between devices.
         head_rows: As for the runner.
         objective: As for the runner.
-        padded: Whether the attention mask shows padding or documents. If not, each row is one document.
+        padded: Whether rows may have padding or hold several documents. If not, each row is one document.
+        by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -76,7 +78,7 @@ def trace_visits(
     num_tokens = batch_size * seq_len
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
-        tracer = _Tracer(graph, compute_dtype, device, head_rows, objective)
+        tracer = _Tracer(graph, compute_dtype, device, head_rows, objective, by_documents)
         with fake, tracer.counts:
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
@@ -166,8 +168,10 @@ class _Tracer:
         device: torch.device,
         head_rows: int | None,
         objective: Objective | None,
+        by_documents: bool,
     ) -> None:
         self.counts = CountingMode()
+        self._dense_masks: dict[str, None] = {}  # in the order in which they are met
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._dtype, self._device = dtype, device
         self._phases: list[_Phase] = []
@@ -184,6 +188,8 @@ class _Tracer:
             head_rows=head_rows,
             objective=objective,
             random_enabled=False,
+            by_documents=by_documents,
+            on_dense_mask=lambda what: self._dense_masks.setdefault(what),
         )
         for bound in self.runner.bounds:
             bound.forward = self._measured(self._guessing(bound))
@@ -328,6 +334,7 @@ class _Tracer:
             guesses=self.counts.guesses,
             uncounted=tuple(self.counts.uncounted),
             head_flops=head.num_flops,
+            dense_masks=tuple(self._dense_masks),
         )
 
 

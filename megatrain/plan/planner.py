@@ -61,8 +61,8 @@ def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
 
     Args:
         run: what is asked for.
-        padded: whether rows may come with a mask, of memory quadratic in their length; False: each is one document
-            without padding. None: as the data comes; a micro-batch of one row that is not packed has none.
+        padded: whether rows may have padding or hold several documents; False: each is one document without padding.
+            None: as the data comes; a micro-batch of one row that is not packed has none.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -90,6 +90,7 @@ def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
             device=device,
             objective=run.objective,
             padded=padded,
+            by_documents=run.model.compile_backend is None,
         )
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)

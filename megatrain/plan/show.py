@@ -57,6 +57,9 @@ def messages(plan: Plan) -> Sequence[str]:
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.guesses]
     if plan.trace.uncounted:
         estimates.append(f"the FLOPs of a step are not known: {'; '.join(plan.trace.uncounted)}")
+    if plan.trace.dense_masks:
+        causes = ", ".join(plan.trace.dense_masks)
+        estimates.append(f"attention takes masks of [S, S], so memory grows with data.max_length squared ({causes})")
     beside = [plan.room_beside_tier] if plan.room_beside_tier else []
     return (*_moves(plan), *beside, *estimates)
 

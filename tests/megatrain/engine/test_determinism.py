@@ -28,6 +28,8 @@ def test_what_was_set_before_is_set_afterwards(mode: bool) -> None:
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
             assert torch.utils.deterministic.fill_uninitialized_memory is False  # type: ignore[attr-defined]
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+            assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1", "transformers passes it on to flash-attn"
+        assert "FLASH_ATTENTION_DETERMINISTIC" not in os.environ
         assert torch.are_deterministic_algorithms_enabled() is mode
         assert torch.is_deterministic_algorithms_warn_only_enabled() is mode
         assert torch.utils.deterministic.fill_uninitialized_memory is True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Rows that are one document each need no mask; the trace of a step knows that if it is told."""
+"""Masks take memory quadratic in the length of a row where a model needs them, and the plan says so."""
 
 from __future__ import annotations
 
@@ -12,31 +12,42 @@ from megatrain.config.resolve import resolve
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import messages
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_without_masks_memory_is_linear_in_the_length_of_a_row(family: str) -> None:
-    """In layers that attend to all that is before; a window takes a mask whatever the rows are."""
-
-    def most(length: int, *, padded: bool) -> int:
-        graph = build_graph(tiny_config(family), attn_implementation="sdpa", dtype=torch.float32)
-        trace = trace_visits(graph, 1, length, torch.float32, padded=padded)
-        return max(visit.held_nbytes for visit in trace.visits)
-
-    assert most(8192, padded=False) < 2.5 * most(4096, padded=False)
-    assert most(8192, padded=True) > 3.5 * most(4096, padded=True)
-    assert most(8192, padded=False) < 8192 * 8192 < most(8192, padded=True)
+def most_held(family: str, length: int, attention: str = "sdpa", **options: bool) -> int:
+    graph = build_graph(tiny_config(family), attn_implementation=attention, dtype=torch.float32)
+    trace = trace_visits(graph, 1, length, torch.float32, **options)
+    assert bool(trace.dense_masks) == (options != {"padded": False} and (attention == "eager" or len(options) == 2))
+    return max(visit.held_nbytes for visit in trace.visits)
 
 
-@pytest.mark.parametrize(("rows", "packing", "has_mask"), [(1, "false", False), (2, "false", True), (1, "true", True)])
-def test_a_plan_has_masks_where_the_data_may_have_them(rows: int, packing: str, has_mask: bool, tmp_path: Path) -> None:
-    """A micro-batch of one row that is not packed is as long as the row: nothing in it is padding."""
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> None:
+    """Packed, padded or one document each, with windows and without."""
+    assert most_held(family, 4096, padded=padded) < 2.5 * most_held(family, 2048, padded=padded)
+    assert most_held(family, 4096, padded=padded) < 4096 * 4096
+
+
+@pytest.mark.parametrize(("attention", "by_documents"), [("eager", True), ("sdpa", False)])
+def test_it_is_quadratic_where_a_mask_is_needed(attention: str, by_documents: bool) -> None:
+    """Eager attention computes with masks, and compiled layers are made for one shape of them."""
+    options = {} if by_documents else {"padded": True, "by_documents": False}
+    assert most_held("llama", 8192, attention, **options) > 3.5 * most_held("llama", 4096, attention, **options)
+
+
+@pytest.mark.parametrize(("rows", "packing"), [(1, "false"), (2, "false"), (1, "true")])
+@pytest.mark.parametrize("keys", ["", 'attn_implementation = "eager"', "compile = true"])
+def test_a_plan_tells_of_masks(rows: int, packing: str, keys: str, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    text = config_text(tmp_path, model, nvme=0, ram="2GiB", data=f"packing = {packing}")
+    text = config_text(tmp_path, model, nvme=0, ram="24GiB", data=f"packing = {packing}")
     text = text.replace("max_length = 64", "max_length = 4096").replace("batch_size = 2", f"batch_size = {rows}")
-    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "run.toml").write_text(text.replace("[data]", f"{keys}\n[data]", 1))
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
+    has_mask = bool(keys) and (packing == "true" or rows > 1 or "eager" in keys)
     assert plan.micro_batch_size == rows
     assert (plan.trace.shared_nbytes > 4096 * 4096) == has_mask
+    assert any("max_length squared" in message for message in messages(plan)) == has_mask

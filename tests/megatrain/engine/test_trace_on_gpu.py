@@ -140,7 +140,10 @@ def test_rows_of_several_lengths_in_one() -> None:
     assert found is not None and (found.num_rows, found.num_keys) == (2, 1000)
     rows = 1000 + 2 * 128
     expanded = 2 * 1000 * 8 * 64 * 2
-    assert found.hidden_nbytes(CUDA, is_deterministic=True) == 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded
+    copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # of gradients, where short sequences take several calls
+    hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
+    assert found.hidden_nbytes(CUDA, is_deterministic=True) == hidden
+    assert found.hidden_nbytes(CUDA, is_deterministic=False) >= 2 * 1000 * 8 * 64 * 4, "of as many as a call may have"
 
 
 def test_it_is_in_the_plan_of_a_layer() -> None:

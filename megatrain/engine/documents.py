@@ -1,0 +1,523 @@
+"""Attention inside the documents of a row, without a mask of [S, S].
+
+transformers describes a mask by functions of two positions and, for sdpa, makes a tensor of [rows, 1, S, S] of it. Here
+these functions carry what they stand for: causal, a window, borders between documents. A mask that is made of nothing
+else becomes a `DocumentMask`, which holds the lengths of the documents, and transformers' sdpa attention, when it is
+given one, is run on each document (`_each_document`), or by one kernel for all of them where the device has it
+(`_varlen`). Whatever else a model does with its mask makes the dense tensor of it first, so that nothing is wrong
+where a model has its own attention: it takes the memory it always took.
+
+Nothing is decided by the class of a model. docs/decisions/0026-attention-by-documents.md
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from megatrain.engine.attention import FLASH_ROWS
+from megatrain.engine.visit import METADATA_QUERIES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["DocumentMask", "Documents", "attention_by_documents"]
+
+#: Tokens that are computed at a time where a document is longer than a window, at least. Each piece takes a mask.
+_FEWEST_WINDOW_TOKENS = 512
+#: What that kernel can do: dtypes, head dimensions up to this and a multiple of that, from compute capability 8.
+_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+_WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch, and how far their tokens see. A token attends to tokens of its document only.
+
+    Attributes:
+        num_rows: of the micro-batch.
+        row_tokens: of each row.
+        lengths: tokens of each document, row after row; none crosses the end of a row.
+        window: tokens that each token sees, itself included; None: all before it.
+        device: of the model's tensors.
+    """
+
+    num_rows: int
+    row_tokens: int
+    lengths: tuple[int, ...]
+    window: int | None
+    device: torch.device
+
+    @cached_property
+    def groups(self) -> tuple[tuple[slice, int, Tensor], ...]:
+        """Documents for one call of the variable-length kernel each: their tokens, the longest, where each begins.
+
+        The beginnings are an int32 tensor on the device, copied there without a host wait.
+        """
+        tokens = self.num_rows * self.row_tokens
+        # The kernel's backward takes workspace for so many rows of each document, however short it is.
+        most = max(1, tokens // FLASH_ROWS)
+        found: list[tuple[slice, int, Tensor]] = []
+        at = 0
+        for first in range(0, len(self.lengths), most):
+            lengths = self.lengths[first : first + most]
+            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            if self.device.type == "cuda" and torch.cuda.is_available():
+                starts = starts.pin_memory()
+            found.append(
+                (slice(at, at + sum(lengths)), max(lengths), starts.to(self.device, non_blocking=True)),
+            )
+            at += sum(lengths)
+        return tuple(found)
+
+
+class DocumentMask(Tensor):
+    """A mask of [rows, 1, S, S] that is not there: it has shape, dtype and device, and knows its documents.
+
+    Any operation on it gets the dense tensor.
+    """
+
+    documents: Documents
+    _make_dense: Callable[[], Tensor]
+    _on_dense: Callable[[str], None]
+
+    @classmethod
+    def of(
+        cls, documents: Documents, make_dense: Callable[[], Tensor], on_dense: Callable[[str], None]
+    ) -> DocumentMask:
+        """Return a mask of these documents.
+
+        Args:
+            documents: what it keeps apart.
+            make_dense: returns the dense tensor.
+            on_dense: called with what needs it, before that is made.
+        """
+        shape = (documents.num_rows, 1, documents.row_tokens, documents.row_tokens)
+        made: DocumentMask = Tensor._make_wrapper_subclass(
+            cls, shape, strides=(0, 0, 0, 0), dtype=torch.bool, device=documents.device
+        )
+        made.documents, made._make_dense, made._on_dense = documents, make_dense, on_dense
+        return made
+
+    def dense(self, where: str) -> Tensor:
+        """Return the mask as a tensor, made anew: it lives as long as the operation `where` that needs it."""
+        self._on_dense(where)
+        return self._make_dense()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return f"DocumentMask({tuple(self.shape)}, {len(self.documents.lengths)} documents)"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _QUERIES:
+                return func(*args, **(kwargs or {}))
+            return func(*_dense(args, name), **_dense(kwargs or {}, name))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*_dense(args, str(func)), **_dense(kwargs or {}, str(func)))
+
+
+_QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
+
+
+def _dense(value: Any, where: str) -> Any:
+    """Return arguments of an operation with dense masks."""
+    if isinstance(value, DocumentMask):
+        return value.dense(where)
+    if isinstance(value, tuple | list):
+        return type(value)([_dense(item, where) for item in value])
+    if isinstance(value, dict):
+        return {key: _dense(item, where) for key, item in value.items()}
+    return value
+
+
+# -- what masks are made of ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """What a mask function of transformers stands for; one without a pattern is not known.
+
+    Attributes:
+        is_causal: no token sees a later one.
+        window: tokens that each sees, itself included.
+        borders: [rows, S], the number of each token's document in its row.
+    """
+
+    is_causal: bool = False
+    window: int | None = None
+    borders: Tensor | None = None
+
+
+def _pattern_of(function: Any) -> _Pattern | None:
+    from transformers import masking_utils
+
+    if function is vars(masking_utils).get("causal_mask_function"):
+        return _Pattern(is_causal=True)
+    found: _Pattern | None = getattr(function, "pattern", None)
+    return found
+
+
+def _with_pattern(function: Any, pattern: _Pattern | None) -> Any:
+    if pattern is not None:
+        function.pattern = pattern
+    return function
+
+
+def _joined(functions: tuple[Any, ...]) -> _Pattern | None:
+    """Return the pattern of what all of these functions allow."""
+    patterns = [_pattern_of(function) for function in functions]
+    known = [pattern for pattern in patterns if pattern is not None]
+    if len(known) < len(patterns):
+        return None
+    windows = [pattern.window for pattern in known if pattern.window is not None]
+    borders = [pattern.borders for pattern in known if pattern.borders is not None]
+    if len(borders) > 1:
+        return None
+    return _Pattern(any(p.is_causal for p in known), min(windows, default=None), borders[0] if borders else None)
+
+
+#: Functions of transformers of which masks are composed; the last one came later than the others.
+_COMPOSED_OF = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
+_LATER = "remap_positions_for_packed_sequence"
+
+
+def _mask_functions() -> dict[str, Callable[..., Any]]:
+    """Return name -> a replacement that also notes the pattern, for functions of transformers that make or join masks.
+
+    A window is the same in positions of a row as in those of a document, where no token sees another document's.
+    Nothing is replaced in a release without these functions: its patterns are not known.
+    """
+    from transformers import masking_utils
+
+    own: Any = vars(masking_utils)
+    if not own.keys() >= {*_COMPOSED_OF, "causal_mask_function"}:
+        return {}
+    own_and_masks, own_overlay, own_packed = (own[name] for name in _COMPOSED_OF)
+    own_remapped = own.get(_LATER)
+
+    def and_masks(*functions: Any) -> Any:
+        return _with_pattern(own_and_masks(*functions), _joined(functions))
+
+    def overlay(window: int) -> Any:
+        return _with_pattern(own_overlay(window), _Pattern(window=window))
+
+    def packed(borders: Tensor) -> Any:
+        return _with_pattern(own_packed(borders), _Pattern(borders=borders))
+
+    def remapped(function: Any, positions: Tensor) -> Any:
+        return _with_pattern(own_remapped(function, positions), _pattern_of(function))
+
+    found: dict[str, Callable[..., Any]] = dict(zip(_COMPOSED_OF, (and_masks, overlay, packed), strict=True))
+    return found if own_remapped is None else {**found, _LATER: remapped}
+
+
+@contextmanager
+def attention_by_documents(
+    on_dense: Callable[[str], None] = lambda where: None, *, enabled: bool = True
+) -> Iterator[None]:
+    """Let models with sdpa attention compute it document by document; not for several threads at once.
+
+    Args:
+        on_dense: called with what needs it whenever a dense mask is made.
+        enabled: False: only tell of dense masks.
+    """
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    masks, attentions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
+    namespace = vars(masking_utils)
+    replacements = _mask_functions() if enabled else {}
+    before = {name: namespace[name] for name in replacements}
+    make, attend = masks["sdpa"], attentions["sdpa"]
+    interfaces: list[tuple[Any, str, Callable[..., Any]]] = [
+        (masks, "eager", _noting(masks["eager"], "eager attention", on_dense)),
+        (masks, "sdpa", _mask_maker(make, on_dense) if enabled else _noting(make, "compiled layers", on_dense)),
+        (attentions, "sdpa", _attention(attend) if enabled else attend),
+    ]
+    local = [(interface, name, interface._local_mapping.get(name)) for interface, name, _ in interfaces]
+    try:
+        namespace.update(replacements)
+        for interface, name, replacement in interfaces:
+            interface[name] = replacement
+        yield
+    finally:
+        namespace.update(before)
+        for interface, name, function in local:
+            if function is None:
+                del interface[name]
+            else:
+                interface[name] = function
+
+
+def _noting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        mask = make(*args, **kwargs)
+        if mask is not None:
+            on_dense(what)
+        return mask
+
+    return noting
+
+
+def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
+    """Return transformers' sdpa mask, or a `DocumentMask` where it knows the pattern."""
+    signature, noting = inspect.signature(plain), _noting(plain, "a mask of its own kind", on_dense)
+
+    def make(*args: Any, **kwargs: Any) -> Tensor | None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        documents = _documents_of(given.arguments)
+        if documents is not None:
+            return DocumentMask.of(documents, lambda: cast("Tensor", plain(*args, **kwargs)), on_dense)
+        mask: Tensor | None = noting(*args, **kwargs)
+        return mask
+
+    return make
+
+
+#: Arguments of transformers' function that makes masks.
+_NEEDED = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
+_NEEDED |= {"attention_mask", "device"}
+
+
+def _documents_of(given: Mapping[str, Any]) -> Documents | None:
+    """Return the documents that a mask keeps apart; None: it is no such mask, or none is needed."""
+    from transformers import masking_utils
+
+    if not given.keys() >= _NEEDED:
+        return None
+    pattern = _pattern_of(given["mask_function"])
+    if pattern is None or not pattern.is_causal or given["use_vmap"]:
+        return None
+    num_rows, length, padding = given["batch_size"], given["q_length"], given["attention_mask"]
+    if length != given["kv_length"] or length < 2 or _is_shifted(given["q_offset"]) or _is_shifted(given["kv_offset"]):
+        return None
+    window = pattern.window if pattern.window is not None and pattern.window < length else None
+    if padding is not None and pattern.borders is not None:
+        return None
+    marks = padding if pattern.borders is None else pattern.borders
+    lengths, may_be_parts = (length,) * num_rows, False
+    if isinstance(marks, FakeTensor):  # a plan, for documents as long as rows: these take the most memory
+        may_be_parts = bool(masking_utils.is_tracing(marks))
+    elif marks is not None:
+        if marks.shape != (num_rows, length):
+            return None
+        values = np.asarray(marks.tolist())  # answered from the host's copy of the inputs, where there is one
+        if padding is not None and not _ends_in_padding(values):
+            return None
+        lengths = tuple(length for row in values for length in _runs(row))
+        may_be_parts = len(lengths) > num_rows
+    if window is None and not may_be_parts:
+        return None  # whole rows: transformers needs no mask
+    return Documents(num_rows, length, lengths, window, torch.device(given["device"]))
+
+
+def _is_shifted(offset: Any) -> bool:
+    return not isinstance(offset, int) or offset != 0
+
+
+def _ends_in_padding(rows: npt.NDArray[Any]) -> bool:
+    """Return whether all padding is behind the text: no token of the text sees it then, whatever it computes."""
+    is_text = rows.astype(np.int8)
+    return bool(is_text[:, 0].all() and (np.diff(is_text) <= 0).all())
+
+
+def _runs(row: npt.NDArray[Any]) -> list[int]:
+    """Return how often each value is repeated."""
+    ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' sdpa attention, which runs on each document where the mask is a `DocumentMask`."""
+    known = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
+    others = inspect.signature(plain).parameters.keys() - known | {"softcap"}
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        special = any(kwargs.get(name) is not None for name in others)  # a bias, a cap on scores
+        # What dropout leaves out is drawn for whole rows: in pieces it would not be what transformers draws.
+        if (
+            special
+            or dropout
+            or not isinstance(attention_mask, DocumentMask)
+            or not _fits(attention_mask.documents, query, key)
+        ):
+            result: tuple[Tensor, None] = plain(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                **kwargs,
+            )
+            return result
+        documents = attention_mask.documents
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [tokens, heads, width]
+        if _has_varlen(query, key, value):
+            out = _varlen(q, k, v, documents, scaling)
+        else:
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+                found: Tensor = plain(module, q, k, v, mask, scaling=scaling, is_causal=True)[0]
+                return found
+
+            out = _each_document(q, k, v, documents, attend)
+        return out.view(documents.num_rows, documents.row_tokens, *out.shape[1:]), None
+
+    return attention
+
+
+def _fits(documents: Documents, query: Tensor, key: Tensor) -> bool:
+    shapes = {(tensor.shape[0], tensor.shape[2]) for tensor in (query, key)}
+    return shapes == {(documents.num_rows, documents.row_tokens)}
+
+
+def _each_document(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Run attention on one document after the other, as transformers would for each alone.
+
+    `split` and `cat`, not slices: the gradient of a slice is as large as what it is cut from.
+
+    Args:
+        query: [tokens, heads, width], as all here.
+        attend: transformers' attention for [1, heads, tokens, width].
+    """
+    lengths = list(documents.lengths)
+    outputs: list[Tensor] = []
+    for parts in zip(*(torch.split(tensor, lengths) for tensor in (query, key, value)), strict=True):
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        window = documents.window
+        if window is None or q.shape[2] <= window:
+            outputs.append(attend(q, k, v, None)[0])
+        else:
+            outputs += _windows(q, k, v, window, attend)
+    return torch.cat(outputs)
+
+
+def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """Run attention over a window, piece by piece: the first token of a piece sees `window - 1` before it."""
+    rows = max(window, _FEWEST_WINDOW_TOKENS)
+    before = k[:, :, :0], v[:, :, :0]
+    for queries, keys, values in zip(*(torch.split(tensor, rows, dim=2) for tensor in (q, k, v)), strict=True):
+        num_before, num_queries = before[0].shape[2], queries.shape[2]
+        distance = torch.arange(num_before, num_before + num_queries, device=q.device)[:, None]
+        distance = distance - torch.arange(num_before + num_queries, device=q.device)
+        mask = (distance >= 0) & (distance < window)
+        seen = [torch.cat([own, new], dim=2) for own, new in zip(before, (keys, values), strict=True)]
+        yield attend(queries, *seen, mask[None, None])[0]
+        first = keys.shape[2] - window + 1
+        before = keys[:, :, first:], values[:, :, first:]
+
+
+# -- one kernel for all documents ------------------------------------------------------------------------------------
+
+
+def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether torch's flash attention for sequences of several lengths can do this."""
+    width = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and query.dtype in _VARLEN_DTYPES
+        and width == key.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+        and width % _HEAD_MULTIPLE == 0
+        and query.shape[1] % key.shape[1] == 0
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and _has_flash(query)
+    )
+
+
+def _has_flash(query: Tensor) -> bool:
+    if isinstance(query, FakeTensor) and not torch.cuda.is_available():
+        return True  # a plan that is made without a GPU is for one that has it
+    is_nvidia = torch.version.hip is None and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _OLDEST_CAPABILITY
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    """Run attention on all documents: [tokens, heads, width]. Deterministic where torch is asked to be."""
+    out: Tensor = _Varlen.apply(query, key, value, documents, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Varlen(torch.autograd.Function):
+    """torch's flash attention over sequences that lie one behind the other; torch 2.10 wraps it without windows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None
+    ) -> Tensor:
+        window = documents.window
+        ctx.documents, ctx.is_causal = documents, window is None
+        ctx.options = {
+            "scale": scale,
+            "window_size_left": -1 if window is None else window - 1,  # the kernel counts those before
+            "window_size_right": 0,
+        }
+        outputs: list[Tensor] = []
+        others: list[Tensor] = []
+        for tokens, longest, starts in documents.groups:
+            q, k, v = query[tokens], key[tokens], value[tokens]
+            out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(
+                q, k, v, starts, starts, longest, longest, 0.0, ctx.is_causal, False, **ctx.options
+            )
+            outputs.append(out)
+            others += [sums, random, unused]
+        joined = _joined_tensors(outputs)
+        ctx.save_for_backward(query, key, value, joined, *others)
+        return joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *others = ctx.saved_tensors
+        grad_out, found = grad_out.contiguous(), list[tuple[Tensor, ...]]()
+        for number, (tokens, longest, starts) in enumerate(ctx.documents.groups):
+            sums, random, unused = others[3 * number : 3 * number + 3]
+            q, k, v = query[tokens], key[tokens], value[tokens]
+            found.append(
+                torch.ops.aten._flash_attention_backward(
+                    grad_out[tokens], q, k, v, out[tokens], sums, starts, starts, longest, longest, 0.0,
+                    ctx.is_causal, random, unused, **ctx.options,
+                )
+            )  # fmt: skip
+        return (*(_joined_tensors(gradients) for gradients in zip(*found, strict=True)), None, None)
+
+
+def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
