@@ -160,7 +160,8 @@ class Trainer:
             LockedError: another run uses ``output_dir``.
             TieredError: storage failed.
             OSError: storage failed.
-            NonFiniteGradientError: a gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``.
+            NonFiniteGradientError: a gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``. What is
+                saved is the last checkpoint.
             KeyboardInterrupt: a second signal, or one that the run could not save after.
         """
         self._check()
@@ -603,6 +604,11 @@ class Trainer:
             seconds=self.state.seconds + step_s,
         )
         self._step_seconds.append(step_s)
+        if result.left_out:
+            self._observers.on_message(
+                f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, these were not "
+                f"updated: {', '.join(result.left_out)}"
+            )
         self._observers.on_step(self._metrics(batch, result, lr, step_s, moved))
 
     def _metrics(

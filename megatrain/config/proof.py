@@ -119,7 +119,7 @@ def _with_little_ram(values: dict[str, Any]) -> RunConfig:
     for _ in range(8):  # what a plan needs may grow with its workspace, once
         config = RunConfig.model_validate(values)
         try:
-            plan_run(resolve(config))
+            plan_run(resolve(config), names_ways_out=False)
         except DoesNotFitError as error:
             if error.tier != "ram":
                 raise

@@ -189,6 +189,7 @@ def resolve_optimizer(table: OptimizerConfig) -> OptimizerSpec:
         momentum=table.sgd_momentum,
         nesterov=table.sgd_nesterov,
         max_grad_norm=table.max_grad_norm,
+        clip_scope=table.clip_scope,
         nonfinite=table.nonfinite,
         groups=groups,
         learning_rates=rates,

@@ -509,9 +509,15 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     max_grad_norm: float = key(
         "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=_HF_AXOLOTL
     )
+    clip_scope: Literal["global", "layer"] = key(
+        "Whose norm max_grad_norm limits, and whose update nonfinite stops or skips. global: that of all gradients, "
+        "which are held until it is known. layer: each layer's own, which is not the global norm; a layer is updated "
+        "during the backward, and only a layer's gradient is held.",
+        "global",
+    )
     nonfinite: Literal["stop", "skip", "ignore"] = key(
-        "A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look "
-        "and, without clipping, lets a layer be updated during the backward.",
+        "A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look. With "
+        "max_grad_norm = 0, stop and ignore let a layer be updated during the backward.",
         "stop",
     )
     lr_scheduler_type: str = key("Name of a schedule of transformers, e.g. cosine, linear.", "cosine", same_name=_HF)

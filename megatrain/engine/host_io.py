@@ -19,11 +19,12 @@ from tiered.ext import HostSlab
 from tiered.units import MiB, round_up
 
 __all__ = [
+    "ArrivingNumbers",
     "HostMirror",
     "MicroBatches",
     "Staging",
-    "reads_sync_host",
     "read_numbers",
+    "reads_sync_host",
 ]
 
 Name = TypeVar("Name")
@@ -141,26 +142,44 @@ def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
     return starts, max(end, 1)
 
 
+class ArrivingNumbers:
+    """Scalars in double precision on their way to the host, those on a device with one copy; no host sync yet.
+
+    Args:
+        values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
+    """
+
+    def __init__(self, values: Sequence[Tensor | float]) -> None:
+        self._values = values
+        self._stacked: Tensor | None = None
+        self._arrived: Any = None
+        scalars = [value for value in values if isinstance(value, Tensor)]
+        if not scalars:
+            return
+        self._stacked = torch.stack([scalar.detach().reshape(()).to(torch.float64) for scalar in scalars])
+        if self._stacked.is_cuda:
+            host = torch.empty(self._stacked.shape, dtype=self._stacked.dtype, pin_memory=True)
+            host.copy_(self._stacked, non_blocking=True)
+            # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+            self._stacked = host
+
+    def read(self) -> list[float]:
+        """Return the numbers when they are there: on a device the only host sync."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found = iter(() if self._stacked is None else self._stacked.tolist())
+        return [float(next(found)) if isinstance(value, Tensor) else float(value) for value in self._values]
+
+
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return scalars in double precision; those on a device with one copy and one host sync.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
     """
-    scalars = [value for value in values if isinstance(value, Tensor)]
-    if not scalars:
-        return [float(value) for value in values]
-    stacked = torch.stack([scalar.detach().reshape(()).to(torch.float64) for scalar in scalars])
-    if stacked.is_cuda:
-        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-        host.copy_(stacked, non_blocking=True)
-        # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
-        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        arrived.record()
-        arrived.synchronize()
-        stacked = host
-    found = iter(stacked.tolist())
-    return [float(next(found)) if isinstance(value, Tensor) else float(value) for value in values]
+    return ArrivingNumbers(values).read()
 
 
 #: Operations that the mirror repeats on the host: functions of their arguments alone, exact on integers. The result of

@@ -12,6 +12,7 @@ both into the leases of a step; the engine asks for them through `BlockAccess` w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -202,6 +203,7 @@ class StepProgram:
         updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs are kept for the backward; their inputs are no blocks.
         parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
+        occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -223,6 +225,16 @@ class StepProgram:
     def gradient_keys(self, layout: UnitLayout, use: int) -> list[str]:
         """Return the keys of a use site's accumulators, one for each part."""
         return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
+
+    occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
+
+    def contents(self, tick: int, key: str) -> BlockPlan:
+        """Return what a block holds in a tick: itself, or the gradient whose turn it is.
+
+        Args:
+            tick: that uses the block, by position.
+        """
+        return self.occupants.get((tick, key)) or self.blocks[key]
 
     def chosen_ticks(self, *, updates: bool = True, passes: bool = True) -> dict[int, Tick]:
         """Return the ticks of a step in order, by position.
@@ -335,7 +347,7 @@ def evaluation_program(program: StepProgram) -> StepProgram:
         if tick.phase in ("forward", "head"):
             held = tuple((key, mode) for key, mode in tick.held if program.blocks[key].kind == "weights")
             passes.setdefault((tick.phase, tick.visit), Tick(tick.phase, tick.visit, held))
-    return replace(program, ticks=tuple(passes.values()), defers_updates=False)
+    return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={})
 
 
 class ProgramBuilder:
@@ -352,6 +364,8 @@ class ProgramBuilder:
         grad_dtype: of gradients at rest.
         defer_updates: see ``StepProgram``.
         updates_in_compute_tier: see ``StepProgram``.
+        updates_beside_device: where a device computes, the host updates a layer while the next one is computed. Takes
+            one more layer's gradients where updates are not deferred.
     """
 
     def __init__(
@@ -367,6 +381,7 @@ class ProgramBuilder:
         grad_dtype: torch.dtype = torch.float32,
         defer_updates: bool = True,
         updates_in_compute_tier: bool = False,
+        updates_beside_device: bool = True,
     ) -> None:
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
@@ -382,8 +397,9 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise and len(layout.parts) > 1 and self._is_trained(layout)
         }
-        # One tick ahead where a device computes meanwhile: the host updates the next unit's weights beside it.
-        self._lead = 0 if compute_tier == "ram" else 1
+        # Where a device computes meanwhile, the host updates beside it: the weights of the next forward, or, during
+        # the backward, those of the visit before the one that the device is at.
+        self._lead = int(compute_tier != "ram" and updates_beside_device)
 
     def build(self) -> StepProgram:
         """Return the program."""
@@ -452,14 +468,21 @@ class ProgramBuilder:
             yield from ticks
 
     def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the last pass, each followed by the updates whose gradients it completes."""
+        """Yield the ticks of the last pass, and the updates after those that complete their gradients."""
+        waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
         for tick in ticks:
             yield tick
             filled = {key for key, mode in tick.held if mode != "r"}
-            for index, layout in enumerate(self._graph.layouts.values()):
-                # A shared layout has several use sites; backward reaches the first one last and sums the others there.
-                if self._is_trained(layout) and self._part_keys(gradient_key(layout.name, 0), layout.name)[0] in filled:
-                    yield self._update(index, layout)
+            # A shared layout has several use sites; backward reaches the first one last and sums the others there.
+            updates = [
+                self._update(index, layout)
+                for index, layout in enumerate(self._graph.layouts.values())
+                if self._is_trained(layout) and self._part_keys(gradient_key(layout.name, 0), layout.name)[0] in filled
+            ]
+            waiting.append(updates)
+            yield from waiting.popleft()
+        for updates in waiting:
+            yield from updates
 
     def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
         """Yield the ticks of the first pass, each after the updates of the weights that it, or the next, uses first."""

@@ -6,12 +6,13 @@ the op's blocks from the store, and does with each copy afterwards what the tape
 leased where, fetched, pinned or evicted is on the tape, compiled before the step.
 
 Gradients are clipped exactly: the global norm is known after the whole backward, so the update of a step is made by
-the next one, block group by block group, each just before the forward that reads its weights.
+the next one, block group by block group, each just before the forward that reads its weights. Where no global norm is
+asked for, each group is updated during the backward that completes its gradient, and `LayerScales` decides about it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
-from megatrain.engine.host_io import read_numbers
+from megatrain.engine.host_io import ArrivingNumbers, read_numbers
 from megatrain.engine.program import (
     Stays,
     StepProgram,
@@ -59,6 +60,9 @@ __all__ = [
 ]
 
 
+_ADVICE = 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of one step.
@@ -68,12 +72,14 @@ class StepResult:
         grad_norm: global norm before clipping.
         num_trained_tokens: tokens with a label.
         skipped: the gradient was not finite and is not used.
+        left_out: layers whose gradients alone were not finite and are not used.
     """
 
     loss: float
     grad_norm: float
     num_trained_tokens: int
     skipped: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 class StepEngine:
@@ -90,9 +96,9 @@ class StepEngine:
         device: where layers run.
         order: as in ``LayerRunner``.
         segments: parameters of a layout, with their learning rate and decay.
-        max_grad_norm: clips the global norm; 0: no clipping.
+        max_grad_norm: clips the global norm, or each layer's where the program does not defer updates; 0: no clipping.
         nonfinite: what to do with a gradient that is NaN or infinite: ``stop`` raises, ``skip`` leaves its update out,
-            ``ignore`` uses it.
+            ``ignore`` uses it. Where updates are not deferred each layer's gradient is judged alone.
         seed: of dropout and noise.
         objective: label smoothing and noise; None: plain cross entropy.
         compiler: of layers; None: they run eagerly.
@@ -153,6 +159,7 @@ class StepEngine:
         )
         self._defers = program.defers_updates
         self._pending: PendingUpdate | None = None  # update of the last step, to be made by the next
+        self._spoiled = ""  # why weights and state are those of no step
         self.num_updates = 0
 
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
@@ -162,32 +169,57 @@ class StepEngine:
         optimizer state.
 
         Raises:
-            NonFiniteGradientError: the gradient is not finite; weights and state are as before the step.
+            NonFiniteGradientError: the gradient is not finite. Weights and state are as before the step; but where
+                updates are not deferred and other layers were updated already, they are those of no step, and this is
+                raised by every further call.
             NoTrainedTokensError: no position of the step has a label.
         """
-        if self._defers:
+        self._refuse_if_spoiled()
+        scales = None if self._defers else LayerScales(self._max_grad_norm, self._nonfinite)
+        if scales is None:
             self._access.start_step(number, self._pending)
         else:
-            # The norm decides nothing, so each group is updated as soon as the backward completed its gradient.
-            self._access.start_step(number, immediate=self._next_update(lr, scale=1.0))
+            self._access.start_step(number, immediate=self._next_update(lr, scale=1.0), scales=scales)
         queued = self._runner.queue(micro_batches, seed=self._seed + number)
         self._access.end_step()
         self._pending = None  # its last group was updated on the way
         loss, norm = self._read(queued)
-        if not self._defers:
-            return StepResult(loss, norm, queued.num_trained_tokens)
+        if scales is not None:
+            return self._judged(scales, StepResult(loss, norm, queued.num_trained_tokens), number)
         scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
         if scale is not None:
             update = self._next_update(lr, scale=scale)
         elif self._nonfinite == "stop":
             raise NonFiniteGradientError(
                 f"step {number + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "
-                'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
+                f"{_ADVICE}"
             )
         else:
             return StepResult(loss, norm, queued.num_trained_tokens, skipped=True)
         self._pending = PendingUpdate(number, update, self._access.with_gradient)
         return StepResult(loss, norm, queued.num_trained_tokens)
+
+    def _judged(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
+        """Return the result of a step whose layers were updated, or not, in its backward."""
+        if not scales.left_out:
+            return result
+        if not scales.num_used:
+            self.num_updates -= 1
+        if self._nonfinite == "skip":
+            return replace(result, skipped=not scales.num_used, left_out=tuple(scales.left_out))
+        what = "nothing was updated in this step"
+        if scales.num_used:
+            what = (
+                f"{scales.num_used} layers, those nearer to the loss, were updated in this step already, so the run "
+                "has to go on from its last checkpoint"
+            )
+        text = f"step {number + 1}: the gradient of {scales.left_out[0]} is not finite (loss {result.loss}); {what}"
+        self._spoiled = text if scales.num_used else ""
+        raise NonFiniteGradientError(f"{text}. {_ADVICE}")
+
+    def _refuse_if_spoiled(self) -> None:
+        if self._spoiled:
+            raise NonFiniteGradientError(self._spoiled)
 
     def _read(self, queued: QueuedLoss) -> tuple[float, float]:
         """Return loss and global norm: the only host sync of a step."""
@@ -204,7 +236,11 @@ class StepEngine:
         """Make the update that the last step left; afterwards weights and state are those after that step.
 
         Call it before anything else reads them: checkpoint, export, evaluation. Does nothing where no update is left.
+
+        Raises:
+            NonFiniteGradientError: weights and state are those of no step, see ``step``.
         """
+        self._refuse_if_spoiled()
         if self._pending is not None:
             self._access.run_updates(self._pending)
             self._pending = None
@@ -274,6 +310,45 @@ class EvaluationEngine:
         return loss
 
 
+class LayerScales:
+    """The factor on each layer's gradient in one step, by its own norm: for updates that wait for no other layer.
+
+    Args:
+        max_grad_norm: clips each layer's norm; 0: no clipping.
+        nonfinite: ``stop``: the first layer whose gradient is not finite, and all after it, are left out. ``skip``:
+            every such layer is. ``ignore``: none is.
+
+    Attributes:
+        num_used: layers whose gradient is used.
+        left_out: names of the layers whose gradient was not finite and is not used, in the order of the backward.
+    """
+
+    def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
+        self._max_grad_norm, self._nonfinite = max_grad_norm, nonfinite
+        self._looks = max_grad_norm > 0 or nonfinite != "ignore"
+        self._arriving: dict[str, ArrivingNumbers] = {}
+        self.num_used = 0
+        self.left_out: list[str] = []
+
+    def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
+        """Take note of a complete gradient's squared norm; on a device the number sets out for the host."""
+        if self._looks:
+            self._arriving[layout] = ArrivingNumbers([squared])
+
+    def scale(self, layout: str) -> float | None:
+        """Return the factor on a layer's gradient; None: it is not to be used. Waits for its norm."""
+        scale: float | None = 1.0
+        if self._looks:
+            norm = global_norm(self._arriving.pop(layout).read())
+            scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
+        if scale is None:
+            self.left_out.append(layout)
+        if self.left_out and self._nonfinite == "stop":
+            return None
+        self.num_used += scale is not None
+        return scale
+
+
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
     """The update of a step, made by the next one or, if it is not deferred, during its own backward.
@@ -282,11 +357,20 @@ class PendingUpdate:
         step: number of the step that computed its gradients.
         update: step count, learning rate, scale of the gradient.
         with_gradient: layout -> parameters that got a gradient.
+        scales: of the layers' gradients, each by its own norm; None: ``update`` has the scale of them all.
     """
 
     step: int
     update: Update
     with_gradient: Mapping[str, set[str]]
+    scales: LayerScales | None = None
+
+    def of_layout(self, name: str) -> Update | None:
+        """Return the update of one layout; None: its gradient is not used."""
+        if self.scales is None:
+            return self.update
+        scale = self.scales.scale(name)
+        return None if scale is None else replace(self.update, grad_scale=scale)
 
 
 class Updater:
@@ -322,7 +406,13 @@ class Updater:
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
 
     def update(
-        self, index: int, part: int, tier: str, tensors: Mapping[str, torch.Tensor], pending: PendingUpdate
+        self,
+        index: int,
+        part: int,
+        tier: str,
+        tensors: Mapping[str, torch.Tensor],
+        update: Update,
+        filled: Container[str],
     ) -> None:
         """Update one part of a layout.
 
@@ -331,14 +421,14 @@ class Updater:
             part: of the layout.
             tier: of the tensors.
             tensors: by block key: the layout's weight, and the part's state and gradient.
-            pending: the update.
+            update: of the step, with the factor on this gradient.
+            filled: parameters that got a gradient.
         """
         layout, segments = self.trained[index]
         inside = self._program.parts_of(layout)[part]
         blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
         blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
         # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
-        filled = pending.with_gradient[layout.name]
         starts = {entry.offset for entry in layout.entries if entry.name in filled}
         chosen = [
             segment if len(inside) == layout.num_elements else _within(segment, inside)
@@ -346,7 +436,7 @@ class Updater:
             if segment.start in starts and segment.start < inside.stop and segment.stop > inside.start
         ]
         gradient = tensors[self._program.gradient_keys(layout, 0)[part]]
-        self._optimizers[tier].update(blocks, gradient, chosen, pending.update)
+        self._optimizers[tier].update(blocks, gradient, chosen, update)
 
 
 def _within(segment: Segment, part: range) -> Segment:
@@ -410,7 +500,7 @@ class StoreAccess:
         self._first_tick = 0
         self._ops: Iterator[Op] = iter(())
         self._op: Op | None = None
-        self._uses: Mapping[str, Use] = {}  # of the present op, by key
+        self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient's own where it shares a block
         self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
         self._shapes: dict[str, torch.Size] = {}
         self.squared_norms: dict[str, float | torch.Tensor] = {}
@@ -418,13 +508,21 @@ class StoreAccess:
 
     # -- the tape ----------------------------------------------------------------------------------------------
 
-    def start_step(self, step: int, pending: PendingUpdate | None = None, *, immediate: Update | None = None) -> None:
+    def start_step(
+        self,
+        step: int,
+        pending: PendingUpdate | None = None,
+        *,
+        immediate: Update | None = None,
+        scales: LayerScales | None = None,
+    ) -> None:
         """Begin a step.
 
         Args:
             step: counted from 0; numbers the ticks as the schedule does.
             pending: the update that the step before left, where updates are deferred.
             immediate: the update of this step, where they are not.
+            scales: of the layers' gradients in an immediate update.
         """
         if self._program.defers_updates and pending is None:
             self.finish()  # pinned for updates that will not come: the plan of this step has no room for them
@@ -432,7 +530,7 @@ class StoreAccess:
         self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses_of_layouts.items()}
         self.squared_norms, self.with_gradient = {}, {}
         # An immediate update reads `with_gradient` while the backward fills it, each layout after its last gradient.
-        self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient)
+        self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)
 
     def run_updates(self, pending: PendingUpdate) -> None:
         """Make the updates that a step left, without beginning another one."""
@@ -470,8 +568,10 @@ class StoreAccess:
     def _next_op(self) -> Op | None:
         """Go to the next op; None after the last one."""
         self._op = next(self._ops, None)
-        self._uses = {} if self._op is None else {use.key: use for use in self._op.uses}
+        self._uses = {}
         if self._op is not None:
+            tick = self._op.tick
+            self._uses = {self._program.contents(tick, use.key).key: use for use in self._op.uses}
             # Before the leases of the op: the prefetcher looks ahead from this tick.
             self._store.advance(self._first_tick + self._op.tick)
             unit = self._unit_names[self._op.phase, self._op.visit]
@@ -482,19 +582,36 @@ class StoreAccess:
 
     def _update(self, op: Op) -> None:
         assert self._updater is not None and self._pending is not None, f"no update to make: {op}"
-        with self._leases([use.key for use in op.held]) as held:
+        name = self._updater.trained[op.visit][0].name
+        update = self._pending.of_layout(name)
+        with self._leases(self._own_keys(op, op.held)) as held:
             for part, group in enumerate(op.passing or ((),)):
-                with self._leases([use.key for use in group]) as passing:
-                    self._updater.update(op.visit, part, op.tier, {**held, **passing}, self._pending)
+                # Leased also where the gradient is not used: what moves in a step does not depend on the data.
+                with self._leases(self._own_keys(op, group)) as passing:
+                    if update is not None:
+                        filled = self._pending.with_gradient[name]
+                        self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
+
+    def _own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
+        """Return the keys of what an op's blocks hold."""
+        return [self._program.contents(op.tick, use.key).key for use in uses]
 
     @contextmanager
     def _leases(self, keys: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Lease blocks of the present op together, then release them as the tape says; yield tensors by key."""
+        """Lease blocks of the present op together, then release them as the tape says; yield tensors by key.
+
+        Args:
+            keys: of blocks; a gradient that shares one goes by its own key, and its tensor is as long as it is.
+        """
         assert self._op is not None, "no op has begun, or the step is over"
-        uses, tier = [self._uses[key] for key in keys], self._op.tier
+        uses, tier, tick = [self._uses[key] for key in keys], self._op.tier, self._op.tick
         with self._store.acquire_many([(use.key, tier, use.mode) for use in uses]) as group:
             self._copies.leased(uses)
-            yield {lease.key: lease.tensor for lease in group}
+            tensors: dict[str, torch.Tensor] = {}
+            for lease in group:
+                contents = self._program.contents(tick, lease.key)
+                tensors[contents.key] = lease.tensor.narrow(0, 0, contents.num_elements)
+            yield tensors
         # After the leases: an eviction writes back, and may read a copy only when nothing writes it any more.
         for use in uses:
             self._copies.released(use, tier)
@@ -576,6 +693,8 @@ class StoreAccess:
             norm.add(block, is_last=part == len(blocks) - 1)
         self.with_gradient[name] = set().union(*self._filled[name].values())
         self.squared_norms[name] = norm.total()
+        if self._pending is not None and self._pending.scales is not None:
+            self._pending.scales.is_complete(name, self.squared_norms[name])
 
     # -- activations -------------------------------------------------------------------------------------------
 

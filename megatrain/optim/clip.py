@@ -1,4 +1,4 @@
-"""Gradients as a whole: sums over use sites, the exact global norm and the clip coefficient.
+"""Gradients as a whole: sums over use sites, the exact global norm, the norm of a unit, and the clip coefficient.
 
 The norm is the square root of a sum in fp64 whose order depends on the layout alone: 65,536 elements at a time inside a
 block group, then block group after block group. So it is the same for every placement and number of threads. Clipping
@@ -42,7 +42,7 @@ _PIECE_ELEMENTS = 1 << 22
 
 
 class NonFiniteGradientError(Exception):
-    """The gradient of a step is NaN or infinite. No parameter was changed by that step."""
+    """The gradient of a step is NaN or infinite, and was not used. Whether others of its step were, the text says."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:

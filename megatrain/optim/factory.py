@@ -34,6 +34,8 @@ class OptimizerSpec:
         momentum: Of sgd.
         nesterov: Of sgd.
         max_grad_norm: Gradients are scaled to at most this norm; 0: no clipping.
+        clip_scope: Whose norm that is, and whose update a gradient that is not finite stops or leaves out: the whole
+            step's, or each layer's.
         nonfinite: What a NaN or infinite gradient does.
         groups: Parameters with settings of their own; of those that match a parameter the first one counts.
         learning_rates: Key of the config -> each peak learning rate that it names, of the run and of groups.
@@ -48,14 +50,19 @@ class OptimizerSpec:
     momentum: float = 0.9
     nesterov: bool = False
     max_grad_norm: float = 1.0
+    clip_scope: Literal["global", "layer"] = "global"
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     groups: tuple[ParameterGroup, ...] = ()
     learning_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def defers_updates(self) -> bool:
-        """Whether updates wait for the norm of all gradients; who asks for neither check can do without."""
-        return self.max_grad_norm > 0 or self.nonfinite != "ignore"
+        """Whether updates wait for the norm of all gradients, which are all held until then.
+
+        Without clipping a step that is to stop the run can stop at the first layer that is not finite: nothing is used
+        of a step that ends a run. To leave out a whole step, its last gradient must be known before its first update.
+        """
+        return self.clip_scope == "global" and (self.max_grad_norm > 0 or self.nonfinite == "skip")
 
 
 class ParameterGroupError(ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
@@ -190,14 +191,17 @@ class ResidentChooser:
     def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
         self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
         self._tier = program.compute_tier
-        self._groups: dict[str, tuple[str, ...]] = {}
+        #: A gradient that shares its block is in several groups: what it moves depends on all of them.
+        self._groups: dict[str, list[tuple[str, ...]]] = {}
+        self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
             for key, mode in tick.uses:
                 self._uses[key].append((number, mode))
             if tick.phase == "update":
                 group = tuple(key for key, _ in tick.uses)
-                self._groups.update(dict.fromkeys(group, group))
+                for key in group:
+                    self._groups.setdefault(key, []).append(group)
         self._candidates = [
             candidate
             for candidate in (*self._of_groups(), *self._of_blocks())
@@ -256,7 +260,7 @@ class ResidentChooser:
             if self._cost(keys, homes) != cost:  # others of the group have moved meanwhile, and it was queued anew
                 continue
             if try_move(keys):
-                self._push(queue, self._beside(keys), homes)
+                self._push(queue, self._beside(keys, homes), homes)
 
     def _push(
         self, queue: list[tuple[float, tuple[float, ...], int]], numbers: Sequence[int], homes: Mapping[str, str]
@@ -269,20 +273,31 @@ class ResidentChooser:
     def _left(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
 
-    def _beside(self, keys: Sequence[str]) -> Sequence[int]:
-        """Return the candidates that have blocks of the same groups."""
-        related = {other for key in keys for other in self._groups.get(key, (key,))}
+    def _beside(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
+        """Return the candidates that cost something else now that blocks have moved: those of the same groups."""
+        groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
+        related = {key for group in groups.values() for key in group}
+        # A shared block that is there moves for the others as it did before.
+        related -= {key for key in related if self._is_shared(key) and homes[key] == self._tier}
         return sorted({number for key in related for number in self._of_key.get(key, ())})
+
+    def _is_shared(self, key: str) -> bool:
+        return len(self._groups.get(key, ())) > 1
+
+    def _beside_one(self, key: str) -> tuple[str, ...]:
+        """Return the blocks whose moves depend on the home of one: its group's; of a shared one, itself."""
+        return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
         """Return the seconds per byte that a step takes longer if blocks move; negative if they are worth it."""
-        related = dict.fromkeys(other for key in keys for other in self._groups.get(key, (key,)))
-        after = {key: homes[key] for key in related} | dict.fromkeys(keys, self._tier)
-        more_s = self._seconds(related, after) - self._seconds(related, homes)
+        related = tuple(dict.fromkeys(other for key in keys for other in self._beside_one(key)))
+        after = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
+        more = [a - b for a, b in zip(self._load(related, after), self._load(related, homes), strict=True)]
+        more_s = more[0] * self._residency.bus_s_per_byte + more[1] * self._residency.host_update_s_per_element
         return more_s / max(1, sum(self._slot_bytes(self._program.blocks[key].nbytes) for key in keys))
 
-    def _seconds(self, keys: Mapping[str, None], homes: Mapping[str, str]) -> float:
-        """Return what a step spends on the bus for some blocks, and on their updates in RAM."""
+    def _load(self, keys: Sequence[str], homes: Mapping[str, str]) -> tuple[int, int]:
+        """Return the bytes that some blocks move over the bus in a step, and the elements updated in RAM."""
         moved, num_moves = 0, dict[tuple[str, str], int]()  # parts are used alike
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
@@ -295,21 +310,28 @@ class ResidentChooser:
             if block.kind == "weights" and key in self._groups:
                 tick = self._program.ticks[next(n for n, mode in self._uses[key] if mode == "rw")]
                 updated += block.num_elements * (self._program.tier_of(tick, homes) != self._tier)
-        return moved * self._residency.bus_s_per_byte + updated * self._residency.host_update_s_per_element
+        return moved, updated
 
     def _num_moves(self, key: str, homes: Mapping[str, str]) -> int:
         """Return how often a block crosses the bus in a step; from one tick to the very next its copy stays."""
+        program = self._program
+        tiers = tuple(program.tier_of(program.ticks[number], homes) for number, _ in self._uses[key])
+        known = (key, homes[key], tiers)
+        if known not in self._moves:
+            self._moves[known] = self._count_moves(*known)
+        return self._moves[known]
+
+    def _count_moves(self, key: str, home: str, tiers: Sequence[str]) -> int:
         program, uses = self._program, self._uses[key]
-        tiers = [program.tier_of(program.ticks[number], homes) for number, _ in uses]
         accesses = []
         for n, (number, mode) in enumerate(uses):
             is_last = key in program.ticks[number].spent
             follows = n + 1 < len(uses) and uses[n + 1][0] == number + 1
             is_pinned = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
             accesses.append(Access(number, mode, tiers[n], is_last, is_pinned))
-        found, _ = follow(key, accesses, homes[key])
+        found, _ = follow(key, accesses, home)
         # What moves between RAM and a drive does not cross the bus.
-        lives_there = homes[key] == self._tier
+        lives_there = home == self._tier
         crosses = [lives_there != (tier == self._tier) for tier in tiers]
         return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)
 
@@ -322,6 +344,28 @@ MIN_GENERATIONS = 2
 SlotBytes = Callable[[int], int]
 
 
+@dataclass(frozen=True, slots=True)
+class WayOut:
+    """A change of the config after which a run needs less.
+
+    Attributes:
+        change: what to write.
+        tier: whose need it is.
+        need_bytes: what that tier needs then.
+        fits: whether it has as much; a drive that is to be added has whatever it needs.
+    """
+
+    change: str
+    tier: str
+    need_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        if self.tier == "nvme" and self.fits:
+            return f"{self.change} of {format_size(self.need_bytes)} for this run: fits"
+        return f"{self.change}: {self.tier} needs {format_size(self.need_bytes)}, {'fits' if self.fits else 'too much'}"
+
+
 class DoesNotFitError(Exception):
     """The run cannot fit the tiers it was given. Raised before anything is allocated.
 
@@ -329,10 +373,15 @@ class DoesNotFitError(Exception):
         tier: the tier that is too small.
         need_bytes: the smallest capacity that would do.
         have_bytes: its capacity.
+        advice: what to do, in sentences.
+        ways_out: changes of the config after which the tier needs less.
     """
 
-    def __init__(self, tier: str, need_bytes: int, have_bytes: int, advice: str) -> None:
-        self.tier, self.need_bytes, self.have_bytes = tier, need_bytes, have_bytes
+    def __init__(
+        self, tier: str, need_bytes: int, have_bytes: int, advice: str, ways_out: Sequence[WayOut] = ()
+    ) -> None:
+        self.tier, self.need_bytes, self.have_bytes, self.advice = tier, need_bytes, have_bytes, advice
+        self.ways_out = ways_out
         super().__init__(
             f"does not fit: tier '{tier}' has {have_bytes} bytes ({format_size(have_bytes)}), "
             f"this run needs at least {need_bytes} ({format_size(need_bytes)}). {advice}"
@@ -421,6 +470,10 @@ class PlacementSolver:
         allowed: for each kind the tiers that may be its home, preferred first.
         open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
         stay_share: how much of the room that homes leave beside the ticks may be taken by copies that stay.
+
+    Attributes:
+        stops: (home, tier of a use) -> tiers that have a copy for the use.
+        slots: tier -> key -> bytes of the block's slot there.
     """
 
     def __init__(
@@ -490,6 +543,7 @@ class PlacementSolver:
             for tier in self._allowed[block.kind]:
                 if tier == homes[block.key] or state.try_move([block.key], tier, ahead=ahead):
                     break
+        self._spare_the_drive(state, ahead=ahead)
         if self._residents is not None and state.overfull(ahead=False) == self._order[-1]:
             self._residents.choose(
                 homes,
@@ -509,6 +563,18 @@ class PlacementSolver:
         everything = self._residents.everything()
         if not everything or not try_move(everything):
             self._residents.choose(state.homes, try_move)
+
+    def _spare_the_drive(self, state: _Fill, *, ahead: bool) -> None:
+        """Give gradients that RAM has no room for what is left of the compute tier.
+
+        Over the bus they go once either way, so they are no residents for their own sake.
+        """
+        residency = self._tiers[self._program.compute_tier].residency
+        if residency is None or "gradients" not in residency.kinds or self._order[-1] == "ram":
+            return
+        for block in self._program.blocks.values():
+            if block.kind == "gradients" and state.homes[block.key] == self._order[-1]:
+                state.try_move([block.key], self._program.compute_tier, ahead=ahead)
 
     def _is_resident(self, block: BlockPlan, homes: Mapping[str, str]) -> bool:
         residency = self._tiers[self._program.compute_tier].residency

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from megatrain.engine.program import (
     state_key,
     stored_keys,
 )
+from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.models.liger import check_liger_kernels
@@ -36,6 +38,7 @@ from megatrain.plan.placement import (
 )
 from megatrain.plan.plan import Plan
 from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.ways_out import with_ways_out
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
@@ -44,7 +47,8 @@ if TYPE_CHECKING:
 
     from megatrain.models.graph import ModelGraph
     from megatrain.optim.base import Optimizer
-    from megatrain.plan.machine import MachineProfile
+    from megatrain.plan.kept import KeptGraphs
+    from megatrain.plan.machine import LoadedProfile, MachineProfile
     from megatrain.plan.plan import RunSpec
 
 #: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
@@ -56,13 +60,15 @@ STAY_SHARE = 0.9
 WORTHWHILE = 0.99
 
 
-def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
+def plan_run(run: RunSpec, *, padded: bool | None = None, names_ways_out: bool = True) -> Plan:
     """Plan a run.
 
     Args:
         run: what is asked for.
         padded: whether rows may have padding or hold several documents; False: each is one document without padding.
             None: as the data comes; a micro-batch of one row that is not packed has none.
+        names_ways_out: a refusal names what the run would need with less room for its gradients, which takes a few
+            plans more.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -71,6 +77,63 @@ def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
         FreezeError: the model cannot be trained.
         ParameterGroupError: a group of the optimizer names no parameter.
     """
+    subject = _look_at(run, padded)
+    run, device, profile = subject.run, subject.run.device, load_profile()
+    try:
+        kept = _place(run, subject, profile)
+    except DoesNotFitError as error:
+        if not names_ways_out:
+            raise
+        raise with_ways_out(error, run, partial(_least_bytes, subject, profile)) from error
+    plan = Plan(
+        run=run,
+        graph=subject.graph,
+        trace=subject.trace,
+        program=kept.program,
+        placement=kept.placement,
+        optimizer=subject.optimizer,
+        budgets_by_tier=kept.budgets,
+        kept_bytes=kept.nbytes,
+        device_optimizer=subject.on_device,
+        host_updates=subject.host_updates,
+        room_beside_tier=machine.gpu_room_beside_tier(kept.budgets[subject.compute_tier].capacity_bytes, device),
+        packing_warning=subject.packing_warning,
+    )
+    plan = replace(plan, estimate=estimate_step(plan, plan.shape, profile))
+    if any(plan.traffic.values()):
+        plan = fastest(
+            replace(other, estimate=estimate_step(other, other.shape, profile)) for other in with_open_room(plan)
+        )
+    return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is known of a run before anything is placed; sizes of tiers and formats of gradients do not change it.
+
+    Attributes:
+        run: with the packing that suits the model.
+        graph: of the model.
+        trace: of the model.
+        optimizer: makes the updates in RAM.
+        on_device: makes updates in GPU memory, if any are made there.
+        host_updates: why none are made there although there is a GPU tier, or "".
+        compute_tier: where layers run.
+        packing_warning: as in ``Plan``.
+    """
+
+    run: RunSpec
+    graph: ModelGraph
+    trace: VisitTrace
+    optimizer: Optimizer
+    on_device: Optimizer | None
+    host_updates: str
+    compute_tier: str
+    packing_warning: str
+
+
+def _look_at(run: RunSpec, padded: bool | None) -> _Subject:
+    """Build the model, trace a step of it, and make its optimizer."""
     graph = _make_graph(run)
     packing, packing_warning = settle_packing(
         run.model, graph, run.data.packing, is_default=run.data.has_default_packing
@@ -95,32 +158,55 @@ def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, device, compute_tier)
-    program = _build_program(run, graph, trace, optimizer, compute_tier, on_device)
-    workspace = workspace_bytes(trace, batch.num_together) + gradient_staging_bytes(graph, trace, run.grad_dtype)
-    profile = load_profile()
+    return _Subject(run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning)
+
+
+def _place(
+    run: RunSpec, subject: _Subject, profile: LoadedProfile, capacities: Mapping[str, int] | None = None
+) -> KeptGraphs:
+    """Return the program of a run, and where its blocks live.
+
+    Args:
+        run: the subject's, or one that differs in gradients and tiers.
+        capacities: of tiers that are to have another one than the run gives them.
+
+    Raises:
+        DoesNotFitError: a tier is too small.
+    """
+    graph, trace = subject.graph, subject.trace
+    is_cuda = run.device.type == "cuda"
+    workspace = workspace_bytes(trace, run.batch.num_together) + gradient_staging_bytes(graph, trace, run.grad_dtype)
     budgets = tier_budgets(run, workspace)
-    budgets = with_residents(budgets, run, program, profile.machine if device.type == "cuda" else None)
-    kept = GraphKeeper(graph, trace, program, budgets, run.placement.homes, batch.num_together).solve(run.keep_graphs)
-    plan = Plan(
-        run=run,
-        graph=graph,
-        trace=trace,
-        program=kept.program,
-        placement=kept.placement,
-        optimizer=optimizer,
-        budgets_by_tier=kept.budgets,
-        kept_bytes=kept.nbytes,
-        device_optimizer=on_device,
-        host_updates=host_updates,
-        room_beside_tier=machine.gpu_room_beside_tier(budgets[program.compute_tier].capacity_bytes, device),
-        packing_warning=packing_warning,
-    )
-    plan = replace(plan, estimate=estimate_step(plan, plan.shape, profile))
-    if any(plan.traffic.values()):
-        plan = fastest(
-            replace(other, estimate=estimate_step(other, other.shape, profile)) for other in with_open_room(plan)
-        )
-    return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+    for tier, capacity in (capacities or {}).items():
+        budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
+
+    def placed(*, updates_beside_device: bool) -> KeptGraphs:
+        program = _build_program(run, subject, updates_beside_device=updates_beside_device)
+        known = with_residents(budgets, run, program, profile.machine if is_cuda else None)
+        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
+        return keeper.solve(run.keep_graphs)
+
+    try:
+        return placed(updates_beside_device=True)
+    except DoesNotFitError:
+        if subject.compute_tier == "ram" or run.optimizer.defers_updates:
+            raise
+    return placed(updates_beside_device=False)
+
+
+def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: str) -> int | None:
+    """Return the least that a tier needs for a run, the others as they are; None: another tier is too small then."""
+    capacity = 0
+    while True:
+        # Once more with what is said to do: blocks are placed greedily, and with more room may be placed otherwise.
+        try:
+            _place(run, subject, profile, {tier: capacity})
+        except DoesNotFitError as error:
+            if error.tier != tier:
+                return None
+            capacity = error.need_bytes
+        else:
+            return capacity
 
 
 def _make_graph(run: RunSpec) -> ModelGraph:
@@ -132,26 +218,22 @@ def _make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
-def _build_program(
-    run: RunSpec,
-    graph: ModelGraph,
-    trace: VisitTrace,
-    optimizer: Optimizer,
-    compute_tier: str,
-    on_device: Optimizer | None,
-) -> StepProgram:
-    return ProgramBuilder(
+def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bool) -> StepProgram:
+    graph = subject.graph
+    program = ProgramBuilder(
         graph,
-        trace,
+        subject.trace,
         num_micro_batches=run.batch.num_micro_batches,
         order=run.batch.order,
-        compute_tier=compute_tier,
+        compute_tier=subject.compute_tier,
         compute_dtype=graph.dtype,
-        state_kinds=optimizer.state_kinds(graph.dtype.itemsize == 2),
+        state_kinds=subject.optimizer.state_kinds(graph.dtype.itemsize == 2),
         grad_dtype=run.grad_dtype,
         defer_updates=run.optimizer.defers_updates,
-        updates_in_compute_tier=on_device is not None,
+        updates_in_compute_tier=subject.on_device is not None,
+        updates_beside_device=updates_beside_device,
     ).build()
+    return sharing_gradients(program)
 
 
 def _on_device(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:

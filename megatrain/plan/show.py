@@ -104,6 +104,10 @@ def _notes(plan: Plan) -> dict[Kind, str]:
         away = sum(block.key in elsewhere for block in blocks)
         at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
         notes[kind] = at_home if blocks else "none"
+    if plan.program.occupants:
+        shared = {key for _, key in plan.program.occupants}
+        num_gradients = len({gradient.key for gradient in plan.program.occupants.values()})
+        notes["gradients"] += f"; {num_gradients} layers' take turns in {len(shared)} of them"
     notes["activations"] += f"; micro-batches {plan.num_micro_batches} x {plan.micro_batch_size} rows"
     return notes
 

@@ -110,7 +110,7 @@ def plan_alternative(
     """
     try:
         config = load_config(path, extra_files, [*overrides, *changes]).config
-        plan = plan_run(resolve(config))
+        plan = plan_run(resolve(config), names_ways_out=False)
     except DoesNotFitError as error:
         need, have = format_size(error.need_bytes), format_size(error.have_bytes)
         return Alternative(what, f"{error.tier} needs {need}, has {have}")

@@ -54,7 +54,8 @@ class PlainRun:
 def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> PlainRun:
     """Train the model of a run in fp32 on the same batches, with a constant learning rate; write it to ``folder``.
 
-    Micro-batches are weighted by their trained tokens, and the gradient is clipped by its global norm.
+    Micro-batches are weighted by their trained tokens, and the gradient is clipped as the run's is: by its global norm,
+    or unit by unit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -67,6 +68,11 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in run.model.freeze))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     update = make_plain_optimizer(trained, optimizer, run.schedule.learning_rate)
+    clipped = [[parameter for _, parameter in trained]]
+    if optimizer.clip_scope == "layer":
+        units = run.model.build(torch.float32).layouts.values()
+        names = [{entry.name for entry in unit.entries} for unit in units]
+        clipped = [[parameter for name, parameter in trained if name in of_unit] for of_unit in names]
     losses, norms = [], []
     for step in steps:
         batches = [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in step.micro_batches]
@@ -76,8 +82,9 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
             loss = model(**batch, num_items_in_batch=num_trained, use_cache=False).loss
             loss.backward()
             total += float(loss.detach())
-        most = optimizer.max_grad_norm or math.inf
-        norms.append(float(torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], most)))
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for _, p in trained if p.grad is not None])))
+        for parameters in clipped:
+            torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm or math.inf)
         update.step()
         update.zero_grad(set_to_none=True)
         losses.append(total)

@@ -86,10 +86,12 @@ def train_plainly(
     decays: Callable[[str, Tensor], bool],
     max_grad_norm: float,
     make_optimizer: Callable[[list[dict[str, Any]]], Any] | None = None,
+    unit_of: Callable[[str], str] | None = None,
 ) -> PlainRun:
     """Train in fp32 on the CPU: token-weighted accumulation, global-norm clipping, decoupled decay.
 
     `make_optimizer` makes an optimizer of parameter groups; None: torch's AdamW.
+    `unit_of` tells the unit of a parameter: each unit's gradients are clipped by their own norm. None: all by theirs.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -108,7 +110,10 @@ def train_plainly(
             loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        norm = torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+        for unit in dict.fromkeys("" if unit_of is None else unit_of(n) for n, _ in named):
+            mine = [p for n, p in named if unit_of is None or unit_of(n) == unit]
+            torch.nn.utils.clip_grad_norm_(mine, max_grad_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = lr(number)
         optimizer.step()

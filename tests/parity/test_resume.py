@@ -19,6 +19,8 @@ from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
+from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.run.metrics import CheckpointMetrics, RunObserver, RunSummary, StepMetrics
@@ -217,6 +219,48 @@ def test_skipped_steps_stay_uncounted(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if not math.isfinite(float(line.get("grad_norm", 0)))] == [1]
     train(tmp_path / "w", model, IN_RAM, stop_after=2, **tables)
     train(tmp_path / "w", model, IN_RAM, **tables).assert_same(whole)
+
+
+BY_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
+
+
+@pytest.mark.parametrize("optimizer", ["max_grad_norm = 0", BY_LAYER])
+def test_runs_that_update_in_the_backward_continue(optimizer: str, tiny_model: Path, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", tiny_model, IN_RAM, optimizer=optimizer)
+    for stop in (1, 4):
+        train(tmp_path / "w", tiny_model, ON_NVME, optimizer=optimizer, stop_after=stop)
+    done = train(tmp_path / "w", tiny_model, PARTLY_ON_GPU, optimizer=optimizer)
+    done.assert_same(whole)
+    assert not done.plan.program.defers_updates
+    durable = {key for key, block in done.plan.program.blocks.items() if block.kind in ("weights", "optimizer")}
+    assert set(done.state) == durable, "a checkpoint has no gradient"
+
+
+def test_a_stop_amid_updates_goes_on_from_the_last_checkpoint(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth step's gradient is NaN in one layer, when those nearer to the loss are updated already."""
+    tables = {"optimizer": "max_grad_norm = 0", "checkpoint": "save_steps = 2"}
+    whole = train(tmp_path / "whole", tiny_model, ON_NVME, **tables)
+    take, add, now = StepEngine.step, GradientAccumulator.add, [-1]
+
+    def step(self: StepEngine, micro_batches: Any, *, number: int, lr: float) -> StepResult:
+        now[0] = number
+        return take(self, micro_batches, number=number, lr=lr)
+
+    def spoiled(self: GradientAccumulator, name: str, gradient: torch.Tensor) -> None:
+        is_bad = now[0] == 3 and name.startswith("model.layers.1.")
+        add(self, name, gradient * torch.nan if is_bad else gradient)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepEngine, "step", step)
+        patch.setattr(GradientAccumulator, "add", spoiled)
+        with pytest.raises(NonFiniteGradientError, match="last checkpoint"):
+            train(tmp_path / "w", tiny_model, ON_NVME, **tables)
+    assert read_manifest(tmp_path / "w/out/checkpoints").blocks
+    done = train(tmp_path / "w", tiny_model, ON_NVME, **tables)
+    assert any("continuing after step 2" in text for text in done.watcher.messages)
+    done.assert_same(whole)
 
 
 def test_data_that_ends_where_the_run_was_saved_begins_its_next_epoch(tiny_model: Path, tmp_path: Path) -> None:

@@ -81,7 +81,11 @@ def test_the_default_proof(tmp_path: Path) -> None:
     [
         ("qwen2", ["optim=adafactor", "compute_dtype=bfloat16", "grad_dtype=bfloat16", "model.freeze=['*embed*']"]),
         pytest.param("gpt2", ["optim=lion", "data.packing=false", "max_grad_norm=0"], marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", ["optim=sgd", 'model.freeze=["model.layers.40.*"]'], marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe",
+            ["optim=sgd", "clip_scope=layer", "max_grad_norm=0.05", 'model.freeze=["model.layers.40.*"]'],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_users_model_and_optimizer(family: str, overrides: list[str], tmp_path: Path) -> None:

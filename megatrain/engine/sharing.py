@@ -1,0 +1,135 @@
+"""Gradients that share room: those whose lives do not overlap take turns in one block.
+
+A gradient's life is from its first contribution to its update. Where each update follows the backward that completes
+its gradient (``StepProgram.defers_updates`` is False), it is dead when the next layer but one begins, and a model needs
+room for the gradients of a layer or two. Where an update waits for the norm of them all, they live from one step into
+the next and share nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatrain.engine.program import BlockPlan
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import Group, StepProgram, Tick
+    from tiered import Mode
+
+__all__ = ["sharing_gradients"]
+
+#: A gradient takes turns only in a block of which it fills this share: blocks move whole, the rest for nothing.
+LEAST_FILLED = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One gradient's life in a block.
+
+    Attributes:
+        start: first tick that uses it.
+        stop: last tick that uses it.
+    """
+
+    start: int
+    stop: int
+    gradient: BlockPlan
+
+
+class _Room:
+    """A block that gradients take turns in; the first one of them is the largest."""
+
+    def __init__(self, first: _Turn) -> None:
+        self.turns = [first]  # by time
+        self._largest = first.gradient
+
+    def admits(self, turn: _Turn) -> bool:
+        """Return whether a gradient may live here: it is nearly as large, and nobody else is here at its time."""
+        gradient = turn.gradient
+        if gradient.dtype != self._largest.dtype or gradient.num_elements < LEAST_FILLED * self._largest.num_elements:
+            return False
+        after = self._position(turn)
+        # Both ends count: a tick leases its blocks together, so one that ends a life cannot begin another there.
+        is_after = after == 0 or self.turns[after - 1].stop < turn.start
+        return is_after and (after == len(self.turns) or turn.stop < self.turns[after].start)
+
+    def add(self, turn: _Turn) -> None:
+        self.turns.insert(self._position(turn), turn)
+
+    @property
+    def pattern(self) -> tuple[tuple[int, str], ...]:
+        """What is the same for blocks that are used alike: those of the parts of the same layouts."""
+        return tuple((turn.start, turn.gradient.whole) for turn in self.turns)
+
+    def block(self, number: int, first_alike: int) -> BlockPlan:
+        """Return the block; a gradient that is alone keeps its own."""
+        if len(self.turns) == 1:
+            return self._largest
+        whole = f"gradients/grad.{first_alike}"
+        return replace(self._largest, key=f"gradients/grad.{number}", part_of=whole)
+
+    def _position(self, turn: _Turn) -> int:
+        return bisect_left(self.turns, turn.start, key=lambda other: other.start)
+
+
+def sharing_gradients(program: StepProgram) -> StepProgram:
+    """Return the program in which gradients share blocks; ``occupants`` says which one is where, and when.
+
+    The same contributions are added in the same order, so no number of the run depends on it.
+
+    Args:
+        program: in which every gradient has a block of its own.
+    """
+    rooms: list[_Room] = []
+    # Equal sizes by their starts: then first fit makes as few rooms as there are lives at once.
+    for turn in sorted(_turns(program), key=lambda turn: (-turn.gradient.num_elements, turn.start)):
+        room = next((room for room in reversed(rooms) if room.admits(turn)), None)  # the smallest that will do
+        if room is None:
+            rooms.append(_Room(turn))
+        else:
+            room.add(turn)
+    alike: dict[tuple[tuple[int, str], ...], int] = {}
+    blocks: dict[str, BlockPlan] = {}
+    for number, room in enumerate(rooms):
+        block = room.block(number, alike.setdefault(room.pattern, number))
+        blocks.update((turn.gradient.key, block) for turn in room.turns)
+    moved = {key: block for key, block in blocks.items() if block.key != key}
+    return replace(
+        program,
+        blocks={block.key: block for block in (moved.get(key, own) for key, own in program.blocks.items())},
+        ticks=tuple(_with_blocks(tick, moved) for tick in program.ticks),
+        occupants={
+            (number, moved[key].key): program.blocks[key]
+            for number, tick in enumerate(program.ticks)
+            for key, _ in tick.uses
+            if key in moved
+        },
+    )
+
+
+def _turns(program: StepProgram) -> list[_Turn]:
+    """Return the life of every gradient that is born and dies within a step."""
+    uses: dict[str, list[tuple[int, Mode, bool]]] = {}
+    for number, tick in enumerate(program.ticks):
+        for key, mode in tick.uses:
+            if program.blocks[key].kind == "gradients":
+                uses.setdefault(key, []).append((number, mode, key in tick.spent))
+    return [
+        _Turn(of_key[0][0], of_key[-1][0], program.blocks[key])
+        for key, of_key in uses.items()
+        if of_key[0][1] == "w" and of_key[-1][2]
+    ]
+
+
+def _with_blocks(tick: Tick, moved: dict[str, BlockPlan]) -> Tick:
+    def of(group: Group) -> Group:
+        return tuple((moved[key].key if key in moved else key, mode) for key, mode in group)
+
+    return replace(
+        tick,
+        held=of(tick.held),
+        passing=tuple(of(group) for group in tick.passing),
+        spent=frozenset(moved[key].key if key in moved else key for key in tick.spent),
+    )

@@ -1,0 +1,72 @@
+"""What a run that does not fit because of its gradients could do instead, each way with the size that it needs.
+
+Gradients that wait for their global norm are a quarter of what a run holds, and the first to be spared: as bf16, on a
+drive, or by not asking for that norm. Each number is that of a plan made with the change, so the change fits where
+the text says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.config.sizes import Size
+from megatrain.plan.machine import DriveSpec
+from megatrain.plan.placement import DoesNotFitError, WayOut
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import Kind
+    from megatrain.plan.plan import RunSpec
+
+__all__ = ["with_ways_out"]
+
+#: Returns the least that a tier needs for a run, the others as they are; None: another tier is too small then.
+LeastBytes = Callable[["RunSpec", str], int | None]
+
+
+def with_ways_out(error: DoesNotFitError, run: RunSpec, least_bytes: LeastBytes) -> DoesNotFitError:
+    """Return the refusal of a run with the ways out that spare its gradients, if there are any.
+
+    Args:
+        error: of the run's plan.
+        least_bytes: plans the run with a change.
+    """
+    ways: list[WayOut] = []
+    for change, other in _changes(run):
+        need = least_bytes(other, error.tier)
+        if need is not None and need < error.need_bytes:
+            ways.append(WayOut(change, error.tier, need, need <= error.have_bytes))
+    # A first drive; room on those that there are is what the error asks for.
+    if not run.tiers.drives:
+        need = least_bytes(_with_drive(run), "nvme")
+        if need:
+            ways.append(WayOut("a [[tiers.nvme]]", "nvme", need, fits=True))
+    if not ways:
+        return error
+    advice = f"{error.advice} Ways out: {'; '.join(map(str, ways))}."
+    return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice, tuple(ways))
+
+
+def _changes(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    is_summed_in_place = run.batch.order == "micro_batch" and run.batch.num_micro_batches > 1
+    if run.grad_dtype == torch.float32 and not is_summed_in_place:
+        yield 'precision.grad_dtype = "bfloat16"', replace(run, grad_dtype=torch.bfloat16)
+    if not run.optimizer.defers_updates:
+        return
+    change = 'optimizer.clip_scope = "layer"'
+    if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
+        change = f"optimizer.max_grad_norm = 0, or {change}"  # the same blocks, and the same need
+    yield change, replace(run, optimizer=replace(run.optimizer, clip_scope="layer"))
+
+
+def _with_drive(run: RunSpec) -> RunSpec:
+    """Return the run with a drive for every kind of block whose home the planner chooses."""
+    homes: dict[Kind, list[str]] = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
+    for kind in run.placement.residents:
+        homes[kind].append("nvme")
+    drive = DriveSpec(run.output_dir / "nvme", Size("0B", nbytes=0))
+    tiers = replace(run.tiers, drives=(drive,), rates=(1.0,), has_rates=False)
+    return replace(run, tiers=tiers, placement=replace(run.placement, homes=homes))

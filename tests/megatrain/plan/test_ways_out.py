@@ -1,0 +1,171 @@
+"""What a run is refused for, and the ways out that its refusal names: each fits as it says, and not with less."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatrain.config import load_config
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from oracles.tiered_run import EXAMPLES, config_text, plan_of
+from processes.saved_run import command_group
+from tiered.units import format_size
+
+MODEL = EXAMPLES / "quickstart" / "model"
+BF16_GRADIENTS = 'precision.grad_dtype="bfloat16"'
+BY_LAYER = 'optimizer.clip_scope="layer"'
+
+
+@pytest.fixture(params=[("", "8MiB"), ("5MiB", "6MiB")], ids=["CPU", "GPU"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A config that is refused: a few MiB of RAM, beside a GPU tier or not, and no drive."""
+    gpu, ram = request.param
+    text = config_text(tmp_path, MODEL, nvme=0, gpu=gpu, ram=ram, precision='compute_dtype = "bfloat16"')
+    (tmp_path / "run.toml").write_text(text.replace("[model]\n", "[model]\ntrain_from_scratch = true\n"))
+    return tmp_path / "run.toml"
+
+
+def planned(path: Path, *changes: str) -> Plan:
+    return plan_of(load_config(path, (), changes).config)
+
+
+def refused(path: Path, *changes: str) -> DoesNotFitError:
+    with pytest.raises(DoesNotFitError) as info:
+        planned(path, *changes)
+    return info.value
+
+
+def test_each_way_needs_what_the_refusal_says(path: Path) -> None:
+    error = refused(path)
+    assert error.tier == "ram"
+    by_change = {way.change: way for way in error.ways_out}
+    assert list(by_change) == [
+        'precision.grad_dtype = "bfloat16"',
+        'optimizer.max_grad_norm = 0, or optimizer.clip_scope = "layer"',
+        "a [[tiers.nvme]]",
+    ]
+    as_bf16, by_layer, drive = by_change.values()
+    for changes, way in (
+        ([BF16_GRADIENTS], as_bf16),
+        ([BY_LAYER], by_layer),
+        (["optimizer.max_grad_norm=0"], by_layer),
+    ):
+        assert way.tier == "ram" and error.have_bytes < way.need_bytes < error.need_bytes and not way.fits
+        planned(path, *changes, f"tiers.ram.size={way.need_bytes}B")
+        assert refused(path, *changes, f"tiers.ram.size={way.need_bytes - 4096}B").need_bytes == way.need_bytes
+        assert f"ram needs {format_size(way.need_bytes)}, too much" in str(error)
+    assert by_layer.need_bytes < as_bf16.need_bytes, "12 bytes and a layer's gradient against 14"
+    added = f'tiers.nvme=[{{path="{path.parent / "drive"}", size="%dB"}}]'
+    assert drive.tier == "nvme" and drive.fits
+    planned(path, added % drive.need_bytes)
+    assert refused(path, added % (drive.need_bytes - 4096)).tier == "nvme"
+    assert f"a [[tiers.nvme]] of {format_size(drive.need_bytes)} for this run: fits" in str(error)
+
+
+def test_a_way_that_fits_says_so(path: Path) -> None:
+    need = refused(path).ways_out[1].need_bytes
+    error = refused(path, f"tiers.ram.size={need}B")
+    assert [way.fits for way in error.ways_out] == [False, True, True]
+    assert f'optimizer.clip_scope = "layer": ram needs {format_size(need)}, fits' in str(error)
+
+
+def test_only_what_helps_is_named(path: Path) -> None:
+    """Of a run that holds no gradients, and of one that may leave out a whole step."""
+    changes = [way.change for way in refused(path, BY_LAYER, BF16_GRADIENTS).ways_out]
+    assert changes == ["a [[tiers.nvme]]"]
+    by_step = 'optimizer.nonfinite="skip"'
+    changes = [way.change for way in refused(path, by_step, "optimizer.max_grad_norm=0").ways_out]
+    assert changes[1:] == ['optimizer.clip_scope = "layer"', "a [[tiers.nvme]]"]
+    changes = [way.change for way in refused(path, 'advanced.micro_batch_order="micro_batch"').ways_out]
+    assert changes == ["a [[tiers.nvme]]"], "gradients are summed where they lie, micro-batch after micro-batch"
+
+
+def test_the_command_names_them(path: Path) -> None:
+    result = CliRunner().invoke(command_group(), ["plan", str(path)])
+    assert result.exit_code == 3
+    assert "Ways out: precision.grad_dtype" in result.stderr.replace("\n", " ")
+
+
+# -- the row that this project was begun for -------------------------------------------------------------------------
+
+#: config.json of Mistral-Large-Instruct-2407.
+MISTRAL_LARGE: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 12288,
+    "initializer_range": 0.02,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 96,
+    "num_hidden_layers": 88,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+H200 = """task = "pretrain"
+output_dir = "{folder}/out"
+device = "cpu"
+[model]
+model_name_or_path = "{folder}"
+train_from_scratch = true
+[precision]
+compute_dtype = "bfloat16"
+[data]
+max_length = 4096
+[[data.train]]
+path = "text.txt"
+[training]
+train_batch_tokens = 65_536
+[advanced]
+emulate_gpu = true
+[tiers.ram]
+size = "1400GiB"
+[tiers.gpu]
+size = "130GiB"
+"""
+
+
+@pytest.fixture
+def mistral_large(tmp_path: Path) -> Path:
+    """123 B parameters, bf16, AdamW, 64k tokens per step, in 130 GiB of GPU memory and 1400 GiB of RAM, no drive."""
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL_LARGE))
+    (tmp_path / "run.toml").write_text(H200.format(folder=tmp_path))
+    return tmp_path / "run.toml"
+
+
+def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
+    plan = planned(mistral_large, "optimizer.max_grad_norm=0")
+    num_parameters = plan.graph.num_parameters
+    assert num_parameters == 122_610_069_504
+    held = {
+        kind: sum(by_kind[kind] for by_kind in plan.placement.home_bytes.values())
+        for kind in ("weights", "optimizer", "gradients")
+    }
+    assert held["weights"] + held["optimizer"] == pytest.approx(12 * num_parameters, rel=1e-3)
+    layer = 4 * max(layout.num_parameters for layout in plan.graph.layouts.values())
+    assert held["gradients"] <= 2.5 * layer, "two layers at most, and the small ones beside them"
+
+
+def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
+    error = refused(mistral_large)
+    assert error.tier == "ram" and format_size(error.need_bytes) == "1.81 TiB"
+    as_bf16, by_layer, drive = error.ways_out
+    assert (as_bf16.fits, by_layer.fits, drive.fits) == (False, True, True)
+    assert format_size(as_bf16.need_bytes) == "1.59 TiB" and format_size(by_layer.need_bytes) == "1.37 TiB"
+    added = f'tiers.nvme=[{{path="{mistral_large.parent / "drive"}", size="{drive.need_bytes}B"}}]'
+    plan = planned(mistral_large, added)
+    assert plan.program.defers_updates
+    on_drive = plan.placement.home_bytes["nvme"]
+    assert on_drive["gradients"] > 0 == on_drive["weights"] + on_drive["optimizer"], "what no checkpoint holds"

@@ -1,0 +1,331 @@
+"""Updates during the backward: gradients take turns in a few blocks, layers are judged and clipped one by one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.engine.program import StepProgram
+from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.optim.clip import NonFiniteGradientError
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.trainer import Trainer
+from oracles.families import tiny_config
+from oracles.huggingface import train_plainly
+from oracles.tiered_run import (
+    QUICKSTART,
+    TieredRun,
+    config_text,
+    make_loader,
+    plan_of,
+    run_config,
+    write_tiny_model,
+)
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+NO_CLIPPING = "max_grad_norm = 0"
+#: The same numbers with every gradient held to the end of the step: so that a whole step could be left out.
+HELD = 'max_grad_norm = 0\nnonfinite = "skip"'
+PER_LAYER = 'clip_scope = "layer"\nmax_grad_norm = 0.05'
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The small model as it is, with a head of its own, and one whose blocks of attention are used in three places."""
+    untied = write_tiny_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+    zamba = tmp_path_factory.mktemp("zamba2")
+    torch.manual_seed(7)
+    config = tiny_config("zamba2", vocab_size=1024)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(zamba)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, zamba / name)
+    return {"tied": tiny_model, "untied": untied, "several uses": zamba}
+
+
+def text_of(folder: Path, model: Path, *, freeze: str = "", **tables: Any) -> str:
+    text = config_text(folder, model, **{"nvme": 0, **tables})
+    if model.name.startswith("zamba2"):
+        text = text.replace("max_length = 64", "max_length = 16")
+    return text.replace("[data]", f"freeze = {freeze}\n[data]", 1) if freeze else text
+
+
+@pytest.fixture(scope="module")
+def baseline(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TieredRun]:
+    """Return runs with everything in RAM, by their model and tables; each is made once."""
+    known: dict[str, TieredRun] = {}
+
+    def find(model: str, **tables: str) -> TieredRun:
+        name = repr((model, sorted(tables.items())))
+        if name not in known:
+            folder = tmp_path_factory.mktemp("baseline")
+            known[name] = run_config(text_of(folder, models[model], **tables), folder, num_steps=NUM_STEPS)
+        return known[name]
+
+    return find
+
+
+def gradient_bytes(program: StepProgram) -> int:
+    return sum(block.nbytes for block in program.blocks.values() if block.kind == "gradients")
+
+
+MICRO_BATCHES = 'micro_batch_order = "micro_batch"'
+#: (model, tables of the numbers, tables of the placement)
+CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "tied, in RAM": ("tied", {}, {}),
+    "tied, on NVMe": ("tied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
+    "tied, micro-batch-major": ("tied", {}, {"advanced": MICRO_BATCHES}),
+    "tied, GPU, in part": ("tied", {}, {"gpu": "8MiB"}),
+    "untied, in RAM": ("untied", {}, {}),
+    "untied, on NVMe": ("untied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
+    "untied, GPU of a few layers": ("untied", {}, {"gpu": "6MiB"}),
+    "untied, GPU, RAM and NVMe": ("untied", {}, {"gpu": "6MiB", "ram": "7MiB", "nvme": 1}),
+    "untied, GPU, all of it": ("untied", {}, {"gpu": "64MiB"}),
+    "untied, GPU, gradients on NVMe": (
+        "untied",
+        {},
+        {"gpu": "6MiB", "ram": "16MiB", "nvme": 1, "placement": 'gradients = ["nvme"]\noptimizer = ["nvme"]'},
+    ),
+    "bf16": ("untied", {"precision": 'compute_dtype = "bfloat16"'}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
+    "bf16, GPU": ("tied", {"precision": 'compute_dtype = "bfloat16"'}, {"gpu": "6MiB"}),
+    "bf16 gradients": ("untied", {"precision": 'grad_dtype = "bfloat16"'}, {"gpu": "6MiB", "nvme": 1, "ram": "8MiB"}),
+    "several uses": ("several uses", {}, {"gpu": "13MiB", "nvme": 1, "ram": "16MiB"}),
+    "several uses, micro-batch-major": (
+        "several uses",
+        {},
+        {"nvme": 1, "placement": ALL_NVME, "ram": "24MiB", "advanced": MICRO_BATCHES},
+    ),
+    "frozen": ("untied", {"freeze": '["*embed*", "*layers.1.*", "*norm*"]'}, {"gpu": "6MiB"}),
+    "LRU": ("untied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB", "advanced": 'eviction_policy = "lru"'}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_that_take_turns_give_the_bits_of_gradients_that_are_held(
+    case: str, models: dict[str, Path], tmp_path: Path, baseline: Callable[..., TieredRun]
+) -> None:
+    model, numbers, placement = CASES[case]
+    held = baseline(model, optimizer=HELD, **numbers)
+    result = run_config(
+        text_of(tmp_path, models[model], optimizer=NO_CLIPPING, **numbers, **placement), tmp_path, num_steps=NUM_STEPS
+    )
+    assert held.plan.program.defers_updates and not result.plan.program.defers_updates
+    result.assert_same(held)
+    result.assert_as_planned()
+    if MICRO_BATCHES not in str(placement):
+        assert gradient_bytes(result.plan.program) < gradient_bytes(held.plan.program)
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_clipping_by_layer_is_pytorch_clipping_each_unit(model: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Plain PyTorch calls clip_grad_norm_ once per unit; with limits that half of the units exceed."""
+    text = text_of(tmp_path, models[model], optimizer=PER_LAYER)
+    ours = run_config(text, tmp_path, num_steps=8)
+    config = load_config(tmp_path / "run.toml").config
+    loader, table = make_loader(config, plan_run(resolve(config))), config.optimizer
+    owner = {entry.name: name for name, layout in ours.plan.graph.layouts.items() for entry in layout.entries}
+    options: dict[str, Any] = {
+        "lr": lambda step: table.learning_rate,
+        "betas": (table.adam_beta1, table.adam_beta2),
+        "eps": table.adam_epsilon,
+        "weight_decay": table.weight_decay,
+        "decays": lambda name, p: p.dim() >= 2 and not any(fnmatchcase(name, g) for g in table.weight_decay_exclude),
+        "max_grad_norm": table.max_grad_norm,
+    }
+    batches = [next(loader).micro_batches for _ in range(8)]
+    plain = train_plainly(models[model], batches, unit_of=owner.__getitem__, **options)
+    by_all = train_plainly(models[model], batches, **options)
+    for mine, theirs in zip(ours.losses, plain.losses, strict=True):
+        assert abs(mine - theirs) <= 2e-6 * abs(theirs)
+    for mine, theirs in zip(ours.grad_norms, plain.grad_norms, strict=True):
+        assert abs(mine - theirs) <= 1e-4 * theirs, "the norm that is reported is that of all gradients"
+    for name, weight in plain.weights.items():
+        worst = (ours.weights[name] - weight).abs().max()
+        assert worst <= 2e-4 * weight.abs().max(), (name, worst)
+    other = max((by_all.weights[name] - weight).abs().max() for name, weight in plain.weights.items())
+    assert other > 10 * max((ours.weights[name] - weight).abs().max() for name, weight in plain.weights.items())
+
+
+@pytest.mark.parametrize("case", ["tied, on NVMe", "untied, GPU of a few layers", "tied, micro-batch-major", "bf16"])
+def test_clipping_by_layer_gives_the_same_bits_everywhere(
+    case: str, models: dict[str, Path], tmp_path: Path, baseline: Callable[..., TieredRun]
+) -> None:
+    model, numbers, placement = CASES[case]
+    text = text_of(tmp_path, models[model], optimizer=PER_LAYER, **numbers, **placement)
+    result = run_config(text, tmp_path, num_steps=NUM_STEPS)
+    result.assert_same(baseline(model, optimizer=PER_LAYER, **numbers))
+    result.assert_as_planned()
+    assert result.digests != baseline(model, optimizer="max_grad_norm = 0.05", **numbers).digests
+
+
+LEAST: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"precision": 'compute_dtype = "bfloat16"'},
+    "float32, NVMe": {"nvme": 1},
+    "bfloat16, NVMe": {"nvme": 1, "precision": 'compute_dtype = "bfloat16"'},
+    "bfloat16, GPU": {"gpu": "12MiB", "precision": 'compute_dtype = "bfloat16"'},
+    "frozen, bfloat16": {
+        "freeze": '["*embed*", "lm_head*"]',
+        "precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"',
+    },
+    "frozen, bfloat16, NVMe": {
+        "freeze": '["*embed*", "lm_head*"]',
+        "nvme": 1,
+        "precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"',
+        "optimizer": f'{NO_CLIPPING}\noptim = "sgd"\nsgd_momentum = 0.0',
+    },
+}
+
+
+@pytest.mark.parametrize("case", LEAST)
+def test_a_run_fits_the_least_that_is_asked_for(case: str, tmp_path: Path) -> None:
+    """Loading, steps, a checkpoint and the export: the fp32 copy of a layer has no room of all gradients to use."""
+    wide = write_tiny_model(tmp_path / "model", tie_word_embeddings=False, vocab_size=4096)
+    path = tmp_path / "run.toml"
+
+    def planned(ram: str) -> Plan:
+        text = text_of(tmp_path, wide, **{"ram": ram, "optimizer": NO_CLIPPING, **LEAST[case]})
+        text = text.replace("max_length = 64", "max_length = 16").replace("gradient_accumulation_steps = 3", "")
+        path.write_text(text.replace("[training]", "[training]\nmax_steps = 2"))
+        return plan_of(load_config(path).config)
+
+    with pytest.raises(DoesNotFitError) as refusal:
+        planned("64KiB")
+    assert refusal.value.tier == "ram"
+    plan = planned(f"{refusal.value.need_bytes}B")
+    summary = Trainer(load_config(path).config, plan=plan).train()
+    assert summary.num_steps == 2
+    assert summary.tier_peak_bytes["ram"] <= plan.budgets["ram"] == refusal.value.need_bytes
+
+
+# -- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+class Steps:
+    """A trainer whose steps are taken one by one."""
+
+    def __init__(self, trainer: Trainer, engine: StepEngine, batches: list[Any]) -> None:
+        self.trainer, self.engine, self.batches = trainer, engine, batches
+
+    def step(self, number: int) -> StepResult:
+        return self.engine.step(self.batches[number], number=number, lr=1e-3)
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Return every block of weights and state as it is in the store now."""
+        found = {}
+        for key, block in self.trainer.plan.program.blocks.items():
+            if block.kind in ("weights", "optimizer"):
+                with self.trainer.store.acquire(key, "ram") as lease:
+                    found[key] = lease.tensor.clone()
+        return found
+
+
+@contextmanager
+def steps(folder: Path, model: Path, optimizer: str) -> Iterator[Steps]:
+    folder.mkdir()
+    (folder / "run.toml").write_text(text_of(folder, model, optimizer=optimizer))
+    config = load_config(folder / "run.toml").config
+    plan = plan_of(config)
+    loader = make_loader(config, plan)
+    batches = [[dict(batch) for batch in next(loader).micro_batches] for _ in range(4)]
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        yield Steps(trainer, trainer.make_engine(4), batches)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, glob: str) -> None:
+    """Let one element of some parameters' gradients be NaN."""
+    add = GradientAccumulator.add
+
+    def spoiled(self: GradientAccumulator, name: str, gradient: torch.Tensor) -> None:
+        if fnmatchcase(name, glob):
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = torch.nan
+        add(self, name, gradient)
+
+    monkeypatch.setattr(GradientAccumulator, "add", spoiled)
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {key.rpartition("/")[0] for key in before if not torch.equal(before[key], after[key])}
+
+
+MIDDLE = "model.layers.1"
+
+
+def test_skip_by_layer_leaves_out_that_layer_alone(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with steps(tmp_path / "a", tiny_model, 'clip_scope = "layer"\nnonfinite = "skip"') as run:
+        run.step(0)
+        before = run.contents()
+        with monkeypatch.context() as patch:
+            spoil(patch, f"{MIDDLE}.*")
+            result = run.step(1)
+        assert result.left_out == (MIDDLE,) and not result.skipped
+        after = run.contents()
+        assert changed(before, after) == {key.rpartition("/")[0] for key in before} - {MIDDLE}
+        assert run.engine.num_updates == 2
+        assert not run.step(2).left_out
+        assert MIDDLE in changed(after, run.contents())
+        with monkeypatch.context() as patch:
+            spoil(patch, "*")
+            before = run.contents()
+            assert run.step(3).skipped and not changed(before, run.contents())
+        assert run.engine.num_updates == 3, "a step of which nothing is used does not count"
+
+
+@pytest.mark.parametrize("optimizer", [NO_CLIPPING, PER_LAYER])
+def test_stop_by_layer_uses_nothing_from_there_on(
+    optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with steps(tmp_path / "a", tiny_model, optimizer) as run:
+        run.step(0)
+        before = run.contents()
+        spoil(monkeypatch, f"{MIDDLE}.*")
+        with pytest.raises(NonFiniteGradientError, match=rf"step 2: the gradient of {MIDDLE} is not .*last checkpoint"):
+            run.step(1)
+        found = changed(before, run.contents())
+        assert MIDDLE not in found and "model.layers.0" not in found and "model.embed_tokens" not in found
+        assert "model.norm" in found
+        for call in (run.engine.finish_updates, lambda: run.step(1)):
+            with pytest.raises(NonFiniteGradientError, match="last checkpoint"):
+                call()
+
+
+def test_a_step_that_is_not_finite_at_its_loss_changes_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is nearly every step that is not finite: all its gradients are NaN, the first one before any update."""
+    with steps(tmp_path / "a", tiny_model, NO_CLIPPING) as run:
+        run.step(0)
+        before = run.contents()
+        with monkeypatch.context() as patch:
+            spoil(patch, "*")
+            with pytest.raises(NonFiniteGradientError, match=r"step 2: .* nothing was updated in this step"):
+                run.step(1)
+        assert not changed(before, run.contents())
+        run.engine.finish_updates()
+        assert run.engine.num_updates == 1
+
+
+def test_ignore_by_layer_uses_what_is_not_finite(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with steps(tmp_path / "a", tiny_model, f'{PER_LAYER}\nnonfinite = "ignore"') as run:
+        spoil(monkeypatch, f"{MIDDLE}.*")
+        run.step(0)
+        finite = {key: bool(block.isfinite().all()) for key, block in run.contents().items()}
+        assert {key.rpartition("/")[0] for key, is_finite in finite.items() if not is_finite} == {MIDDLE}
