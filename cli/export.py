@@ -11,6 +11,8 @@ import click
 from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
 
+_BAR_COLUMNS = 24
+
 
 @click.command("export")
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="CKPT")
@@ -50,7 +52,8 @@ def command(
     """Write a checkpoint as a Hugging Face folder.
 
     CKPT is the output_dir of a run, or the folder snap/<number> of one checkpoint. OUT is made. Needs no GPU and the
-    RAM of one layer; works beside a living run. The token for the hub is that of HF_TOKEN or of `hf auth login`.
+    RAM of a few pieces of 16 MiB; works beside a living run. The token for the hub is that of HF_TOKEN or of
+    `hf auth login`.
     """
     if is_private and hub_id is None:
         raise click.UsageError("--private needs --push-to-hub ID")
@@ -60,11 +63,21 @@ def command(
 
     from megatrain.checkpoint.export import export_checkpoint
     from megatrain.models.hub import push
+    from tiered.units import format_size
 
     is_shown = sys.stderr.isatty() and not as_json
 
-    def show(unit: str, number: int, total: int) -> None:
-        click.echo(f"\r\x1b[K{number}/{total} {unit}", nl=number == total, err=True)
+    shown = -1
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal shown
+        percent = 100 * done // max(1, total)
+        if percent == shown:
+            return
+        shown = percent
+        bar = ("#" * (_BAR_COLUMNS * done // max(1, total))).ljust(_BAR_COLUMNS)
+        text = f"{bar} {format_size(done)} of {format_size(total)}  {what}"
+        click.echo(f"\r\x1b[K{text}", nl=done == total, err=True)
 
     folder = export_checkpoint(
         checkpoint,

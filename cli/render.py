@@ -417,7 +417,8 @@ def live_view(
         width: columns, at least 60.
     """
     bars = Table.grid(padding=(0, 2, 0, 0))
-    names = ["run", "now", *(metrics.tier_used_bytes if metrics is not None else ())]
+    saving = ["save"] if moment.checkpoint_bytes else []
+    names = ["run", "now", *saving, *(metrics.tier_used_bytes if metrics is not None else ())]
     room = width - max(len(name) for name in names) - 2 * 2
     # Independent of the texts: bars must not change their length from picture to picture.
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
@@ -437,7 +438,12 @@ def live_view(
         mean = f"{format_duration(metrics.mean_step_s)}/step (mean)"
         bars.add_row("run", _bar(step, max_steps, bar), _cut(f"{100.0 * step / max_steps:.1f}%  {mean}", texts))
     if moment.doing:
-        bars.add_row("now", _bar(moment.part, moment.num_parts, bar), _cut(describe_moment(moment), texts))
+        done, total = (moment.done_bytes, moment.num_bytes) if moment.num_bytes else (moment.part, moment.num_parts)
+        bars.add_row("now", _bar(done, total, bar), _cut(describe_moment(moment), texts))
+    if moment.checkpoint_bytes:
+        done, total = moment.saved_bytes, moment.checkpoint_bytes
+        text = f"checkpoint, {format_size(done)} of {format_size(total)}"
+        bars.add_row("save", _bar(done, total, bar), _cut(text, texts))
     for tier, used in (metrics.tier_used_bytes if metrics is not None else {}).items():
         assert metrics is not None
         text = format_tiers({tier: used}, metrics.tier_capacity_bytes).removeprefix(f"{tier} ")
@@ -466,6 +472,8 @@ def describe_moment(moment: Moment) -> str:
         what = "next rows"
     if moment.micro_batch and moment.num_micro_batches > 1:
         what += f", micro-batch {moment.micro_batch}/{moment.num_micro_batches}"
+    if moment.num_bytes:
+        what = f"{moment.doing}, {format_size(moment.done_bytes)} of {format_size(moment.num_bytes)}"
     return f"{what}  {format_elapsed(moment.seconds)}"
 
 

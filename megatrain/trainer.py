@@ -439,6 +439,7 @@ class Trainer:
                 self._observers,
                 self._begin_checkpoint,
                 self.copier,
+                self.activity,
                 should_stop=lambda: self.signals.stop_requested,
                 written_bytes=plan.checkpoint_bytes_in_output_dir,
                 steps_per_epoch=self.loader.steps_per_epoch,
@@ -725,6 +726,7 @@ class Trainer:
             record={"step": self.state.step},
             origin=self.weights.source.origin,
             carried_checksum=self.weights.carried.get(CARRIED_CHECKSUM),
+            on_bytes=self.activity.moved_in_all,
         )
 
     def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,8 +13,8 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.program import kind_of_key, weight_key
 from megatrain.engine.step import weight_is_split
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.initialize import init_weights
-from megatrain.models.layout import UnitLayout, views
+from megatrain.models.initialize import Initializer
+from megatrain.models.layout import UnitLayout, entries_within
 from megatrain.plan.placement import DURABLE_KINDS
 from megatrain.precision import decode, encode, high_half
 from megatrain.run.activity import Activity
@@ -27,18 +27,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.checkpoint.resume import Checkpoint
+    from megatrain.models.export import ReadMaster
     from megatrain.models.load import Origin
     from megatrain.plan.plan import Plan
-    from tiered import TieredStore
+    from tiered import Lease, TieredStore
 
 __all__ = ["RandomWeights", "WeightSource", "Weights"]
+
+#: fp32 weights in memory at a time while blocks are filled: 64 MiB.
+MASTER_ELEMENTS = 16 << 20
 
 
 class WeightSource(Protocol):
     """Where the weights of a run that starts anew come from: ``WeightLoader`` or ``RandomWeights``."""
 
-    def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
-        """Write every parameter of a layout into its view: full name -> zeroed fp32 tensor of its shape."""
+    def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
+        """Write elements of a layout's block from ``start`` on into ``out``, which is fp32, 1-D and zeroed.
+
+        Called for ranges that follow each other, from the first element of the block to its last; ``start`` is a
+        multiple of 1024.
+        """
 
     def load_buffers(self) -> None:
         """Fill the persistent buffers of the model."""
@@ -55,9 +63,13 @@ class RandomWeights:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model, self._seed = model, seed
+        self._current: tuple[UnitLayout, Initializer] | None = None
 
-    def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
-        init_weights(self._model, layout, views, self._seed)
+    def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
+        if self._current is None or self._current[0] is not layout:
+            self._current = layout, Initializer(self._model, [entry.name for entry in layout.entries], self._seed)
+        for entry, first, last in entries_within(layout, start, start + out.numel()):
+            self._current[1].read(entry.name, first, out[entry.offset + first - start : entry.offset + last - start])
 
     def load_buffers(self) -> None:
         """Nothing to do: the model made its buffers itself."""
@@ -66,7 +78,7 @@ class RandomWeights:
 class Weights:
     """The durable blocks of a run, unit by unit. Used by the thread that trains.
 
-    At most one unit's fp32 copy exists at a time, beside the blocks.
+    At most ``MASTER_ELEMENTS`` of a unit's fp32 master exist at a time, beside the blocks.
 
     Args:
         store: has the durable blocks of the plan.
@@ -116,9 +128,9 @@ class Weights:
         return checkpoint
 
     def _load_first_whole(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
-        self._activity.begin("loading the checkpoint")
         problem: Exception | None = None
         for checkpoint in candidates:
+            self._activity.begin("loading the checkpoint", num_bytes=self._durable_bytes)
             try:
                 self._load_blocks(checkpoint)
             except (CorruptBlockError, GenerationError) as error:
@@ -132,7 +144,7 @@ class Weights:
 
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
         if checkpoint.is_own and not checkpoint.is_copy:
-            self._store.load(checkpoint.generation)
+            self._store.load(checkpoint.generation, on_bytes=self._activity.moved)
             return
         reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
         for key, block in self._plan.program.blocks.items():
@@ -140,6 +152,7 @@ class Weights:
                 with self._store.acquire(key, "ram", "w") as lease:
                     reader.read(key, lease.tensor)
                 self._evict(key)
+                self._count(key)
 
     def _carried_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
         origin = self.source.origin
@@ -156,45 +169,38 @@ class Weights:
 
     def _fill(self) -> None:
         layouts = self._plan.graph.layouts.values()
-        self._activity.begin("making random weights" if self.source.origin is None else "loading weights")
+        doing = "making random weights" if self.source.origin is None else "loading weights"
+        self._activity.begin(doing, num_bytes=self._durable_bytes)
         for number, layout in enumerate(layouts):
             self._activity.come_to(number, unit=layout.name, num_parts=len(layouts))
-            with self._new_master(layout) as master:
-                self.source.fill(layout, views(master, layout))
+            self._fill_layout(layout)
 
-    @contextmanager
-    def _new_master(self, layout: UnitLayout) -> Iterator[Tensor]:
-        """Yield a unit's fp32 weights, zeroed; afterwards they are in its blocks."""
+    def _fill_layout(self, layout: UnitLayout) -> None:
         weight = weight_key(layout.name)
-        with self._store.acquire(weight, "ram", "w") as lease:
+        with self._store.acquire(weight, "ram", "w") as lease, self._room_for_master(layout):
             if not self._is_split:
-                yield lease.tensor.zero_()
+                for inside in _cut(range(layout.num_elements)):
+                    self.source.read(layout, inside.start, lease.tensor[inside.start : inside.stop].zero_())
             else:
-                with self._room_for_master(layout):
-                    master = torch.zeros(layout.num_elements)
-                    yield master
-                    self._encode(master, lease.tensor, layout)
-                    del master  # before its room is given back
+                self._fill_halves(layout, lease.tensor)
         self._evict(weight)
+        self._count(weight)
 
-    @contextmanager
-    def _room_for_master(self, layout: UnitLayout) -> Iterator[None]:
-        nbytes = round_up(4 * layout.num_elements, PAGE_BYTES) if self._is_split else 0
-        self._store.reserve("ram", nbytes)
-        try:
-            yield
-        finally:
-            self._store.reserve("ram", -nbytes)
-
-    def _encode(self, master: Tensor, high: Tensor, layout: UnitLayout) -> None:
+    def _fill_halves(self, layout: UnitLayout, high: Tensor) -> None:
+        buffer = torch.empty(min(layout.num_elements, MASTER_ELEMENTS))
         for part, low in self._low_parts(layout):
-            inside = slice(part.start, part.stop)
-            if low is None:
-                high_half(master[inside], high[inside])
-                continue
-            with self._store.acquire(low, "ram", "w") as lease:
-                encode(master[inside], high[inside], lease.tensor)
-            self._evict(low)
+            with nullcontext() if low is None else self._store.acquire(low, "ram", "w") as lease:
+                for inside in _cut(part):
+                    master = buffer[: len(inside)].zero_()
+                    self.source.read(layout, inside.start, master)
+                    if lease is None:
+                        high_half(master, high[inside.start : inside.stop])
+                    else:
+                        low_half = lease.tensor[inside.start - part.start : inside.stop - part.start]
+                        encode(master, high[inside.start : inside.stop], low_half)
+            if low is not None:
+                self._evict(low)
+                self._count(low)
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
         """Yield the parts of a layout, each with its low half: frozen weights are never updated and have none."""
@@ -202,12 +208,31 @@ class Weights:
         for part, key in zip(program.parts_of(layout), program.state_keys(layout, "low"), strict=True):
             yield part, key if key in program.blocks else None
 
+    @contextmanager
+    def _room_for_master(self, layout: UnitLayout) -> Iterator[None]:
+        num_elements = min(layout.num_elements, MASTER_ELEMENTS)
+        nbytes = round_up(4 * num_elements, PAGE_BYTES) if self._is_split else 0
+        self._store.reserve("ram", nbytes)
+        try:
+            yield
+        finally:
+            self._store.reserve("ram", -nbytes)
+
     def _zero_state(self) -> None:
         for block in self._plan.program.blocks.values():
             if block.kind == "optimizer" and kind_of_key(block.key) != "low":
                 with self._store.acquire(block.key, "ram", "w") as lease:
                     lease.tensor.zero_()
                 self._evict(block.key)
+                self._count(block.key)
+
+    @property
+    def _durable_bytes(self) -> int:
+        return sum(block.nbytes for block in self._plan.program.blocks.values() if block.kind in DURABLE_KINDS)
+
+    def _count(self, *keys: str) -> None:
+        blocks = self._plan.program.blocks
+        self._activity.moved(sum(blocks[key].nbytes for key in keys))
 
     def _evict(self, *keys: str) -> None:
         for key in keys:
@@ -217,29 +242,70 @@ class Weights:
     # -- afterwards ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def master(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
-        """Yield a unit's fp32 master weights by full parameter name; read-only. No update may be pending."""
-        weight = weight_key(layout.name)
-        with self._store.acquire(weight, "ram", "r") as lease:
-            if not self._is_split:
-                yield views(lease.tensor, layout)
-            else:
-                master = torch.empty(layout.num_elements)
-                for part, low in self._low_parts(layout):
-                    inside = slice(part.start, part.stop)
-                    if low is None:
-                        master[inside] = lease.tensor[inside]
+    def master(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+        """Yield what reads a unit's fp32 master weights, in ranges. No update may be pending."""
+        weight, lows = weight_key(layout.name), list(self._low_parts(layout))
+        with self._store.acquire(weight, "ram", "r") as lease, _OneLease(self._store, self._evict) as current:
+            high = lease.tensor
+
+            def read(start: int, stop: int) -> Tensor:
+                if not self._is_split:
+                    return high[start:stop]
+                master = torch.empty(stop - start)
+                for part, low in lows:
+                    first, last = max(start, part.start), min(stop, part.stop)
+                    if first >= last:
                         continue
-                    with self._store.acquire(low, "ram", "r") as low_lease:
-                        decode(lease.tensor[inside], low_lease.tensor, master[inside])
-                    self._evict(low)
-                yield views(master, layout)
+                    if low is None:
+                        master[first - start : last - start] = high[first:last]
+                        continue
+                    low_half = current.tensor(low)[first - part.start : last - part.start]
+                    decode(high[first:last], low_half, master[first - start : last - start])
+                return master
+
+            yield read
         self._evict(weight)
 
     @contextmanager
-    def exported(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
-        """Yield as ``master``, for an export: its fp32 copy counts in RAM, and ``activity`` says which unit it is."""
+    def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+        """Yield as ``master``, for an export: fp32 copies count in RAM, and ``activity`` says which unit it is."""
         names = list(self._plan.graph.layouts)
         self._activity.come_to(names.index(layout.name), unit=layout.name, num_parts=len(names))
-        with self._room_for_master(layout), self.master(layout) as weights:
-            yield weights
+        with self._room_for_master(layout), self.master(layout) as read:
+            yield read
+
+
+class _OneLease:
+    """A lease on the block that was read last. A context manager.
+
+    Args:
+        store: has the blocks.
+        evict: drops the copy of a block that is not at home in RAM.
+    """
+
+    def __init__(self, store: TieredStore, evict: Callable[[str], None]) -> None:
+        self._store, self._evict = store, evict
+        self._lease: Lease | None = None
+        self._key = ""
+
+    def __enter__(self) -> _OneLease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._evict(self._key)
+            self._lease = None
+
+    def tensor(self, key: str) -> Tensor:
+        """Return the contents of a block, valid until another one is asked for."""
+        if self._lease is None or self._key != key:
+            self.__exit__()
+            self._lease, self._key = self._store.acquire(key, "ram", "r"), key
+        return self._lease.tensor
+
+
+def _cut(elements: range) -> Iterator[range]:
+    """Yield ranges of at most ``MASTER_ELEMENTS`` that make up a range."""
+    for start in range(elements.start, elements.stop, MASTER_ELEMENTS):
+        yield range(start, min(start + MASTER_ELEMENTS, elements.stop))

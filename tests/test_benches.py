@@ -31,7 +31,7 @@ LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
 #: Benches that measure resident memory: a new interpreter has none of others.
-COLD = ("activations",)
+COLD = ("activations", "large")
 #: Command line of every bench at its smallest.
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
@@ -39,6 +39,7 @@ ARGUMENTS = {
     "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
+    "large": ["--quick", "--only", "moe"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
     "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],

@@ -319,12 +319,16 @@ class TieredStore:
         self._leasing.check_open()
         return self._generations.commit(dict(meta or {}))
 
-    def load(self, generation: int | None = None) -> Manifest:
+    def load(self, generation: int | None = None, *, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Fill the registered durable blocks from a committed generation (default: the current one); return its record.
 
         Homes may differ from those at the commit: files that lie on the paths of a block's home tier are adopted by
         links, everything else is read into place. Contents are verified. After an error it can be called again, with
         an older generation. Generations newer than the loaded one go when a commit needs their room.
+
+        Args:
+            generation: its number; None: the current one.
+            on_bytes: called with the size of each block once it is filled.
 
         Raises:
             GenerationError: there is none, a part is missing, or its blocks are not those that are registered.
@@ -333,7 +337,7 @@ class TieredStore:
             LeaseError: a block is leased.
         """
         self._leasing.check_open()
-        return self._generations.load(generation)
+        return self._generations.load(generation, on_bytes)
 
     # -- look --------------------------------------------------------------------------------------------------
 

@@ -147,19 +147,25 @@ def make_job(
 
 
 def fill_weights(views: Mapping[str, Tensor]) -> None:
-    """Fill fp32 tensors of the CPU by their parameters' names: norms 1, biases 0, matrices normal with deviation 0.02.
+    """Fill fp32 tensors of the CPU by their parameters' names; see ``fill_range``."""
+    for name, tensor in views.items():
+        fill_range(name, tensor.dim(), 0, tensor.view(-1))
+
+
+def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
+    """Fill ``out`` with elements of a parameter from ``start`` on: norms 1, biases 0, matrices normal, deviation 0.02.
 
     Matrices are cut from one block of random numbers, each from another place: to draw 20 B numbers takes minutes.
     """
-    noise = _random_numbers()
-    for name, tensor in views.items():
-        if tensor.dim() == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        flat, at = tensor.view(-1), zlib.crc32(name.encode()) % _NUM_RANDOM
-        for start in range(0, flat.numel(), _NUM_RANDOM):
-            part = flat[start : start + _NUM_RANDOM]
-            part.copy_(noise[at : at + part.numel()])
+    if num_dimensions == 1:
+        out.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    noise, at, done = _random_numbers(), zlib.crc32(name.encode()) % _NUM_RANDOM, 0
+    while done < out.numel():
+        offset = (start + done) % _NUM_RANDOM
+        part = out[done : done + _NUM_RANDOM - offset]
+        part.copy_(noise[at + offset : at + offset + part.numel()])
+        done += part.numel()
 
 
 @functools.cache

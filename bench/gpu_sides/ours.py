@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.gpu_sides.cases import merged
-from bench.gpu_sides.job import SEED, Job, StepSeen, fill_weights
+from bench.gpu_sides.job import SEED, Job, StepSeen, fill_range
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
-from megatrain.models.layout import UnitLayout
+from megatrain.models.layout import UnitLayout, entries_within
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds
 from megatrain.run.timeline import COMPUTE
@@ -30,8 +29,10 @@ from megatrain.weights import RandomWeights
 class _SeededWeights(RandomWeights):
     """The weights that all sides begin with."""
 
-    def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
-        fill_weights(views)
+    def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
+        for entry, first, last in entries_within(layout, start, start + out.numel()):
+            part = out[entry.offset + first - start : entry.offset + last - start]
+            fill_range(entry.name, len(entry.shape), first, part)
 
 
 class _Seeded(Trainer):

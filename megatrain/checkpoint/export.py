@@ -1,8 +1,8 @@
-"""A checkpoint into a Hugging Face folder, unit by unit: no store, no GPU, and beside a living run if need be."""
+"""A checkpoint into a Hugging Face folder, piece by piece: no store, no GPU, and beside a living run if need be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,11 @@ from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolve import resolve_export, resolve_model
 from megatrain.config.resolved import config_from_toml
-from megatrain.engine.program import state_key, stored_keys, weight_key
+from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import check_target, export_model
+from megatrain.models.export import ReadMaster, check_target, export_model
 from megatrain.models.graph import ModelGraph, ModelSpec
-from megatrain.models.layout import UnitLayout, views
+from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader
 from megatrain.precision import decode
 from tiered import GenerationReader, list_generations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Told the unit that is read next, its number from 1, and how many there are.
+#: Told what is being done, the bytes that are done, and how many there are: all are written, and then read back.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -46,7 +46,7 @@ def export_checkpoint(
     model_folder: Path | str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: that of one unit.
+    """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: a few pieces of 16 MiB.
 
     Args:
         run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` of one.
@@ -86,6 +86,7 @@ def export_checkpoint(
         record={"step": found.state.step},
         origin=origin,
         carried_checksum=found.state.model.get(CARRIED_CHECKSUM),
+        on_bytes=source.on_bytes,
     )
 
 
@@ -104,7 +105,8 @@ class _Source:
 
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None) -> None:
         self._found, self._on_progress = found, on_progress
-        self._num_read = self._num_layouts = 0
+        self._unit = ""
+        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # by kind: block, first byte, piece
         with self._explained():
             self._reader = GenerationReader(found.path, found.generation, search_paths(found.path))
         dtypes = {record.dtype for key, record in self._reader.blocks.items() if key.endswith("/weight")}
@@ -114,7 +116,6 @@ class _Source:
 
     def check(self, graph: ModelGraph, folder: Path) -> None:
         """Raise ``CheckpointError`` unless the blocks are those of this model."""
-        self._num_layouts = len(graph.layouts)
         expected = {weight_key(layout.name): layout.num_elements for layout in graph.layouts.values()}
         blocks = self._reader.blocks
         found = {key: record.shape[0] for key, record in blocks.items() if key.endswith("/weight")}
@@ -128,29 +129,62 @@ class _Source:
             )
 
     @contextmanager
-    def weights(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
-        """Yield a unit's fp32 master weights by full parameter name; a ``WeightSource``."""
-        self._num_read += 1
-        if self._on_progress is not None:
-            self._on_progress(layout.name, self._num_read, self._num_layouts)
-        weight = self._read(weight_key(layout.name), self.dtype)
-        low = stored_keys(state_key(layout.name, "low"), self._reader.blocks)
-        if self.dtype == torch.float32:
-            master = weight
-        elif low:
-            master = torch.empty(layout.num_elements)
-            sizes = [self._reader.blocks[key].shape[0] for key in low]
-            for key, high, part in zip(low, torch.split(weight, sizes), torch.split(master, sizes), strict=True):
-                decode(high, self._read(key, torch.int16), part)
-        else:
-            master = weight.float()  # frozen: there is no more than the bf16 weight
-        yield views(master, layout)
+    def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+        """Yield what reads a unit's fp32 master weights; a ``WeightSource``."""
+        self._unit = layout.name
+        weight = weight_key(layout.name)
+        lows = self._parts(state_key(layout.name, "low"))
 
-    def _read(self, key: str, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(self._reader.blocks[key].shape, dtype=dtype)
-        with self._explained():
-            self._reader.read(key, tensor)
-        return tensor
+        def read(start: int, stop: int) -> Tensor:
+            high = self._read(weight, self.dtype, start, stop)
+            if self.dtype == torch.float32:
+                return high
+            if not lows:
+                return high.float()  # frozen: there is no more than the bf16 weight
+            master = torch.empty(stop - start)
+            for part, low in lows:
+                first, last = max(start, part.start), min(stop, part.stop)
+                if first < last:
+                    found = self._read(low, torch.int16, first - part.start, last - part.start)
+                    inside = slice(first - start, last - start)
+                    decode(high[inside], found, master[inside])
+            return master
+
+        yield read
+
+    def on_bytes(self, done: int, total: int) -> None:
+        """Report the bytes of an export that are done."""
+        if self._on_progress is not None:
+            self._on_progress(self._unit if 2 * done <= total else "reading it back", done, total)
+
+    def _parts(self, key: str) -> list[tuple[range, str]]:
+        """Return the blocks that state is in, each with its range of elements."""
+        found, start = [], 0
+        for each in stored_keys(key, self._reader.blocks):
+            stop = start + self._reader.blocks[each].shape[0]
+            found.append((range(start, stop), each))
+            start = stop
+        return found
+
+    def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Return elements of a block; whole pieces are read and verified, and the last one of each kind is kept."""
+        first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
+        out = torch.empty(stop - start, dtype=dtype)
+        memory = out.view(torch.uint8)
+        for begin in range(first // step * step, last, step):
+            piece = self._piece(key, begin)
+            part = piece[max(0, first - begin) : last - begin]
+            at = max(0, begin - first)
+            memory[at : at + part.numel()] = part
+        return out
+
+    def _piece(self, key: str, start: int) -> Tensor:
+        kind = kind_of_key(key)
+        if kind not in self._kept or self._kept[kind][:2] != (key, start):
+            stop = min(start + self._reader.piece_bytes, self._reader.blocks[key].nbytes)
+            with self._explained():
+                self._kept[kind] = key, start, self._reader.read_range(key, start, stop)
+        return self._kept[kind][2]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatrain.checkpoint.copier import CheckpointCopier
+    from megatrain.run.activity import Activity
     from tiered import Commit, TieredStore
 
 #: Seconds between checks of a drive with too little free space.
@@ -30,6 +31,7 @@ class Saver:
         spec: when, and how many are kept.
         begin: makes weights and state those after the last step, and nothing but the next step changes them again.
         copier: makes whole copies of what was saved.
+        activity: is told what is being written.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
         written_bytes: what one checkpoint writes to the drive of ``output_dir``.
         saved_step: step of the newest checkpoint; None without one.
@@ -47,6 +49,7 @@ class Saver:
         observer: RunObserver,
         begin: Callable[[], None],
         copier: CheckpointCopier,
+        activity: Activity,
         *,
         should_stop: Callable[[], bool],
         written_bytes: int,
@@ -58,7 +61,7 @@ class Saver:
         self.is_waiting = False
         self._spec = spec
         self._store, self._observer, self._begin = store, observer, begin
-        self._copier, self._should_stop = copier, should_stop
+        self._copier, self._should_stop, self._activity = copier, should_stop, activity
         self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
@@ -93,6 +96,7 @@ class Saver:
             self._copier.wait_for_those_that_go(self._outgoing(self._spec.keep - 1))
             self._begin()
             commit = self._store.commit(state.to_meta())
+            self._activity.saving = commit
             self._in_flight = commit, state.step, time.perf_counter() - start_s
             self._last_s = time.monotonic()
         if wait or not self._spec.is_async:

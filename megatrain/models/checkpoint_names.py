@@ -13,10 +13,13 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+import torch
 
-    import torch
+from megatrain.models.regions import Region, aliasing, region_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightTransform
 
@@ -53,17 +56,22 @@ class Conversion:
         outputs = self._convert(read, model)
         return {self.final_names[name]: value for name, value in outputs.items()}
 
-    def places_of_sources(self, targets: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]] | None:
-        """Return where in ``targets`` each input lies, if this step only puts its inputs side by side; else None.
+    def regions(self, model: PreTrainedModel) -> Mapping[str, Sequence[Region]] | None:
+        """Return the regions that make each target; None if some number of the inputs is not merely moved.
 
-        Then the inputs can be read straight into place. It covers copies and the usual fusing of experts.
+        Then every target can be made a range at a time. It covers copies, the usual fusing of experts, what cuts fused
+        tensors apart, and what puts them together or apart for an export.
         """
-        if set(targets) != set(self.targets) or len(targets) != 1:
-            return None
-        (whole,) = targets.values()
         if self.transform is None:
-            return [(self.source_names[0], whole)]
-        return _places_in_stack(self, whole)
+            ((target, made),) = self.targets.items()
+            return {target: [_put(self.source_names[0], torch.empty(made.shape, device="meta"))]}
+        if len(self.targets) == 1:
+            ((target, made),) = self.targets.items()
+            places = _places_in_stack(self, torch.empty(made.shape, device="meta"))
+            if places is not None:
+                return {target: [_put(name, place) for name, place in places]}
+        found = aliasing(self.source_shapes, lambda read: self._convert(read, model))
+        return None if found is None else {self.final_names[name]: made for name, made in found.items()}
 
     def trace(
         self, inputs: Mapping[str, torch.Tensor], model: PreTrainedModel, rename: Callable[[str], str] | None = None
@@ -219,6 +227,11 @@ def _take_names_of_files(step: Conversion, loaded: LoadPlan, prefix: str) -> Non
         )
     step.final_names = {name: new_names[final] for name, final in step.final_names.items()}
     step.targets = {new_names[name]: value for name, value in step.targets.items()}
+
+
+def _put(name: str, place: torch.Tensor) -> Region:
+    """Return the region of a whole input that lies at ``place`` of an output on meta."""
+    return region_of(name, torch.empty(place.shape, device="meta"), place)
 
 
 def _places_in_stack(step: Conversion, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:

@@ -1,7 +1,8 @@
 """A trained model into a Hugging Face folder, unit by unit, checked and put in place at once.
 
 The folder appears under its name only when it is complete and was read back; until then it is a hidden sibling.
-RAM used besides the source's own leases: one small piece of a tensor, or the tensors of one conversion.
+RAM used besides the source's own leases: one small piece of a tensor, however large it is; or the tensors of one
+conversion, where it does more than stack, join, cut and turn them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +35,7 @@ from megatrain.models.folder import (
     some,
     tensor_bytes,
 )
+from megatrain.models.regions import Region, gather
 from megatrain.models.skeleton import dtypes_when_loaded
 from tiered.units import format_size
 
@@ -50,6 +53,7 @@ __all__ = [
     "ExportError",
     "ExportSpec",
     "ExportedGraph",
+    "ReadMaster",
     "ShardPlan",
     "ShardWriter",
     "WeightSource",
@@ -70,6 +74,10 @@ class ExportSpec:
 
     dtype: torch.dtype | None
     max_shard_bytes: int
+
+
+#: Bytes of the widest number that is read for one that is written.
+_WIDEST_BYTES = 4
 
 
 class DamagedShardError(Exception):
@@ -135,20 +143,31 @@ class ShardWriter:
         checksums: tensor name -> xxh3-64 of its bytes in the file, hexadecimal.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[ShardPlan], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shards: Sequence[ShardPlan],
+        tensors: Mapping[str, Tensor],
+        on_bytes: OnBytes = lambda done, total: None,
+    ) -> None:
         self._folder, self._shards, self._tensors = folder, shards, tensors
+        self._on_bytes, self._done_bytes = on_bytes, 0
+        self._num_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())  # written, then read back
         self._shard_of = {name: shard for shard in shards for name in shard.offsets}
         self._started: set[str] = set()
         self.checksums: dict[str, str] = {}
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor (any floating dtype; cast on the way, a small piece at a time)."""
+    def write(self, name: str, read: Callable[[int, int], Tensor]) -> None:
+        """Write one tensor, a small piece at a time.
+
+        Args:
+            name: of the tensor.
+            read: returns elements from the first number to the second: 1-D, any floating dtype; cast on the way.
+        """
         expected = self._tensors[name]
-        assert tensor.shape == expected.shape, (name, tensor.shape, expected.shape)
-        flat = tensor.detach().reshape(-1)
-        step = max(1, PIECE_BYTES // expected.dtype.itemsize)
-        starts = range(0, flat.numel(), step)
-        self._write(name, (flat[start : start + step].to(expected.dtype).contiguous() for start in starts))
+        count, step = expected.numel(), max(1, PIECE_BYTES // _WIDEST_BYTES)
+        ranges = ((start, min(start + step, count)) for start in range(0, count, step))
+        self._write(name, (read(start, stop).to(expected.dtype).contiguous() for start, stop in ranges))
 
     def copy(self, name: str, folder: ModelFolder) -> None:
         """Copy the bytes of tensor ``name`` from another folder."""
@@ -171,7 +190,12 @@ class ShardWriter:
                 digest.update(memory)
                 while memory:
                     memory = memory[file.write(memory) :]
+                self._count(piece)
         self.checksums[name] = digest.hexdigest()
+
+    def _count(self, piece: Tensor) -> None:
+        self._done_bytes += piece.nbytes
+        self._on_bytes(self._done_bytes, self._num_bytes)
 
     def finish(self) -> None:
         """Write the index of several files, and bring everything to the drive."""
@@ -203,6 +227,7 @@ class ShardWriter:
             digest = xxhash.xxh3_64()
             for _, piece in folder.pieces(name):
                 digest.update(tensor_bytes(piece))
+                self._count(piece)
             if digest.hexdigest() != self.checksums[name]:
                 raise DamagedShardError(
                     f"{record.file}: tensor {name} reads back with checksum {digest.hexdigest()}, "
@@ -231,8 +256,14 @@ _OTHER_FILES = (
     "NOTICE*",
 )
 
-WeightSource = Callable[["UnitLayout"], AbstractContextManager[Mapping[str, Tensor]]]
-"""Gives the fp32 master weights of one layout, by full parameter name, for as long as the context is open."""
+ReadMaster = Callable[[int, int], Tensor]
+"""Returns elements of a layout's block from the first number to the second: 1-D fp32, valid until the next call."""
+
+OnBytes = Callable[[int, int], None]
+"""Told the bytes that are done, and how many there are."""
+
+WeightSource = Callable[["UnitLayout"], AbstractContextManager[ReadMaster]]
+"""Gives the fp32 master weights of one layout for as long as the context is open."""
 
 
 class ExportError(Exception):
@@ -265,6 +296,7 @@ def export_model(
     record: Mapping[str, int] | None = None,
     origin: Origin | None = None,
     carried_checksum: str | None = None,
+    on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
     """Write the model as a Hugging Face folder that ``from_pretrained`` opens.
 
@@ -273,7 +305,7 @@ def export_model(
 
     Args:
         graph: the model's skeleton and layouts. Persistent buffers are taken from the skeleton if there is no origin.
-        source: gives the master weights of one layout at a time.
+        source: gives the master weights of one layout at a time, in ranges.
         out_dir: the folder to make. It may exist if it is empty or an earlier export of this program.
         dtype: of the weights; those that the model's class wants in fp32 stay fp32, buffers keep their own dtype.
         max_shard_nbytes: weight bytes in one file.
@@ -283,6 +315,7 @@ def export_model(
         record: more keys for ``export.json``, e.g. the step.
         origin: the folder that the weights were loaded from; None: there is none.
         carried_checksum: of what is carried over from the origin (``CarriedTensors.checksum``), when training began.
+        on_bytes: called with the bytes that were written and read back so far, and with all of both.
 
     Returns:
         The absolute path of the finished folder.
@@ -309,7 +342,7 @@ def export_model(
     _check_room(out, sum(shard.nbytes for shard in shards))
     partial = _fresh_sibling(out, "partial")
     try:
-        writer = ShardWriter(partial, shards, tensors)
+        writer = ShardWriter(partial, shards, tensors, on_bytes)
         layouts = list(graph.layouts.values())
         for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
             _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
@@ -380,29 +413,71 @@ def _write_group(
     model: PreTrainedModel,
     inputs: Mapping[str, Tensor],
 ) -> None:
-    aliases = {name: names for names in tied_groups(model) for name in names}
     with ExitStack() as stack, torch.no_grad():
-        weights: dict[str, Tensor] = {}
-        for layout in layouts:
-            weights.update(stack.enter_context(source(layout)))
-
-        def find(name: str) -> Tensor:
-            for alias in (name, *aliases.get(name, ())):
-                if alias in weights:
-                    return weights[alias]
-            buffer: Tensor = model.get_buffer(name)
-            assert buffer.device.type != "meta", f"buffer {name} was never loaded"
-            return buffer
-
+        open_layouts = [(layout, stack.enter_context(source(layout))) for layout in layouts]
+        weights = _OpenWeights(model, open_layouts)
         for step in steps:
-            if step.transform is None:
-                (target,) = step.targets
-                writer.write(target, find(step.source_names[0]))
+            regions = step.regions(model)
+            if regions is not None:
+                for target, parts in regions.items():
+                    writer.write(target, partial(_gathered, parts, weights))
                 continue
             # Converted in the file's dtype: the transforms only move numbers, so this is exact and takes least room.
-            outputs = step.run(lambda name: find(name).to(inputs[name].dtype), model)
+            outputs = step.run(lambda name: weights.whole(name, inputs[name].dtype), model)
             for target in list(outputs):
-                writer.write(target, outputs.pop(target))
+                flat = outputs.pop(target).reshape(-1)
+                writer.write(target, lambda start, stop, flat=flat: flat[start:stop])  # type: ignore[misc]
+
+
+def _gathered(regions: Sequence[Region], weights: _OpenWeights, start: int, stop: int) -> Tensor:
+    out = torch.empty(stop - start, dtype=weights.dtype_of(regions[0].source))
+    gather(regions, start, out, weights.read, max(1, PIECE_BYTES // _WIDEST_BYTES))
+    return out
+
+
+class _OpenWeights:
+    """The tensors of some layouts that are open, and the buffers of the model.
+
+    Args:
+        model: the skeleton, with its buffers.
+        layouts: each with what reads it.
+    """
+
+    def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:
+        self._model = model
+        self._places = {entry.name: (entry, read) for layout, read in layouts for entry in layout.entries}
+        for names in tied_groups(model):
+            place = next((self._places[name] for name in names if name in self._places), None)
+            if place is not None:
+                self._places.update(dict.fromkeys(names, place))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor is read."""
+        return torch.float32 if name in self._places else self._buffer(name).dtype
+
+    def read(self, name: str, first: int, count: int, place: Tensor | None = None) -> Tensor:
+        """Return elements of a tensor; see ``ReadSpan``."""
+        if name not in self._places:
+            return self._buffer(name).reshape(-1)[first : first + count]
+        entry, read = self._places[name]
+        return read(entry.offset + first, entry.offset + first + count)
+
+    def whole(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in new memory."""
+        if name not in self._places:
+            return self._buffer(name).to(dtype)
+        entry, _ = self._places[name]
+        found = torch.empty(entry.shape, dtype=dtype)
+        flat, step = found.view(-1), max(1, PIECE_BYTES // _WIDEST_BYTES)
+        for start in range(0, entry.numel, step):
+            part = flat[start : start + step]
+            part.copy_(self.read(name, start, part.numel()))
+        return found
+
+    def _buffer(self, name: str) -> Tensor:
+        buffer: Tensor = self._model.get_buffer(name)
+        assert buffer.device.type != "meta", f"buffer {name} was never loaded"
+        return buffer
 
 
 def _copy_carried(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:

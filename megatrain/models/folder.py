@@ -165,6 +165,7 @@ class ModelFolder:
         read_config_json(self.path)
         self.records: dict[str, TensorRecord] = {}
         self.largest_piece_nbytes = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         if (self.path / SINGLE_FILE).is_file():
             self.records = _read_header(self.path / SINGLE_FILE)
         elif (self.path / INDEX_FILE).is_file():
@@ -223,29 +224,20 @@ class ModelFolder:
         self._read_bytes(record, 0, tensor)
         return tensor
 
-    def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Copy tensor ``name`` into ``destination`` (CPU, any dtype and strides, equal shape), piece by piece."""
-        record = self.records[name]
-        assert tuple(destination.shape) == record.shape, (name, destination.shape, record.shape)
-        if not destination.is_contiguous() or destination.device.type != "cpu":
-            rows = destination if destination.dim() > 1 else destination.reshape(1, *destination.shape)
-            self._read_rows(record, rows)
-        elif destination.dtype == record.dtype:
-            self._read_bytes(record, 0, destination)
-        else:
-            flat = destination.view(-1)
-            for start, piece in self.pieces(name):
-                flat[start : start + piece.numel()].copy_(piece)
+    def read_span(self, name: str, first: int, count: int, place: torch.Tensor | None = None) -> torch.Tensor:
+        """Return elements ``first`` to ``first + count`` of tensor ``name``; see ``ReadSpan``.
 
-    def _read_rows(self, record: TensorRecord, rows: torch.Tensor) -> None:
-        row_nbytes = max(1, record.nbytes // max(1, rows.shape[0]))
-        step = max(1, PIECE_BYTES // row_nbytes)
-        for first in range(0, rows.shape[0], step):
-            part = rows[first : first + step]
-            piece = torch.empty(part.shape, dtype=record.dtype)
-            self.largest_piece_nbytes = max(self.largest_piece_nbytes, piece.nbytes)
-            self._read_bytes(record, first * row_nbytes, piece)
-            part.copy_(piece)
+        What comes next in the file is fetched meanwhile: tensors are mostly read in the order in which they lie there.
+        """
+        record = self.records[name]
+        if place is None or place.dtype != record.dtype or not place.is_contiguous() or place.device.type != "cpu":
+            nbytes = count * record.dtype.itemsize
+            if self._buffer.numel() < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            place = self._buffer[:nbytes].view(record.dtype)
+            self.largest_piece_nbytes = max(self.largest_piece_nbytes, nbytes)
+        self._read_bytes(record, first * record.dtype.itemsize, place, ahead=True)
+        return place
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, 1-D piece) over tensor ``name``; each piece is valid until the next one."""
@@ -258,16 +250,24 @@ class ModelFolder:
             self._read_bytes(record, start * record.dtype.itemsize, piece)
             yield start, piece
 
-    def _read_bytes(self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor) -> None:
-        """Fill the contiguous CPU tensor ``destination`` from ``skip_nbytes`` into the tensor's bytes on."""
+    def _read_bytes(
+        self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor, *, ahead: bool = False
+    ) -> None:
+        """Fill the contiguous CPU tensor ``destination`` from ``skip_nbytes`` into the tensor's bytes on.
+
+        Args:
+            ahead: let the kernel fetch as many bytes behind them.
+        """
         if destination.numel() == 0:
             return
         memory = tensor_bytes(destination)
-        done = 0
+        start, done = record.offset + skip_nbytes, 0
         try:
             with record.file.open("rb", buffering=0) as file:
+                if ahead:
+                    os.posix_fadvise(file.fileno(), start, 2 * len(memory), os.POSIX_FADV_WILLNEED)
                 while done < len(memory):
-                    count = os.preadv(file.fileno(), [memory[done:]], record.offset + skip_nbytes + done)
+                    count = os.preadv(file.fileno(), [memory[done:]], start + done)
                     if count == 0:
                         raise ModelFolderError(record.file, f"ends inside tensor {record.name}. Copy it again")
                     done += count

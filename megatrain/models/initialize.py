@@ -1,22 +1,48 @@
-"""Random weights by the model's own rules, tensor by tensor, without the model in memory."""
+"""Random weights by the model's own rules, without the model in memory: tensor by tensor, or a range at a time.
+
+A range needs no memory but its own: the rules are run once on the meta device, which records what they do to each
+parameter. Nearly all of them draw numbers one after the other and change each for itself, so that they can be repeated
+range by range with the same bits. A rule that does anything else is run on whole tensors.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.models.checkpoint_names import tied_groups
+from megatrain.models.regions import Region, region_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
     from megatrain.models.layout import UnitLayout
+
+
+__all__ = ["InitializationError", "Initializer", "init_weights", "initialize_tensors"]
+
+_aten = torch.ops.aten
+#: Draw numbers in the order of the elements.
+_DRAWS = (_aten.normal_.default, _aten.uniform_.default)
+#: Write every element, whatever it was.
+_FILLS = (_aten.zero_.default, _aten.fill_.Scalar)
+#: Change each element for itself.
+_CHANGES = (
+    _aten.mul_.Scalar, _aten.mul_.Tensor, _aten.add_.Scalar, _aten.add_.Tensor, _aten.div_.Scalar, _aten.div_.Tensor,
+    _aten.clamp_.default, _aten.erfinv_.default, _aten.neg_.default, _aten.exp_.default, _aten.sub_.Tensor,
+)  # fmt: skip
+#: torch draws normal numbers in groups of so many, the last of which end with the tensor.
+_GROUP = 16
+#: Elements drawn at a time where a draw is passed over, for the sake of the next one.
+_SKIPPED_ELEMENTS = 1 << 20
 
 
 class InitializationError(Exception):
@@ -64,6 +90,242 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
             f"{type(model).__name__} has no rule to initialise {', '.join(without_rule[:4])}; "
             "start from a folder with weights instead of train_from_scratch"
         )
+
+
+class Initializer:
+    """Random weights as ``initialize_tensors`` gives them, the same bits, a range of a parameter at a time.
+
+    Args:
+        model: the skeleton; its parameters may be on the meta device.
+        names: parameters that are initialised together, those of one layout: rules of one module draw for all of its
+            parameters in ``names``, one after the other.
+        seed: the run's seed.
+
+    Not thread-safe. Ranges are best read in the order of the elements: else what lies before them is drawn again.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
+        self._model, self._names, self._seed = model, list(names), seed
+        self._rules = _record(model, self._names, seed)
+        self._whole: dict[str, Tensor] = {}
+
+    @property
+    def is_in_ranges(self) -> bool:
+        """Whether ranges are made alone; else all parameters are in memory from the first one that is read on."""
+        return self._rules is not None
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with the numbers of a parameter from element ``start`` on.
+
+        Args:
+            name: one of ``names``.
+            start: a multiple of 16.
+            out: 1-D CPU tensor, as long as the range; fp32 numbers, rounded to its dtype.
+
+        Raises:
+            InitializationError: neither transformers nor torch has a rule for a parameter.
+        """
+        if self._rules is not None:
+            self._rules.read(name, start, out)
+            return
+        if not self._whole:
+            shapes = {name: self._model.get_parameter(name).shape for name in self._names}
+            self._whole = {name: torch.empty(shape, device="cpu") for name, shape in shapes.items()}
+            initialize_tensors(self._model, self._whole, self._seed)
+        out.copy_(self._whole[name].view(-1)[start : start + out.numel()])
+
+
+@dataclass
+class _Operation:
+    """One operation of a rule on a parameter.
+
+    Attributes:
+        name: of the parameter.
+        function: of torch, in place.
+        arguments: behind the tensor.
+        before: the draw before it that continues the same numbers; None: it begins with the seed.
+        seed: of the numbers, of a draw.
+        num_elements: of the parameter.
+        box: what of the parameter it fills; None: all.
+        position: the next element to be drawn.
+        state: of the generator, there.
+        end: of the generator, behind the last element; None: not reached yet.
+        left: elements drawn already: the last ones, fewer than a group.
+    """
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    before: _Operation | None
+    seed: int
+    num_elements: int
+    box: Region | None = None
+    position: int = -1
+    state: Tensor | None = None
+    end: Tensor | None = None
+    left: Tensor | None = None
+
+    def apply(self, start: int, out: Tensor) -> None:
+        """Do to ``out``, a contiguous fp32 range from ``start`` on, what it does to the parameter."""
+        if self.function in _DRAWS:
+            self._draw(start, out)
+        elif self.box is None:
+            self.function(out, *self.arguments)
+        else:
+            for box in self.box.within(start, start + out.numel()):
+                place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
+                self.function(place, *self.arguments)
+
+    def _draw(self, start: int, out: Tensor) -> None:
+        if self.position != start:
+            if self.position < 0 or self.position > start:
+                self._rewind()
+            while self.position < start:
+                self._next(torch.empty(min(_SKIPPED_ELEMENTS, start - self.position)))
+        self._next(out)
+
+    def _rewind(self) -> None:
+        generator = torch.Generator()
+        generator.manual_seed(self.seed)
+        if self.before is not None:
+            generator.set_state(self.before.state_at_end())
+        self.position, self.state, self.left = 0, generator.get_state(), None
+
+    def state_at_end(self) -> Tensor:
+        """Return the generator's state behind the last element; draws what was not drawn yet."""
+        if self.end is None:
+            if self.position < 0:
+                self._rewind()
+            while self.position < self.num_elements:
+                self._next(torch.empty(min(_SKIPPED_ELEMENTS, self.num_elements - self.position)))
+        assert self.end is not None
+        return self.end
+
+    def _next(self, out: Tensor) -> None:
+        """Draw the next elements; all but the last range are multiples of a group."""
+        stop = self.position + out.numel()
+        rest = self.num_elements - stop
+        if self.left is not None:
+            out.copy_(self.left[: out.numel()])
+            self.left = self.left[out.numel() :]
+        else:
+            assert self.state is not None and (rest == 0 or out.numel() % _GROUP == 0), (self.name, out.numel())
+            generator = torch.Generator()
+            generator.set_state(self.state)
+            if 0 < rest < _GROUP:  # torch draws the last group anew, and it begins in this range
+                whole = torch.empty(out.numel() + rest)
+                self.function(whole, *self.arguments, generator=generator)
+                out.copy_(whole[: out.numel()])
+                self.left = whole[out.numel() :]
+            else:
+                self.function(out, *self.arguments, generator=generator)
+            self.state = generator.get_state()
+        self.position = stop
+        if rest == 0:
+            self.end, self.left = self.state, None
+
+
+@dataclass
+class _Rules:
+    """What the rules do to each of some parameters, in order."""
+
+    operations: dict[str, list[_Operation]]
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """See ``Initializer.read``."""
+        is_plain = out.dtype == torch.float32 and out.is_contiguous()
+        found = out if is_plain else torch.empty(out.numel())
+        with torch.no_grad():
+            for operation in self.operations[name]:
+                operation.apply(start, found)
+            if not is_plain:
+                out.copy_(found)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is done to some parameters on meta.
+
+    Attributes:
+        is_simple: whether everything can be repeated range by range.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names  # by storage
+        self.is_simple = True
+        self.operations: dict[str, list[_Operation]] = {name: [] for name in names.values()}
+        self._seed, self._last_draw = 0, cast("_Operation | None", None)
+
+    def begin(self, seed: int) -> None:
+        """Say that a module's rule begins, with numbers of this seed."""
+        self._seed, self._last_draw = seed, None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = self._name(args[0]) if args and isinstance(args[0], Tensor) else None
+        if func._schema.is_mutable and name is not None:
+            self._note(name, func, args, kwargs or {})
+        elif torch.Tag.nondeterministic_seeded in func.tags and not _is_on_meta(args, kwargs or {}):
+            self.is_simple = False  # it takes numbers that a repetition would not
+        return func(*args, **(kwargs or {}))
+
+    def _name(self, tensor: Tensor) -> str | None:
+        return self._names.get(tensor.untyped_storage()._cdata) if tensor.device.type == "meta" else None
+
+    def _note(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        tensor, arguments = args[0], tuple(args[1:])
+        is_whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        has_numbers = all(isinstance(each, (int, float, bool, type(None))) for each in arguments)
+        options = {key: value for key, value in kwargs.items() if value is not None}
+        known = (*_DRAWS, *_FILLS, *_CHANGES) if is_whole else _FILLS
+        if func not in known or not has_numbers or options:
+            self.is_simple = False
+            return
+        is_draw = func in _DRAWS
+        before = self._last_draw if is_draw else None
+        box = None if is_whole else region_of(name, tensor, tensor)  # e.g. the row of the padding token
+        operation = _Operation(name, func, arguments, before, self._seed, tensor.numel(), box)
+        if is_draw:
+            self._last_draw = operation
+        if func in _CHANGES or not is_whole:
+            self.operations[name].append(operation)
+        else:
+            self.operations[name] = [operation]  # what was there before does not matter
+
+
+def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    if not tensors:
+        return str(kwargs.get("device")) == "meta"
+    return all(each.device.type == "meta" for each in tensors)
+
+
+def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules | None:
+    """Return what the rules do to some parameters; None where it cannot be repeated range by range."""
+    from transformers import initialization
+
+    owners = _owner_names(model, names)
+    bound = {owners[name]: torch.empty(model.get_parameter(name).shape, device="meta") for name in names}
+    recorder = _Recorder({tensor.untyped_storage()._cdata: name for name, tensor in bound.items()})
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            _bound(model, bound),
+            initialization.guard_torch_init_functions(),
+        ):
+            for name, module, owner in _modules_of(model, bound):
+                recorder.begin(_seed(seed, name))
+                torch.manual_seed(_seed(seed, name))
+                with recorder:
+                    cast("Any", owner)._init_weights(module)
+    except (RuntimeError, NotImplementedError):
+        return None  # it looks at numbers, which meta has not
+    operations = {name: recorder.operations[owners[name]] for name in names}
+    firsts = [each[0] if each else None for each in operations.values()]
+    # Where nothing fills a whole parameter torch's own rule does, which may draw for other parameters as well.
+    if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in firsts):
+        return None
+    return _Rules(operations)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -27,6 +27,7 @@ __all__ = [
     "UnitLayout",
     "build_layout",
     "build_layouts",
+    "entries_within",
     "in_parts",
     "pieces",
     "views",
@@ -166,6 +167,20 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
         frozen_part = ".frozen" if ordered[0][0] and not trains else ""
         layouts.append(build_layout(f"{path}{other_dtype}{frozen_part}", kinds[trains, dtype], trains))
     return layouts
+
+
+def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[TensorEntry, int, int]]:
+    """Yield the parameters of a range of a block, each with the range of its own elements that lies inside.
+
+    Args:
+        layout: of the block.
+        start: first element of the block.
+        stop: end.
+    """
+    for entry in layout.entries:
+        first, last = max(entry.offset, start), min(entry.offset + entry.numel, stop)
+        if first < last:
+            yield entry, first - entry.offset, last - entry.offset
 
 
 def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:

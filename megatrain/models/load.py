@@ -1,8 +1,8 @@
-"""Weights of a Hugging Face folder into flat blocks, one unit at a time, in the names and shapes of the model.
+"""Weights of a Hugging Face folder into flat blocks, a range at a time, in the names and shapes of the model.
 
-The caller owns the memory: for every layout it gives views of a block, and `WeightLoader.fill` copies each parameter
-into its view. The RAM used besides is one small piece of a tensor, or the tensors of one conversion where the model
-keeps a layer's weights in another form than its files.
+The caller owns the memory, and says which elements of a block it wants there. The RAM used besides is one small piece
+of a tensor, however large the tensor; or the tensors of one conversion where the model keeps a layer's weights in
+another form than its files, and the conversion does more than stack, join, cut and turn them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from megatrain.models import folder
 from megatrain.models.carried import CarriedTensors, carried_modules
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
 from megatrain.models.folder import ModelFolder, ModelFolderError, some
-from megatrain.models.initialize import initialize_tensors
+from megatrain.models.initialize import Initializer
+from megatrain.models.layout import entries_within
+from megatrain.models.regions import Region, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from transformers import PreTrainedModel
 
-    from megatrain.models.layout import UnitLayout
+    from megatrain.models.layout import TensorEntry, UnitLayout
 
 
 _SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
@@ -55,7 +58,7 @@ class WeightLoader:
     the folder is loaded, kept for the export as it is, or refused; and an export can give back all of their names.
 
     Args:
-        folder: a Hugging Face folder with safetensors.
+        path: a Hugging Face folder with safetensors.
         model: the skeleton built from the folder's config; its parameters may be on the meta device. The transforms
             that the folder needed are kept on it as transformers does, for the export.
 
@@ -70,10 +73,13 @@ class WeightLoader:
     Not thread-safe: one thread at a time.
     """
 
-    def __init__(self, folder: Path | str, model: PreTrainedModel) -> None:
-        self._folder = ModelFolder(folder)
+    def __init__(self, path: Path | str, model: PreTrainedModel) -> None:
+        self._folder = ModelFolder(path)
         self._model = model
         self._largest_conversion_nbytes = 0
+        self._regions: dict[int, Mapping[str, Sequence[Region]] | None] = {}
+        self._converted: tuple[Conversion, Mapping[str, Tensor]] | None = None
+        self._absent: tuple[UnitLayout, Initializer] | None = None
         records = self._folder.records
         on_meta = {
             name: torch.empty(record.shape, dtype=record.dtype, device="meta") for name, record in records.items()
@@ -101,25 +107,51 @@ class WeightLoader:
 
         Args:
             layout: a layout of the graph that the model belongs to.
-            views: full parameter name -> tensor of the parameter's shape, CPU, any floating dtype; written completely.
+            views: full parameter name -> contiguous tensor of the parameter's shape, CPU, any floating dtype; written
+                completely.
 
         Raises:
             ModelFolderError: a file cannot be read, or a weight is infinite or not a number.
         """
-        done: set[int] = set()
-        not_in_files: dict[str, Tensor] = {}
+        for entry in layout.entries:
+            self._fill_range(layout, entry, 0, views[entry.name].view(-1))
+        self._converted = None
+
+    def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
+        """Copy a range of the block of ``layout`` into ``out``; what lies between parameters stays as it is.
+
+        Ranges are best asked for in order: what is converted as a whole is kept until another conversion is needed, or
+        the block has ended.
+
+        Args:
+            layout: a layout of the graph that the model belongs to.
+            start: first element of the block that is wanted.
+            out: 1-D contiguous CPU tensor of any floating dtype, as long as the range.
+
+        Raises:
+            ModelFolderError: a file cannot be read, or a weight is infinite or not a number.
+        """
+        stop = start + out.numel()
+        for entry, first, last in entries_within(layout, start, stop):
+            self._fill_range(layout, entry, first, out[entry.offset + first - start : entry.offset + last - start])
+        if stop >= layout.num_elements:
+            self._converted = None
+
+    def _fill_range(self, layout: UnitLayout, entry: TensorEntry, start: int, out: Tensor) -> None:
+        """Fill ``out`` with the elements of a parameter from ``start`` on."""
+        step = self._step(entry.name)
         with torch.no_grad():
-            for entry in layout.entries:
-                step = self._step(entry.name)
-                if step is None:  # transformers says that it may be absent: it is then initialised
-                    not_in_files[entry.name] = views[entry.name]
-                elif id(step) not in done:
-                    done.add(id(step))
-                    self._run(step, views)
-            if not_in_files:
-                initialize_tensors(self._model, not_in_files, seed=0)
-            for entry in layout.entries:
-                self._check_finite(entry.name, views[entry.name])
+            if step is None:  # transformers says that it may be absent: it is then initialised
+                self._initializer(layout).read(entry.name, start, out)
+            else:
+                self._run(step, entry.name, start, out)
+            self._check_finite(entry.name, out)
+
+    def _initializer(self, layout: UnitLayout) -> Initializer:
+        if self._absent is None or self._absent[0] is not layout:
+            absent = [entry.name for entry in layout.entries if self._step(entry.name) is None]
+            self._absent = layout, Initializer(self._model, absent, seed=0)
+        return self._absent[1]
 
     def load_buffers(self) -> None:
         """Put the persistent buffers of the folder into the model, in the dtypes that the model gave them."""
@@ -134,7 +166,7 @@ class WeightLoader:
             assert buffer is not None, name
             if buffer.device.type == "meta":
                 module._buffers[leaf] = buffer = torch.empty_like(buffer, device="cpu")
-            self._run(step, {name: buffer})
+            self._run(step, name, 0, buffer.view(-1))
 
     def _step(self, name: str) -> Conversion | None:
         for alias in (name, *self._aliases.get(name, ())):
@@ -142,26 +174,24 @@ class WeightLoader:
                 return self._steps[alias]
         return None
 
-    def _run(self, step: Conversion, views: Mapping[str, Tensor]) -> None:
-        """Make what ``step`` makes, and copy what ``views`` asks for."""
-        wanted = {target: view for target in step.targets if (view := self._view(target, views)) is not None}
-        direct = step.places_of_sources(wanted)
-        if direct is not None:
-            for source, place in direct:
-                self._folder.read_into(source, place)
+    def _run(self, step: Conversion, name: str, start: int, out: Tensor) -> None:
+        """Make the elements from ``start`` on of a tensor of the model that ``step`` makes."""
+        target = next(alias for alias in (name, *self._aliases.get(name, ())) if alias in step.targets)
+        if id(step) not in self._regions:
+            self._regions[id(step)] = step.regions(self._model)
+        regions = self._regions[id(step)]
+        if regions is not None:
+            largest = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
+            gather(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))
             return
-        outputs = step.run(self._folder.read, self._model)
-        held = sum(self._folder.records[name].nbytes for name in step.source_names)
-        held += sum(value.nbytes for value in outputs.values())
-        self._largest_conversion_nbytes = max(self._largest_conversion_nbytes, held)
-        for name, view in wanted.items():
-            view.copy_(outputs.pop(name))
-
-    def _view(self, target: str, views: Mapping[str, Tensor]) -> Tensor | None:
-        for alias in (target, *self._aliases.get(target, ())):
-            if alias in views:
-                return views[alias]
-        return None
+        if self._converted is None or self._converted[0] is not step:
+            self._converted = None  # before the next one is made
+            outputs = step.run(self._folder.read, self._model)
+            held = sum(self._folder.records[source].nbytes for source in step.source_names)
+            held += sum(value.nbytes for value in outputs.values())
+            self._largest_conversion_nbytes = max(self._largest_conversion_nbytes, held)
+            self._converted = step, outputs
+        out.copy_(self._converted[1][target].reshape(-1)[start : start + out.numel()])
 
     def _account(self, plan: LoadPlan) -> Origin:
         """Sort the folder into trained and carried tensors; check that an export can write all of them back."""

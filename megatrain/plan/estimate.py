@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.optim.base import bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.plan.kept import num_parameters_run_once
-from megatrain.plan.machine import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days, file_system_of
-from megatrain.plan.placement import Traffic
-from megatrain.plan.plan import Estimate, StepShape
+from megatrain.plan.machine import (
+    STALE_DAYS,
+    DriveProfile,
+    LoadedProfile,
+    MachineProfile,
+    age_days,
+    file_system_of,
+    weight_file_bytes,
+)
+from megatrain.plan.placement import DURABLE_KINDS, Traffic
+from megatrain.plan.plan import Estimate, Occasion, StepShape
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
@@ -61,7 +70,14 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
     if shape.num_steps is not None:
         run = split(_into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
     is_timed = plan.ticks is not None
-    wear = Estimate(shape.tokens_per_step, {}, written_bytes=written, run_written_bytes=run, is_timed=is_timed)
+    wear = Estimate(
+        shape.tokens_per_step,
+        {},
+        written_bytes=written,
+        run_written_bytes=run,
+        is_timed=is_timed,
+        occasions=tuple(_occasions(plan, shape, loaded.machine)),
+    )
     if loaded.machine is None:
         notes = [f"times           not measured: {_ADVICE}", *_striping(shape)]
         return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
@@ -79,6 +95,48 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         return result
     step_s, bound_by = costs.step(seconds)
     return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=costs.crossing_tokens(seconds))
+
+
+def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[Occasion]:
+    """Yield what a run moves at its start, at its first checkpoint and at its end."""
+    run, homes = plan.run, plan.placement.homes
+    durable = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
+    on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")
+    masters = [block for block in durable if block.kind == "weights" or block.key.endswith("/low")]
+    masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
+    folder_bytes = 0 if run.model.from_scratch else weight_file_bytes(run.model.folder)
+    exported = plan.graph.num_parameters * (run.export.dtype or run.dtype).itemsize
+
+    def seconds(read: Mapping[Path, float], written: Mapping[Path, float]) -> float | None:
+        return None if machine is None else _drive_seconds(read, written, machine)
+
+    drives = dict(zip(shape.paths, shape.weights, strict=True))
+    share = {path: weight / sum(drives.values()) for path, weight in drives.items()}
+    to_drives = {path: on_drives * part for path, part in share.items()}
+    from_drives = {path: masters_on_drives * part for path, part in share.items()}
+    folder = {Path(run.model.folder): float(folder_bytes)}
+    yield Occasion("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
+    if run.checkpoint.is_on:
+        written = plan.checkpoint_bytes_in_output_dir
+        cost = seconds({}, {run.output_dir: float(written)})
+        yield Occasion("checkpoint", 0, written, on_drives, cost)
+    from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
+    cost = seconds(from_drives, {run.output_dir: float(exported)})
+    yield Occasion("export", masters_on_drives + exported, exported, seconds=cost)
+
+
+def _drive_seconds(read: Mapping[Path, float], written: Mapping[Path, float], machine: MachineProfile) -> float | None:
+    """Return how long the drives of some paths are busy, the slowest of them; None if one was not measured."""
+    by_drive: dict[str, tuple[float, float]] = {}
+    for path in {*read, *written}:
+        moved = read.get(path, 0.0), written.get(path, 0.0)
+        if any(moved):
+            key = file_system_of(path).key
+            before = by_drive.get(key, (0.0, 0.0))
+            by_drive[key] = before[0] + moved[0], before[1] + moved[1]
+    if any(key not in machine.drives for key in by_drive):
+        return None
+    return max((nvme_seconds(r, w, machine.drives[key]) for key, (r, w) in by_drive.items()), default=0.0)
 
 
 def flops_per_token(plan: Plan) -> int:

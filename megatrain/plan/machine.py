@@ -702,6 +702,14 @@ def carried_tensors(model: ModelSpec, graph: ModelGraph) -> str:
     return f"{carried}; they take no memory" if carried.names else ""
 
 
+def weight_file_bytes(folder: str) -> int:
+    """Return the size of a model folder's weights on disk; 0 where there are none."""
+    try:
+        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    except OSError:
+        return 0
+
+
 def model_facts(name: str, folder: Path | None) -> ModelFacts:
     """Return what a model folder says of itself; a folder that cannot be used says nothing.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -202,6 +202,25 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Occasion:
+    """What a run does besides its steps, and what that moves to and from drives.
+
+    Attributes:
+        name: ``start`` from the model's weights, first ``checkpoint``, or ``export``.
+        read_bytes: from the model's folder, or from the drives of the tiers; of an export also what is read back.
+        written_bytes: to the drives of the tiers, or to ``output_dir``.
+        linked_bytes: of a checkpoint, what stays on the drives and is only linked.
+        seconds: at measured rates, if nothing else used those drives; None where a rate is unknown.
+    """
+
+    name: str
+    read_bytes: int
+    written_bytes: int
+    linked_bytes: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds per step at measured rates, if everything overlaps that can: a run is not faster.
 
@@ -221,6 +240,7 @@ class Estimate:
         seconds_per_nvme_copy: of the thread that runs the step, for each block that moves; 0 where it is not known.
         is_timed: steps of the model were timed.
         notes: on the age of the figures, or why there are none.
+        occasions: what a run moves besides its steps.
     """
 
     tokens_per_step: int
@@ -235,6 +255,7 @@ class Estimate:
     seconds_per_nvme_copy: float = 0.0
     is_timed: bool = False
     notes: tuple[str, ...] = ()
+    occasions: tuple[Occasion, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON values, in bytes and seconds."""
@@ -250,6 +271,7 @@ class Estimate:
             "nvme_written_bytes_per_step": dict(self.written_bytes or {}),
             "nvme_written_bytes_per_run": None if self.run_written_bytes is None else dict(self.run_written_bytes),
             "notes": list(self.notes),
+            "occasions": [asdict(each) for each in self.occasions],
         }
 
 

@@ -10,7 +10,7 @@ from megatrain.plan.kept import num_layers_kept
 from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:
-    from megatrain.plan.plan import Estimate, Plan
+    from megatrain.plan.plan import Estimate, Occasion, Plan
 
 __all__ = ["estimate_lines", "headline", "messages", "table_rows"]
 
@@ -124,7 +124,28 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
         lines.append(f"{line}tokens/s   bound by: {estimate.bound_by}{_crossing(estimate)}")
     if estimate.written_bytes and any(estimate.written_bytes.values()):
         lines.append(_wear(estimate))
+    lines += [line for each in estimate.occasions if (line := _occasion(each))]
     return (*lines, *estimate.notes)
+
+
+def _occasion(occasion: Occasion) -> str:
+    """Return a line on what a run moves once; "" where that is nothing."""
+    read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
+    parts = {
+        "start": [
+            f"reads {read} of weights" if occasion.read_bytes else "",
+            f"writes {written} to drives" if occasion.written_bytes else "",
+        ],
+        "checkpoint": [
+            f"writes {written} to output_dir" if occasion.written_bytes else "",
+            f"links {format_size(occasion.linked_bytes)} on drives" if occasion.linked_bytes else "",
+        ],
+        "export": [f"writes {written}", f"reads {read}, with what it checks"],
+    }[occasion.name]
+    text = ", ".join(part for part in parts if part)
+    if text and occasion.seconds is not None:
+        text += f": {format_duration(occasion.seconds)} of the drive at best"
+    return f"{occasion.name:<16}{text}" if text else ""
 
 
 def _crossing(estimate: Estimate) -> str:

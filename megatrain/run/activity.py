@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Activity", "Moment"]
+__all__ = ["Activity", "Moment", "Saving"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class Moment:
         num_micro_batches: of a step.
         seconds: since the activity began.
         notice: text that stays in view, e.g. that the run is stopping.
+        done_bytes: of an activity that moves bytes, e.g. loading: those that are moved.
+        num_bytes: that it moves in all; 0: it is not measured in bytes.
+        saved_bytes: of the checkpoint that is being written, beside whatever the run does.
+        checkpoint_bytes: of that checkpoint in all; 0: none is being written.
     """
 
     doing: str = ""
@@ -35,6 +39,10 @@ class Moment:
     num_micro_batches: int = 0
     seconds: float = 0.0
     notice: str = ""
+    done_bytes: int = 0
+    num_bytes: int = 0
+    saved_bytes: int = 0
+    checkpoint_bytes: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Moment:
@@ -42,6 +50,19 @@ class Moment:
         default = cls()
         known = {name: type(getattr(default, name))(values[name]) for name in cls.__slots__ if name in values}
         return cls(**known)
+
+
+class Saving(Protocol):
+    """A checkpoint that is being written: a ``Commit``."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def done_bytes(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class Activity:
@@ -54,18 +75,22 @@ class Activity:
         is_watched: whether a live view shows ``notice`` soon after it is set.
         notice: see ``Moment``; set by ``RunSignals``.
         micro_batch: see ``Moment``; set by the engine.
+        saving: the newest checkpoint that was begun; set by the saver.
     """
 
     def __init__(self) -> None:
         self.is_watched = False
         self.notice = ""
         self.micro_batch = 0
+        self.saving: Saving | None = None
         self._doing, self._phase, self._unit = "", "", ""
+        self._done_bytes = self._num_bytes = 0
         self._part = self._num_parts = self._num_micro_batches = 0
         self._start_s = time.monotonic()
 
-    def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0) -> None:
-        """Begin another activity."""
+    def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0, num_bytes: int = 0) -> None:
+        """Begin another activity; ``num_bytes`` where it is measured in bytes."""
+        self._done_bytes, self._num_bytes = 0, num_bytes
         self._phase, self._unit, self._part, self.micro_batch = "", "", 0, 0
         self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
         self._start_s = time.monotonic()
@@ -76,8 +101,18 @@ class Activity:
         if num_parts is not None:
             self._num_parts = num_parts
 
+    def moved(self, nbytes: int) -> None:
+        """Count bytes of the activity as moved."""
+        self._done_bytes += nbytes
+
+    def moved_in_all(self, done_bytes: int, num_bytes: int) -> None:
+        """Set the bytes that are moved, and those that there are."""
+        self._done_bytes, self._num_bytes = done_bytes, num_bytes
+
     def look(self) -> Moment:
         """Return what the run is doing now."""
+        saving = self.saving
+        is_saving = saving is not None and not saving.is_done
         return Moment(
             self._doing,
             self._phase,
@@ -88,4 +123,8 @@ class Activity:
             self._num_micro_batches,
             time.monotonic() - self._start_s,
             self.notice,
+            min(self._done_bytes, self._num_bytes),
+            self._num_bytes,
+            saving.done_bytes if saving is not None and is_saving else 0,
+            saving.num_bytes if saving is not None and is_saving else 0,
         )

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -117,6 +117,21 @@ def test_the_live_view_uses_the_width_that_there_is(cli_module: CliModule, width
     assert bars[1].endswith("backward layers.127, micro-batch 12/16  5m46s")
     assert "lr 0 (warm-up 1234/2000)" in lines[0] or width < 80
     assert lines[-1] == "eval  held_out loss 1.2500 at step 1200"
+
+
+def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -> None:
+    activity = Activity()
+    activity.begin("loading weights", num_bytes=4 * GiB)
+    activity.come_to(3, unit="model.layers.2", num_parts=12)
+    activity.moved(GiB)
+    activity.saving = SimpleNamespace(is_done=False, done_bytes=3 * GiB, num_bytes=4 * GiB)
+    lines = drawn(cli_module, 100, None, activity.look())
+    assert lines[0].split()[0] == "now" and "loading weights, 1.00 GiB of 4.00 GiB" in lines[0]
+    assert lines[1].split()[0] == "save" and lines[1].endswith("checkpoint, 3.00 GiB of 4.00 GiB")
+    now, save = (line.count("\u2501") for line in lines[:2])
+    assert now == save and Moment.from_json(dataclasses.asdict(activity.look())).saved_bytes == 3 * GiB
+    activity.saving.is_done = True
+    assert not activity.look().checkpoint_bytes
 
 
 def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:

@@ -20,6 +20,7 @@ from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
+from megatrain.models.layout import views
 from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
@@ -162,8 +163,8 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
                     contents = lease.tensor.cpu().view(torch.uint8).numpy()
                     run.digests[block.key] = hashlib.sha256(contents).hexdigest()
         for layout in plan.graph.layouts.values():
-            with trainer.weights.master(layout) as weights:
-                run.weights.update({name: tensor.clone() for name, tensor in weights.items()})
+            with trainer.weights.master(layout) as read:
+                run.weights.update(views(read(0, layout.num_elements).clone(), layout))
     return run
 
 

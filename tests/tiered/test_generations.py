@@ -118,6 +118,17 @@ def test_a_commit_tells_what_it_took(make_tiers: MakeTiers, kind: str, tmp_path:
     assert read_manifest(tmp_path / "run").paths == paths
 
 
+def test_a_commit_and_a_load_count_their_bytes(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
+    with filled(make_tiers(), kind, tmp_path) as store:
+        commit = store.commit()
+        assert commit.num_bytes == 3 * 120_000
+        commit.wait(60)
+        assert commit.done_bytes == commit.num_bytes
+        loaded: list[int] = []
+        store.load(on_bytes=loaded.append)
+        assert loaded == [120_000] * 3
+
+
 def test_changes_after_a_commit_do_not_reach_it(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:
     with filled(make_tiers(), kind, tmp_path) as store:
         commit = store.commit()

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,11 +61,14 @@ class Commit:
 
     Attributes:
         generation: its number, one more than the last committed one.
+        num_bytes: contents of all its blocks; 0 until they are frozen.
+        done_bytes: of them, those that are written, or linked and checked.
         error: why it failed, once it did.
     """
 
     def __init__(self, movement: Movement, generation: int) -> None:
         self.generation = generation
+        self.num_bytes = self.done_bytes = 0
         self.error: BaseException | None = None
         self._error_was_raised = False
         self._movement = movement
@@ -106,6 +109,10 @@ class Commit:
         if self.error is not None and not self._error_was_raised:
             self._error_was_raised = True
             warnings.warn(f"generation {self.generation} was not committed: {self.error}", RuntimeWarning, stacklevel=3)
+
+    def count(self, nbytes: int) -> None:
+        """Count contents as done. Called by the commit's thread."""
+        self.done_bytes += nbytes
 
     def end(self, error: BaseException | None, figures: CommitFigures | None) -> None:
         """Mark the end, well or badly. Called once, by the commit's thread."""
@@ -245,8 +252,12 @@ class FrozenBlocks:
 
     # -- in the commit's thread --------------------------------------------------------------------------------
 
-    def write(self) -> tuple[BlockRecord, ...]:
-        """Write the leased blocks, flush and check the linked ones; return the records of all, in order."""
+    def write(self, on_bytes: Callable[[int], None] = lambda nbytes: None) -> tuple[BlockRecord, ...]:
+        """Write the leased blocks, flush and check the linked ones; return the records of all, in order.
+
+        Args:
+            on_bytes: called with the size of the contents that are done since the last call.
+        """
         found: dict[str, tuple[str, ...]] = {}
         for frozen in self._frozen:
             if frozen.lease is not None:
@@ -254,11 +265,18 @@ class FrozenBlocks:
                 found[key] = self._write(frozen) if checksums is None else checksums
                 if not frozen.lease.is_released:
                     frozen.lease.release()
+                on_bytes(frozen.block.spec.nbytes)
         linked = [frozen for frozen in self._frozen if frozen.lease is None]
         flush_arrays([(frozen.folder, frozen.block.spec) for frozen in linked if not frozen.is_flushed])
         for frozen in linked:
             found[frozen.block.spec.key] = self._checksums_of_linked(frozen)
+            on_bytes(frozen.block.spec.nbytes)
         return tuple(self._record(frozen, found[frozen.block.spec.key]) for frozen in self._frozen)
+
+    @property
+    def num_bytes(self) -> int:
+        """Contents of all frozen blocks."""
+        return sum(frozen.block.spec.nbytes for frozen in self._frozen)
 
     def release(self) -> None:
         """Give back all leases that are still held. Idempotent."""
@@ -270,7 +288,7 @@ class FrozenBlocks:
         """Return what it took until now."""
         written = [frozen.block.spec for frozen in self._frozen if frozen.lease is not None]
         return CommitFigures(
-            nbytes=sum(frozen.block.spec.nbytes for frozen in self._frozen),
+            nbytes=self.num_bytes,
             written_bytes=sum(map(array_bytes, written)),
             linked_bytes=sum(frozen.linked_bytes for frozen in self._frozen),
             freeze_s=self._frozen_s - self._start_s,
@@ -281,9 +299,8 @@ class FrozenBlocks:
         """Emit the event of a commit that succeeded."""
         if self._movement.on_event is not None:
             with self._movement.changed:
-                nbytes = sum(frozen.block.spec.nbytes for frozen in self._frozen)
                 self._movement.on_event(
-                    Event("commit", "", "", nbytes, self._frozen_s, time.perf_counter(), self._name)
+                    Event("commit", "", "", self.num_bytes, self._frozen_s, time.perf_counter(), self._name)
                 )
 
     def _write(self, frozen: _Frozen) -> tuple[str, ...]:

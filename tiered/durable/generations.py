@@ -117,7 +117,7 @@ class Generations:
                 if (error := _as_transfer_error(failure, store.path, number)) is not failure:
                     raise error from failure
                 raise
-            self._last = commit
+            self._last, commit.num_bytes = commit, frozen.num_bytes
             arguments = (commit, frozen, dict(meta), store, full, doomed)
             threading.Thread(target=self._finish, args=arguments, name="tiered-commit").start()
             return commit
@@ -137,7 +137,7 @@ class Generations:
         figures: CommitFigures | None = None
         try:
             self._delete(store, doomed)
-            blocks = frozen.write()
+            blocks = frozen.write(commit.count)
             for tier in self._file_tiers:
                 tier.snapshots.sync(generation_name(commit.generation))
             paths = {tier.name: tuple(tier.paths) for tier in self._file_tiers}
@@ -271,7 +271,7 @@ class Generations:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
-    def load(self, generation: int | None) -> Manifest:
+    def load(self, generation: int | None, on_bytes: Callable[[int], None]) -> Manifest:
         """Fill the registered durable blocks; see ``TieredStore.load``."""
         with self._committing:
             if self._last is not None:
@@ -279,8 +279,9 @@ class Generations:
             reader = self._reader(generation)
             loader = self._loader(reader)
             loader.check_registered()
-            for key in reader.blocks:
+            for key, record in reader.blocks.items():
                 loader.fill(key)
+                on_bytes(record.nbytes)
             self._loaded(reader)
             return reader.manifest
 

@@ -67,10 +67,13 @@ class GenerationReader:
     Attributes:
         manifest: of the generation.
         blocks: its records by key, in order of registration.
+        piece_bytes: of a block's contents that have one checksum: ``read_range`` reads no less.
 
     Raises:
         GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
     """
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(
         self,

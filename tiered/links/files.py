@@ -26,9 +26,9 @@ from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, MiB, round_up
 
 PART_BYTES = 16 * MiB
-_MIN_THREADS = 6
-_THREADS_PER_PATH = 3
-_PATIENT_SHARE = 3  # a third of the threads is left to writes that wait
+_MIN_THREADS = 8
+_THREADS_PER_PATH = 4
+_PATIENT_SHARE = 2  # half of the threads is left to writes that wait
 #: What a transfer reads or fills: the resource of a slot.
 Memory = HostSlab | DeviceBuffer
 
@@ -130,7 +130,7 @@ class FileEngine:
     """The threads that read and write one NvmeTier's files; shared by its read and its write link.
 
     At most ``num_threads`` parts of 16 MiB are in flight, reads and writes together; queued reads go first, but leave
-    a third of the threads to writes: a drive does both at once, and writes that wait hold room that reads need.
+    half of the threads to writes: a drive does both at once, and writes that wait hold room that reads need.
     A transfer ends when all its parts did, so that its slots are untouched from then on even after an error.
 
     Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared with

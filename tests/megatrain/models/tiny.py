@@ -128,8 +128,8 @@ class Weights:
         }
 
     @contextmanager
-    def source(self, layout: UnitLayout) -> Iterator[Mapping[str, Tensor]]:
+    def source(self, layout: UnitLayout) -> Iterator[Callable[[int, int], Tensor]]:
         self.open_now.append(layout.name)
         self.most_open = max(self.most_open, len(self.open_now))
-        yield views(self.blocks[layout.name], layout)
+        yield lambda start, stop: self.blocks[layout.name][start:stop]
         self.open_now.remove(layout.name)

@@ -280,6 +280,22 @@ def test_wear(plan: Plan, tmp_path: Path) -> None:
     assert split(100, shape_of(tmp_path)) == {str(tmp_path): 100}
 
 
+def test_what_start_checkpoint_and_export_move(plan: Plan, tmp_path: Path) -> None:
+    durable = [block for block in plan.program.blocks.values() if block.kind in ("weights", "optimizer")]
+    on_drives = sum(block.nbytes for block in durable if plan.placement.homes[block.key] == "nvme")
+    weights = sum(b.nbytes for b in durable if b.kind == "weights" and plan.placement.homes[b.key] == "nvme")
+    start, checkpoint, export = estimate(plan, tmp_path).occasions
+    assert (start.name, start.read_bytes, start.written_bytes) == ("start", 0, on_drives)  # from scratch
+    assert (
+        checkpoint.linked_bytes == on_drives and checkpoint.written_bytes == sum(b.nbytes for b in durable) - on_drives
+    )
+    exported = plan.graph.num_parameters * plan.graph.dtype.itemsize
+    assert (export.written_bytes, export.read_bytes) == (exported, weights + exported)
+    assert start.seconds == pytest.approx(on_drives / 1e9)
+    lines = [line for line in estimate_lines(estimate(plan, tmp_path)) if line.startswith(("start", "checkpoint"))]
+    assert "writes" in lines[0] and "links" in lines[1]
+
+
 def test_paths_on_one_drive_share_it(plan: Plan, tmp_path: Path) -> None:
     one = estimate(plan, tmp_path)
     two = estimate(plan, tmp_path, shape={"paths": [tmp_path / "a", tmp_path / "b"], "weights": [1.0, 1.0]})

@@ -1,0 +1,228 @@
+"""Which elements of which tensors make a tensor, so that it can be made a range at a time.
+
+The transforms between a model's tensors and those of its files only move numbers: they stack, join, cut and turn. A
+``Region`` is one such move: a strided box of a source that becomes a strided box of the target. With all regions of a
+target, any range of its elements can be made from ranges of its sources, and no tensor has to be in memory whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["ReadSpan", "Region", "aliasing", "gather", "region_of"]
+#: What may be read for each element that is asked for. A box that lies wider apart is read row by row ...
+_MAX_WASTE = 1.5
+#: ... unless its rows have fewer elements than this: then a call for each costs more than the bytes between them.
+_SHORT_ROW = 1 << 14
+
+
+class ReadSpan(Protocol):
+    """Reads from the sources of a tensor."""
+
+    def __call__(self, source: str, first: int, count: int, place: Tensor | None, /) -> Tensor:
+        """Return elements ``first`` to ``first + count`` of a source as it lies in memory: 1-D.
+
+        They are ``place`` itself where that is given and can take them (1-D, contiguous, of that size); else in memory
+        that is valid until the next call.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a source that becomes a box of the target; both have ``shape``.
+
+    Attributes:
+        source: name of the tensor that it comes from.
+        shape: of both boxes.
+        source_strides: in elements, as of a tensor.
+        target_strides: in elements, as of a tensor.
+        source_start: first element in the source, which is contiguous.
+        target_start: first element in the target, which is contiguous.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+    source_start: int
+    target_start: int
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements that it moves."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def source_span(self) -> int:
+        """Elements of the source from its first one to its last one."""
+        return _span(self.shape, self.source_strides)
+
+    @property
+    def can_be_read_in_place(self) -> bool:
+        """Whether reading any range of it reads little else of the source: not so for a transposed tensor."""
+        if self.num_elements == 0:
+            return True
+        merged = _merged(self)
+        return merged.source_span <= _MAX_WASTE * merged.num_elements or merged.source_strides[-1] == 1
+
+    def rows(self, first: int, stop: int) -> Region:
+        """Return its part ``first`` to ``stop`` along the outermost dimension."""
+        return replace(
+            self,
+            shape=(stop - first, *self.shape[1:]),
+            source_start=self.source_start + first * self.source_strides[0],
+            target_start=self.target_start + first * self.target_strides[0],
+        )
+
+    def row(self, number: int) -> Region:
+        """Return one of its rows, with a dimension less."""
+        row = self.rows(number, number + 1)
+        return replace(
+            row,
+            shape=row.shape[1:],
+            source_strides=row.source_strides[1:],
+            target_strides=row.target_strides[1:],
+        )
+
+    def within(self, start: int, stop: int) -> Iterator[Region]:
+        """Yield boxes that make up what of it lies in elements ``start`` to ``stop`` of the target."""
+        span = _span(self.shape, self.target_strides)
+        if self.num_elements == 0 or self.target_start >= stop or self.target_start + span <= start:
+            return
+        if start <= self.target_start and self.target_start + span <= stop:
+            yield self
+            return
+        # Not a single element: that one would be inside or outside.
+        size, stride = self.shape[0], self.target_strides[0]
+        row_span = _span(self.shape[1:], self.target_strides[1:])
+        first_whole = max(0, -(-(start - self.target_start) // stride))
+        end_whole = max(first_whole, min(size, (stop - self.target_start - row_span) // stride + 1))
+        first_touched = max(0, (start - self.target_start - row_span) // stride + 1)
+        end_touched = min(size, -(-(stop - self.target_start) // stride))
+        for number in range(first_touched, min(first_whole, end_touched)):
+            yield from self.row(number).within(start, stop)
+        if first_whole < end_whole:
+            yield self.rows(first_whole, end_whole)
+        for number in range(max(end_whole, first_touched), end_touched):
+            yield from self.row(number).within(start, stop)
+
+
+def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
+    """Return the region between two views of equal shape; of both only shape, strides and offset count."""
+    assert source_view.shape == target_view.shape, (source, source_view.shape, target_view.shape)
+    return Region(
+        source,
+        tuple(source_view.shape),
+        tuple(source_view.stride()),
+        tuple(target_view.stride()),
+        int(source_view.storage_offset()),
+        int(target_view.storage_offset()),
+    )
+
+
+def gather(regions: Sequence[Region], start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
+    """Fill ``out`` with the elements from ``start`` on of the tensor that ``regions`` make.
+
+    Args:
+        regions: that together make the target.
+        start: first element of the target that is asked for.
+        out: 1-D contiguous, any dtype; written as far as regions reach.
+        read: gives what is needed of the sources.
+        max_elements: that are read at a time.
+    """
+    for region in regions:
+        for box in _merged(region).within(start, start + out.numel()):
+            _copy(box, start, out, read, max_elements)
+
+
+def _copy(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
+    box = _merged(box)
+    span, size, stride = box.source_span, box.shape[0], max(1, box.source_strides[0])
+    row_span = _span(box.shape[1:], box.source_strides[1:])
+    # What lies between the rows is read with them where that costs less than reading each row for itself.
+    takes_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
+    if span <= max_elements and takes_gaps:
+        place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
+        is_plain = box.source_strides == box.target_strides == (1,)
+        found = read(box.source, box.source_start, span, place if is_plain else None)
+        if found is not place:
+            place.copy_(found.as_strided(box.shape, box.source_strides, found.storage_offset()))
+        return
+    if not takes_gaps or row_span > max_elements:
+        for number in range(size):
+            _copy(box.row(number), start, out, read, max_elements)
+        return
+    step = (max_elements - row_span) // stride + 1
+    for first in range(0, size, step):
+        _copy(box.rows(first, min(first + step, size)), start, out, read, max_elements)
+
+
+def _merged(region: Region) -> Region:
+    """Return the same moves with as few dimensions as possible."""
+    dimensions = [
+        (size, source, target)
+        for size, source, target in zip(region.shape, region.source_strides, region.target_strides, strict=True)
+        if size != 1
+    ] or [(1, 1, 1)]
+    merged = dimensions[-1:]
+    for size, source, target in reversed(dimensions[:-1]):
+        inner_size, inner_source, inner_target = merged[0]
+        if source == inner_size * inner_source and target == inner_size * inner_target:
+            merged[0] = (size * inner_size, inner_source, inner_target)
+        else:
+            merged.insert(0, (size, source, target))
+    shape, sources, targets = zip(*merged, strict=True)
+    return replace(region, shape=shape, source_strides=sources, target_strides=targets)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+class _Aliasing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets ``contiguous`` and ``clone`` return views: then the strides of an output say where its elements lie."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} changes numbers")
+        return func(*args, **(kwargs or {}))
+
+
+def aliasing(
+    shapes: Mapping[str, torch.Size],
+    convert: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]],
+) -> dict[str, list[Region]] | None:
+    """Return the regions of the outputs of a conversion that only cuts and turns its inputs; None of another one.
+
+    Args:
+        shapes: input name -> its shape.
+        convert: the conversion, given a function from an input's name to the input; it is run on the meta device.
+    """
+    inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    names = {value.untyped_storage()._cdata: name for name, value in inputs.items()}
+    try:
+        with _Aliasing():  # type: ignore[no-untyped-call]
+            outputs = convert(inputs.__getitem__)
+    except RuntimeError:
+        return None  # it changes numbers, or needs an order of elements that the view does not have
+    found: dict[str, list[Region]] = {}
+    for target, value in outputs.items():
+        source = names.get(value.untyped_storage()._cdata)
+        if source is None:
+            return None
+        region = region_of(source, value, torch.empty(value.shape, device="meta"))
+        if not region.can_be_read_in_place:
+            return None
+        found[target] = [region]
+    return found
