@@ -25,8 +25,17 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Measure its [[tiers.nvme]] paths."
 )
+@click.option(
+    "--save-profile",
+    "profile_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also write the figures of this machine, for `plan --machine FILE` elsewhere.",
+)
 @json_option
-def command(paths: tuple[Path, ...], quick: bool, config_file: Path | None, as_json: bool) -> int:
+def command(
+    paths: tuple[Path, ...], quick: bool, config_file: Path | None, profile_file: Path | None, as_json: bool
+) -> int:
     """Measure RAM, processors and GPU, and the drives of PATHS; say what to fix.
 
     Keeps the rates in the user's cache folder, where `plan` finds them. Without PATHS: those of --config, else the
@@ -36,6 +45,8 @@ def command(paths: tuple[Path, ...], quick: bool, config_file: Path | None, as_j
     from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.doctor.examine import examine
 
+    if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
+        raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist, or cannot be written")
     folders = [_absolute(path) for path in paths] or _paths_of(config_file)
     with terminated_as_interrupted():
         examination = examine(
@@ -44,12 +55,16 @@ def command(paths: tuple[Path, ...], quick: bool, config_file: Path | None, as_j
             on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
         )
     stored, problem = _store(examination)
+    if profile_file is not None:
+        profile_file.write_text(examination.machine_toml(), encoding="utf-8")
     if as_json:
         values = {**examination.to_json(), "stored": str(stored) if stored else None, "not_stored_because": problem}
         click.echo(json.dumps(values))
         return 0
     _print(examination)
     click.echo(f"stored in {stored}; `megatrain-tier plan` uses it" if stored else f"not stored: {problem}")
+    if profile_file is not None:
+        click.echo(f"written {profile_file}; plan for this machine with `plan CONFIG --machine {profile_file}`")
     return 0
 
 

@@ -48,6 +48,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.report.history", "NotARunError", EXIT_CONFIG),
     ("megatrain.plan.placement", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
+    ("megatrain.plan.machine_files", "MachineFileError", EXIT_CONFIG),
     ("megatrain.data.rows_report", "DataError", EXIT_DATA),
     ("megatrain.engine.environment", "DeviceError", EXIT_FAILED),
     ("megatrain.engine.environment", "DeterminismError", EXIT_CONFIG),

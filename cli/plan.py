@@ -47,6 +47,14 @@ _SHORT = "ram, gpu, nvme, batch, length"
     help="Measure this machine first, as `doctor --quick` does, and time steps of this very model and batch (random "
     "weights, on a CPU): the predicted step is then what a run should take, not a bound.",
 )
+@click.option(
+    "--machine",
+    "machine_name",
+    metavar="NAME|FILE",
+    help="Plan for another machine, from its figures: sizes that the config leaves to the machine are that machine's, "
+    "given ones are compared with it, and times are predicted from published and estimated rates. Nothing is measured "
+    "here, and no GPU is needed. An unknown name lists the machines; `doctor --save-profile` makes a file of one.",
+)
 @click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
 @click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")
 def command(
@@ -56,22 +64,28 @@ def command(
     as_json: bool,
     alternatives: tuple[str, ...],
     measure: bool,
+    machine_name: str | None,
     simulate: bool,
     count_steps: bool,
 ) -> int:
     """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
+    if measure and machine_name is not None:
+        raise click.UsageError("--measure times this machine, --machine plans for another one: use one of them")
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
             from megatrain.config.resolve import resolve, resolve_evaluation
             from megatrain.plan.machine import carried_tensors
+            from megatrain.plan.machine_files import find_machine
             from megatrain.plan.placement import DoesNotFitError
+            from megatrain.plan.planner import plan_run
             from megatrain.plan.what_if import plan_alternative
             from megatrain.run.metrics import RunObserver
             from megatrain.trainer import Trainer
 
-        run = resolve(loaded.config)
+        machine = None if machine_name is None else find_machine(machine_name)
+        run = resolve(loaded.config, machine)
         try:
             changes = {text: overrides_of(text, run) for text in alternatives}
         except ValueError as error:
@@ -81,10 +95,14 @@ def command(
             spinner.stop()  # what is measured is said in lines that stay
             timer = _measure([run, *_runs_of(changes.values(), config, extra_files, overrides)])
         spinner.say("reading the model and planning")
-        others = [plan_alternative(text, config, extra_files, overrides, sets, timer) for text, sets in changes.items()]
+        others = [
+            plan_alternative(text, config, extra_files, overrides, sets, timer, machine)
+            for text, sets in changes.items()
+        ]
         try:
             with without_collector():
-                trainer = Trainer(loaded.config, observer=RunObserver())
+                planned = None if machine is None else plan_run(run)
+                trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         except DoesNotFitError as error:
             if not others:
                 raise

@@ -86,9 +86,12 @@ def print_plan(
     if not plan.fits:
         console.print(Text("does not fit.", style="red"))
     elif any(each.refuses for each in plan.objections):
-        console.print(Text("fits, but not on this machine: `run` would refuse it here.", style="red"), soft_wrap=True)
+        machine = plan.run.tiers.machine
+        there = "this machine: `run` would refuse it here." if machine is None else f"{machine.name}."
+        console.print(Text(f"fits, but not on {there}", style="red"), soft_wrap=True)
     else:
-        console.print(Text("fits.", style="green"))
+        where = "." if plan.run.tiers.machine is None else f" on {plan.run.tiers.machine.name}, as predicted."
+        console.print(Text(f"fits{where}", style="green"))
 
 
 def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
@@ -114,10 +117,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values, sizes in bytes."""
     from megatrain.plan import show
 
-    estimate, objections = plan.estimate, plan.objections
+    estimate, objections, machine = plan.estimate, plan.objections, plan.run.tiers.machine
     return {
         "headline": show.headline(plan),
         "fits": plan.fits,
+        "machine": None if machine is None else {"name": machine.name, "title": machine.title},
         "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
         "totals": dict(plan.totals),
         "budgets": dict(plan.budgets),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from megatrain.config.schema import DatasetConfig, OptimizerConfig, RunConfig
+    from megatrain.plan.machine import PlannedMachine
 
 __all__ = [
     "default_tiers",
@@ -53,14 +54,18 @@ __all__ = [
 ]
 
 
-def resolve(config: RunConfig) -> RunSpec:
+def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec:
     """Return a run in values.
+
+    Args:
+        config: of the run.
+        planned: the machine that it is planned for; None: this one.
 
     Raises:
         ConfigError: the config asks for a GPU and there is none.
     """
-    device = machine.resolve_device(config.device)
-    tiers = resolve_tiers(config)
+    device = machine.resolve_device(config.device, planned)
+    tiers = resolve_tiers(config, planned)
     training, advanced = config.training, config.advanced
     return RunSpec(
         name=config.run_name,
@@ -206,9 +211,14 @@ def resolve_schedule(table: OptimizerConfig) -> ScheduleSpec:
     )
 
 
-def resolve_tiers(config: RunConfig) -> TierSpecs:
-    """Return what a run may use of this machine."""
-    return _tiers(config.tiers, file_bytes=config.advanced.file_size, emulates_gpu=config.advanced.emulate_gpu)
+def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> TierSpecs:
+    """Return what a run may use of this machine, or of the one that it is planned for."""
+    return _tiers(
+        config.tiers,
+        file_bytes=config.advanced.file_size,
+        emulates_gpu=config.advanced.emulate_gpu,
+        planned=planned,
+    )
 
 
 def default_tiers() -> TierSpecs:
@@ -216,15 +226,22 @@ def default_tiers() -> TierSpecs:
     return _tiers(TiersConfig())
 
 
-def _tiers(table: TiersConfig, *, file_bytes: int | None = None, emulates_gpu: bool = False) -> TierSpecs:
+def _tiers(
+    table: TiersConfig,
+    *,
+    file_bytes: int | None = None,
+    emulates_gpu: bool = False,
+    planned: PlannedMachine | None = None,
+) -> TierSpecs:
     paths = [drive.path for drive in table.nvme]
     given = [drive.rate for drive in table.nvme if drive.rate is not None]
+    rates = machine.stripe_rates(paths, given, planned)
     return TierSpecs(
         ram_size=table.ram.size,
         gpu_size=table.gpu.size,
         safety_margin=table.safety_margin,
         drives=tuple(DriveSpec(each.path, each.size, each.mount_point, each.max_written) for each in table.nvme),
-        rates=tuple(machine.stripe_rates(paths, given)),
+        rates=tuple(rates),
         has_rates=len(given) == len(paths),
         emulates_gpu=emulates_gpu,
         engine=table.engine,
@@ -233,6 +250,7 @@ def _tiers(table: TiersConfig, *, file_bytes: int | None = None, emulates_gpu: b
         on_full=table.on_disk_full,
         allows_tmpfs=table.allow_tmpfs,
         file_bytes=file_bytes,
+        machine=planned,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,8 @@ from megatrain.doctor.findings import (
     system_findings,
 )
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult, check_gds, measure_gpu, measure_processor
-from megatrain.plan.machine import DriveProfile, GpuProfile, MachineProfile
+from megatrain.plan.machine import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes
+from megatrain.plan.machine_files import machine_toml
 from tiered.units import MiB
 
 #: RAM that is worked on, and seconds per measurement: quick, and in full.
@@ -96,6 +98,12 @@ class Examination:
             computing_s_per_byte=drive.computing_s_per_byte,
             seconds_per_copy=drive.seconds_per_copy,
         )
+
+    def machine_toml(self) -> str:
+        """Return the file of this machine, by which runs for it are planned elsewhere."""
+        sizes = {drive.file_system.key: shutil.disk_usage(drive.path).total for drive in self.drives}
+        used = max(0, self.system.ram_limit_bytes - available_ram_bytes())
+        return machine_toml(self.profile, used, sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values: rates in bytes, parameters or FLOPs per second, sizes in bytes."""

@@ -63,6 +63,7 @@ class AttentionCall:
         itemsize: bytes per element of the queries.
         is_ragged: whether sequences of several lengths are concatenated into one.
         num_copied_bytes: of inputs that the kernel first copies into another layout.
+        is_causal: whether the kernel leaves out the keys after each query.
     """
 
     backend: Backend
@@ -78,6 +79,7 @@ class AttentionCall:
     itemsize: int
     is_ragged: bool = False
     num_copied_bytes: int = 0
+    is_causal: bool = False
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
@@ -112,6 +114,7 @@ class AttentionCall:
             itemsize=query.element_size(),
             is_ragged=is_ragged,
             num_copied_bytes=sum(_copied_bytes(tensor, heads_axis) for tensor in inputs if tensor is not None),
+            is_causal=bool(named.get("is_causal", named.get("custom_mask_type"))),
         )
 
     @property
@@ -125,6 +128,11 @@ class AttentionCall:
         if self.is_backward:
             return 2 * pairs * (3 * self.width + 2 * self.value_width)
         return 2 * pairs * (self.width + self.value_width)
+
+    @property
+    def num_skipped_flops(self) -> int:
+        """Those of ``num_flops`` that a kernel leaves out: half, where it knows that its mask is causal."""
+        return self.num_flops // 2 if self.is_causal else 0
 
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool) -> int:
         """Return the bytes of workspace that the kernel allocates on a CUDA device.

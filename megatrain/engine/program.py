@@ -105,6 +105,7 @@ class VisitTrace:
         head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
         num_tokens: Tokens of the micro-batch.
         dense_masks: What takes masks of [S, S]: memory is quadratic in the length of rows then.
+        skipped_flops: Of all phases' operations, those that kernels of causal attention leave out.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -116,6 +117,7 @@ class VisitTrace:
     head_flops: int = 0
     num_tokens: int = 0
     dense_masks: tuple[str, ...] = ()
+    skipped_flops: int = 0
 
     @property
     def exact(self) -> bool:

@@ -335,6 +335,7 @@ class _Tracer:
             uncounted=tuple(self.counts.uncounted),
             head_flops=head.num_flops,
             dense_masks=tuple(self._dense_masks),
+            skipped_flops=self.counts.num_skipped_flops,
         )
 
 
@@ -356,6 +357,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live_nbytes: of the storages alive now.
         peak_nbytes: largest ``live_nbytes`` since this was reset.
         num_flops: since this was reset.
+        num_skipped_flops: of all counted so far, those that kernels of causal attention leave out.
         new_nbytes: by storage, of those alive that were made since this was cleared.
         uncounted: operators without a FLOP formula, and why.
         where: name of the unit that runs.
@@ -366,6 +368,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_nbytes = 0
         self.peak_nbytes = 0
         self.num_flops = 0
+        self.num_skipped_flops = 0
         self.uncounted: list[str] = []
         self.where = "the model"
         self._guesses: dict[str, list[str]] = {}
@@ -448,6 +451,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(item)
         attention = None if self._paused else AttentionCall.of(func, args, kwargs)
         if attention is not None:
+            self.num_skipped_flops += attention.num_skipped_flops
             is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
             hidden = attention.hidden_nbytes(args[0].device, is_deterministic=is_deterministic)
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.engine.trace import step_flops
 from megatrain.optim.base import bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.plan.kept import num_parameters_run_once
@@ -16,6 +19,7 @@ from megatrain.plan.machine import (
     LoadedProfile,
     MachineProfile,
     age_days,
+    drive_keys,
     file_system_of,
     weight_file_bytes,
 )
@@ -46,14 +50,15 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
     return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
 
 
-#: FLOPs per parameter and token: forward 2, recompute 2, backward 4. The optimizer runs beside the forward alone.
+#: FLOPs per parameter and token where the trace could not count them: forward 2, recompute 2, backward 4.
 FLOPS_PER_PARAM_TOKEN = 8
-_FORWARD_FLOPS = 2
+_FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
 
 _ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
 _BOUND = (
     "computing       at the rate of large matrix products, a bound; `plan --measure` times steps of this very model"
 )
+_PLANNED_BOUND = "computing       at the rate of large matrix products, a bound: small layers stay below it"
 _PROCESSORS = ("compute", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
 
@@ -61,9 +66,8 @@ _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
     """Return what a step of a plan should take on this machine.
 
-    The compute time is that of ``8 N T`` FLOPs at the rate of large matrix products, N being all parameters: attention
-    comes on top, and a mixture of experts computes less; ``2 N T`` less for layers that are not recomputed. Where steps
-    were timed it is theirs.
+    The compute time is that of the step's FLOPs at the rate of large matrix products; where steps were timed it is
+    theirs.
     """
     written = split(_into_nvme(plan.traffic), shape)
     run = None
@@ -76,7 +80,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         written_bytes=written,
         run_written_bytes=run,
         is_timed=is_timed,
-        occasions=tuple(_occasions(plan, shape, loaded.machine)),
+        occasions=tuple(_occasions(plan, shape, None if plan.run.tiers.machine else loaded.machine)),
     )
     if loaded.machine is None:
         notes = [f"times           not measured: {_ADVICE}", *_striping(shape)]
@@ -89,7 +93,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         unmeasured=unmeasured,
         computing_s_per_nvme_byte=costs.computing_s_per_nvme_byte,
         seconds_per_nvme_copy=max((drive.seconds_per_copy or 0.0 for drive in costs.drives), default=0.0),
-        notes=_notes(loaded.machine, costs, unmeasured),
+        notes=_notes(loaded, costs, unmeasured),
     )
     if unmeasured:
         return result
@@ -139,10 +143,49 @@ def _drive_seconds(read: Mapping[Path, float], written: Mapping[Path, float], ma
     return max((nvme_seconds(r, w, machine.drives[key]) for key, (r, w) in by_drive.items()), default=0.0)
 
 
-def flops_per_token(plan: Plan) -> int:
-    """Return the FLOPs that a step computes for each of its tokens, by the rule of ``estimate_step``."""
+def flops_per_token(plan: Plan) -> float:
+    """Return the FLOPs that a step computes for each of its tokens: as traced, recomputed layers included.
+
+    What kernels of causal attention leave out does not count, nor do experts that a token does not pass. Where the
+    trace could not count them: ``8 N``, N being all parameters, and ``2 N`` less for layers that are not recomputed.
+    """
+    tokens = plan.trace.num_tokens
+    traced, recomputed = _traced_flops(plan, plan.program.kept), _traced_flops(plan, ())
+    if traced:
+        return traced / tokens * (1 - plan.trace.skipped_flops / recomputed)
     once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
     return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
+
+
+def tick_flops(plan: Plan) -> list[float]:
+    """Return the FLOPs per token of every tick of the program, updates 0; together those of ``flops_per_token``."""
+    ticks, visits, blocks = plan.program.ticks, plan.trace.visits, plan.program.blocks
+    is_traced = bool(_traced_flops(plan, plan.program.kept))
+    kept, same = plan.program.kept, Counter((tick.phase, tick.visit) for tick in ticks)
+    found: list[float] = []
+    for tick in ticks:
+        flops: float = 0.0
+        if is_traced and tick.phase == "head":
+            flops = plan.trace.head_flops
+        elif is_traced and tick.phase != "update":
+            visit = visits[tick.visit]
+            again = visit.forward_flops if tick.visit in kept and visit.has_backward else 0
+            flops = visit.forward_flops if tick.phase == "forward" else visit.backward_flops - again
+        elif tick.phase != "update":
+            again = 0 if tick.visit in kept else _RECOMPUTE_FLOPS
+            factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
+            flops = factor * sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
+        # Where micro-batches run one after the other, each has its own ticks.
+        found.append(flops / same[tick.phase, tick.visit])
+    total = sum(found)
+    return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
+
+
+def _traced_flops(plan: Plan, kept: Container[int]) -> int:
+    """Return the FLOPs of the micro-batch that was traced; 0: they are not known."""
+    tokens = plan.trace.num_tokens
+    flops = step_flops(plan.trace, num_places=tokens, num_real_tokens=tokens, num_trained_tokens=tokens, kept=kept)
+    return flops.hardware
 
 
 class _Costs:
@@ -151,7 +194,8 @@ class _Costs:
     def __init__(self, plan: Plan, shape: StepShape, machine: MachineProfile) -> None:
         self._plan, self.shape, self._machine = plan, shape, machine
         self._on_gpu = plan.device.type == "cuda"
-        self._keys = {str(path): file_system_of(path).key for path in shape.paths}
+        keys = drive_keys(shape.paths, plan.run.tiers.machine)
+        self._keys = dict(zip(map(str, shape.paths), keys, strict=True))
         self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
 
     def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -179,7 +223,7 @@ class _Costs:
         ]
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
-        """Return T*: from there on computing takes longer than the slowest link.
+        """Return T*: from there on computing takes longer than the slowest link, and on a GPU than the host's updates.
 
         Bytes of activations grow with the tokens, all others do not.
         """
@@ -202,6 +246,8 @@ class _Costs:
             if not starts:
                 return None
             crossing = max(crossing, min(starts))
+        if self._on_gpu and optimizer and per_token:  # on a CPU it is one after the other, whatever the tokens
+            crossing = max(crossing, optimizer / (per_token * self._forward_share))
         return crossing
 
     def _busy_s(self, compute: float, optimizer: float) -> float:
@@ -211,9 +257,10 @@ class _Costs:
         forward = compute * self._forward_share
         return compute - forward + max(forward, optimizer)
 
-    @property
+    @cached_property
     def _forward_share(self) -> float:
-        return _FORWARD_FLOPS * self._plan.graph.num_parameters / flops_per_token(self._plan)
+        ticks = zip(self._plan.program.ticks, tick_flops(self._plan), strict=True)
+        return sum(flops for tick, flops in ticks if tick.phase == "forward") / flops_per_token(self._plan)
 
     def _timed_s(self, *, updates: bool) -> float:
         """Return the seconds of those ticks that are updates, or of all else."""
@@ -314,8 +361,10 @@ def _into_nvme(traffic: Mapping[str, int]) -> int:
     return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
 
 
-def _notes(machine: MachineProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
-    notes = [costs.computing_note]
+def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
+    machine = loaded.machine
+    assert machine is not None
+    notes = [_PLANNED_BOUND if loaded.origin else costs.computing_note]
     if "nvme" in unmeasured:
         paths = ", ".join(costs.unmeasured_paths)
         notes.append(f"times           drive of {paths} not measured: {_ADVICE}")
@@ -323,6 +372,8 @@ def _notes(machine: MachineProfile, costs: _Costs, unmeasured: Sequence[str]) ->
     others = [name for name in unmeasured if name != "nvme"]
     if others:
         notes.append(f"times           not measured: {', '.join(others)}; so no prediction of the step")
+    if loaded.origin:
+        return (*notes, loaded.origin)
     measured = [machine.measured_at, *(drive.measured_at for drive in costs.drives)]
     age = age_days(min(measured))
     quick = ", quick" if machine.is_quick or any(drive.is_quick for drive in costs.drives) else ""

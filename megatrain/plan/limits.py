@@ -23,7 +23,7 @@ from tiered.units import GiB, MiB, format_size
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.plan.machine import DriveSpec, TierSpecs
+    from megatrain.plan.machine import DriveSpec, PlannedMachine, TierSpecs
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 
@@ -124,6 +124,8 @@ def find_objections(
         device: that computes.
         needs: tier -> the least that the plan takes of it; None: there is no plan.
     """
+    if tiers.machine is not None:
+        return tuple(_planned(tiers, tiers.machine, device))
     paths = drive_paths(tiers.drives)
     found = [
         *_ram(tiers, needs or {}),
@@ -133,6 +135,37 @@ def find_objections(
         *_same_disk(paths),
     ]
     return tuple(sorted(found, key=lambda each: not each.refuses))
+
+
+def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
+    """Compare sizes with a machine that is planned for."""
+    yield from _memory(
+        {"tiers.ram.size": tiers.ram_size} | ({"tiers.gpu.size": tiers.gpu_size} if tiers.emulates_gpu else {}),
+        0,
+        planned.ram_bytes,
+        planned.free_ram_bytes,
+        f"{planned.name} has {_of(planned.ram_bytes, planned.free_ram_bytes)} of RAM",
+    )
+    if device.type == "cuda" and planned.gpu_bytes is not None and not tiers.gpu_size.is_auto:
+        total = planned.gpu_bytes
+        has = f"a GPU of {planned.name} has {format_size(total)} of memory"
+        yield from _memory({"tiers.gpu.size": tiers.gpu_size}, 0, total, total, has)
+    if len(tiers.drives) > len(planned.drives):
+        text = f"{len(tiers.drives)} paths in [[tiers.nvme]], but {planned.name} has {len(planned.drives)} drives"
+        yield Objection("tiers.nvme", text, "Name as many paths as there are drives", "place")
+    for number, (drive, there) in enumerate(zip(tiers.drives, planned.drives, strict=False)):
+        wanted = 0 if drive.size.is_auto else drive.size.resolve(there.total_bytes)
+        if wanted > there.total_bytes:
+            key = f"tiers.nvme.{number}.size"
+            has = f"{planned.name} has {format_size(there.total_bytes)} there ({there.name})"
+            text = f'{key} = "{drive.size.text}" is more than there is: {has}'
+            yield Objection(key, text, f'Write at most "{_whole(there.total_bytes)}", or "auto"', "size")
+    if len(tiers.drives) < len(planned.drives):
+        unused = len(planned.drives) - len(tiers.drives)
+        text = (
+            f"{planned.name} has {len(planned.drives)} drives, {unused} of which the config has no [[tiers.nvme]] for"
+        )
+        yield Objection("tiers.nvme", text, "More drives are faster, where the plan is bound by nvme", "note")
 
 
 def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:

@@ -157,6 +157,69 @@ class DriveSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedDrive:
+    """A drive of a machine that is planned for; its rates are in the machine's profile, under the same key.
+
+    Attributes:
+        key: of its rates.
+        name: for people.
+        total_bytes: of its file system.
+        max_written_bytes: that its maker promises; None: not known.
+    """
+
+    key: str
+    name: str
+    total_bytes: int
+    max_written_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMachine:
+    """A machine that runs are planned for from its figures, on another one: nothing is asked of this machine.
+
+    Attributes:
+        name: of the file that has the figures.
+        title: what it is, for people.
+        note: what its user should know, or "".
+        ram_bytes: all of its RAM.
+        free_ram_bytes: what the system leaves of it.
+        gpu_bytes: memory of one GPU; None: it has none.
+        num_gpus: of that kind; a run uses one.
+        unified_bytes: of the one memory that GPU and RAM share; None: they have their own.
+        drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
+        profile: its rates.
+        num_published: figures with a source.
+        num_estimated: figures that somebody estimated.
+    """
+
+    name: str
+    title: str
+    note: str
+    ram_bytes: int
+    free_ram_bytes: int
+    gpu_bytes: int | None
+    num_gpus: int
+    unified_bytes: int | None
+    drives: tuple[PlannedDrive, ...]
+    profile: MachineProfile
+    num_published: int
+    num_estimated: int
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether layers run on a GPU."""
+        return self.gpu_bytes is not None
+
+    @property
+    def origin(self) -> str:
+        """Where its rates come from, as a line of a plan."""
+        made = f"{self.num_published} of its figures are published ones, {self.num_estimated} estimated"
+        if not self.num_published and not self.num_estimated:
+            made = "measured there by doctor"
+        return f"rates           predicted for {self.name} ({self.title}): {made}; nothing was measured for this plan"
+
+
+@dataclass(frozen=True, slots=True)
 class TierSpecs:
     """What a run may use of a machine.
 
@@ -174,6 +237,7 @@ class TierSpecs:
         on_full: what happens when a drive is full.
         allows_tmpfs: a drive may be RAM.
         file_bytes: largest file of a block; None: the tier's own choice.
+        machine: that is planned for; None: this one.
     """
 
     ram_size: Size
@@ -189,14 +253,22 @@ class TierSpecs:
     on_full: Literal["pause", "error"] = "pause"
     allows_tmpfs: bool = False
     file_bytes: int | None = None
+    machine: PlannedMachine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedProfile:
-    """The profile of this machine, or None; and why it is None although there is a file, or None."""
+    """The profile of a machine, or None.
+
+    Attributes:
+        machine: its rates.
+        note: why there are none although there is a file, or None.
+        origin: a line on where they come from; "": doctor measured them on this machine.
+    """
 
     machine: MachineProfile | None
     note: str | None = None
+    origin: str = ""
 
 
 #: What a file system is that is none of a drive's own: RAM; of another machine; a program's; a container's layers.
@@ -272,6 +344,26 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
     return LoadedProfile(machine)
 
 
+def profile_of(tiers: TierSpecs) -> LoadedProfile:
+    """Return the rates of the machine that a run is planned for."""
+    if tiers.machine is None:
+        return load_profile()
+    return LoadedProfile(tiers.machine.profile, origin=tiers.machine.origin)
+
+
+def drive_keys(paths: Sequence[Path], planned: PlannedMachine | None) -> list[str]:
+    """Return for each path of the NVMe tier what tells its drive from others, as the profile has it.
+
+    Args:
+        paths: of the tier.
+        planned: the machine; None: this one.
+    """
+    if planned is None:
+        return [file_system_of(path).key for path in paths]
+    keys = [drive.key for drive in planned.drives]
+    return [*keys, *(f"beyond {number}" for number in range(len(keys), len(paths)))][: len(paths)]
+
+
 def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
     """Write the profile of one machine, at once or not at all; return the file.
 
@@ -303,15 +395,19 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
     return path
 
 
-def stripe_rates(paths: Sequence[Path], given: Sequence[float]) -> list[float]:
-    """Return the relative weights of NVMe paths: as given, else as measured on this machine, else equal.
+def stripe_rates(paths: Sequence[Path], given: Sequence[float], planned: PlannedMachine | None = None) -> list[float]:
+    """Return the relative weights of NVMe paths: as given, else as known of the machine's drives, else equal.
 
     Args:
         paths: of the tier.
         given: one for each path, or not for all.
+        planned: the machine; None: this one, as it was measured.
     """
     if len(paths) <= 1 or len(given) == len(paths):
         return list(given) or [1.0] * len(paths)
+    if planned is not None:
+        there = [planned.profile.drives[drive.key].mixed_bytes_per_s for drive in planned.drives[: len(paths)]]
+        return there if len(there) == len(paths) else [1.0] * len(paths)
     return measured_drive_rates(paths, load_profile().machine) or [1.0] * len(paths)
 
 
@@ -421,12 +517,17 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _LIBRARY_BYTES = GiB
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.device:
     """Return the compute device that a config names; "auto": CUDA where there is one.
 
     Raises:
-        ConfigError: the config asks for a GPU and torch finds none.
+        ConfigError: the config asks for a GPU and torch finds none, or the planned machine has none.
     """
+    if planned is not None:
+        if name == "cuda" and not planned.has_gpu:
+            text = f'device = "cuda", but the machine {planned.name} has no GPU'
+            raise ConfigError("the config", [Problem("device", text, 'Write "auto" or "cpu"')])
+        return torch.device("cuda" if planned.has_gpu and name != "cpu" else "cpu")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -457,7 +558,7 @@ def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
     """
     if tiers.direct == "off" or not tiers.drives or compute_tier(tiers, device) != "gpu":
         return False
-    if tiers.emulates_gpu:
+    if tiers.emulates_gpu or tiers.machine is not None:
         return tiers.direct == "on"
     if tiers.direct == "auto" and (tiers.verify == "always" or not may_open_driver()):
         return False
@@ -530,11 +631,13 @@ def _stat_of(folder: Path, name: str) -> int:
 
 def ram_capacity_bytes(tiers: TierSpecs) -> int:
     """Return the capacity of the RAM tier; auto: what is free now less the margin and an emulated GPU."""
-    total = total_ram_bytes()
+    planned = tiers.machine
+    total = total_ram_bytes() if planned is None else planned.ram_bytes
     margin = tiers.safety_margin.resolve(total)
     if tiers.emulates_gpu:
         margin += tiers.gpu_size.resolve(total)
-    return tiers.ram_size.resolve(total, auto_bytes=max(0, available_ram_bytes() - margin))
+    free = available_ram_bytes() if planned is None else planned.free_ram_bytes
+    return tiers.ram_size.resolve(total, auto_bytes=max(0, free - margin))
 
 
 def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
@@ -543,8 +646,8 @@ def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
     The margin is at least what libraries take.
     """
     if tiers.emulates_gpu:
-        return tiers.gpu_size.resolve(total_ram_bytes())
-    free, total = gpu_memory_bytes(device)
+        return tiers.gpu_size.resolve(total_ram_bytes() if tiers.machine is None else tiers.machine.ram_bytes)
+    free, total = _gpu_memory(tiers.machine, device)
     margin = max(tiers.safety_margin.resolve(total), library_bytes(total))
     return tiers.gpu_size.resolve(total, auto_bytes=max(0, free - margin))
 
@@ -558,11 +661,11 @@ def library_bytes(total_bytes: int) -> int:
     return min(_LIBRARY_BYTES, total_bytes // 10)
 
 
-def gpu_room_beside_tier(capacity_bytes: int, device: torch.device) -> str:
+def gpu_room_beside_tier(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
     """Return, for a person, how much GPU memory a tier of this capacity leaves to libraries; "": nobody can tell."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or (planned is None and not torch.cuda.is_available()):
         return ""
-    free, total = gpu_memory_bytes(device)
+    free, total = _gpu_memory(planned, device)
     left, allowed = max(0, free - capacity_bytes), library_bytes(total)
     text = (
         f"{format_size(left)} of free GPU memory are outside of the tier; libraries are allowed {format_size(allowed)}"
@@ -570,6 +673,13 @@ def gpu_room_beside_tier(capacity_bytes: int, device: torch.device) -> str:
     if left < allowed:
         text += f" of it: with more than tiers.gpu.size = {format_size(max(0, free - allowed))} they may find none"
     return text
+
+
+def _gpu_memory(planned: PlannedMachine | None, device: torch.device) -> tuple[int, int]:
+    """Return what is free of a GPU's memory, and all of it."""
+    if planned is None:
+        return gpu_memory_bytes(device)
+    return planned.gpu_bytes or 0, planned.gpu_bytes or 0
 
 
 def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
@@ -592,6 +702,8 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
         tiers: with at least one drive.
         output_dir: of the run.
     """
+    if tiers.machine is not None:
+        return _planned_nvme_bytes(tiers, tiers.machine)
     capacity = 0
     num_sharing = Counter(file_system_number(drive.path) for drive in tiers.drives if drive.size.is_auto)
     for drive in tiers.drives:
@@ -600,6 +712,16 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
         share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(drive.path)])
         own = own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
         capacity += drive.size.resolve(disk.total, auto_bytes=share + own)
+    return capacity
+
+
+def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
+    """Return the capacity over the drives of a planned machine, which are empty; beyond them "auto" is nothing."""
+    totals = [drive.total_bytes for drive in planned.drives]
+    totals += [0] * (len(tiers.drives) - len(totals))
+    capacity = 0
+    for drive, total in zip(tiers.drives, totals, strict=False):
+        capacity += drive.size.resolve(total, auto_bytes=max(0, total - tiers.safety_margin.resolve(total)))
     return capacity
 
 

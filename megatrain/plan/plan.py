@@ -146,6 +146,11 @@ class RunSpec:
     checkpoint: CheckpointSpec
     export: ExportSpec
 
+    @property
+    def traced_on(self) -> torch.device:
+        """The device whose kernels a plan counts: the run's; a CPU's for another machine, so that a plan needs none."""
+        return self.device if self.tiers.machine is None else torch.device("cpu")
+
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
         """Return the run with another packing of its data."""
         single_rows = self.batch.single_rows and bool(packing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.kept import GraphKeeper, weights_stay
 from megatrain.plan.limits import find_objections
-from megatrain.plan.machine import load_profile
+from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
     DoesNotFitError,
     PlacementSolver,
@@ -60,7 +61,9 @@ STAY_SHARE = 0.9
 WORTHWHILE = 0.99
 
 
-def plan_run(run: RunSpec, *, padded: bool | None = None, names_ways_out: bool = True) -> Plan:
+def plan_run(
+    run: RunSpec, *, padded: bool | None = None, names_ways_out: bool = True, like: Plan | None = None
+) -> Plan:
     """Plan a run.
 
     Args:
@@ -69,6 +72,8 @@ def plan_run(run: RunSpec, *, padded: bool | None = None, names_ways_out: bool =
             None: as the data comes; a micro-batch of one row that is not packed has none.
         names_ways_out: a refusal names what the run would need with less room for its gradients, which takes a few
             plans more.
+        like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
+            model and trace are used again, which take most of the time.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -77,8 +82,8 @@ def plan_run(run: RunSpec, *, padded: bool | None = None, names_ways_out: bool =
         FreezeError: the model cannot be trained.
         ParameterGroupError: a group of the optimizer names no parameter.
     """
-    subject = _look_at(run, padded)
-    run, device, profile = subject.run, subject.run.device, load_profile()
+    subject = _look_at(run, padded, like)
+    run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
         kept = _place(run, subject, profile)
     except DoesNotFitError as error:
@@ -96,7 +101,9 @@ def plan_run(run: RunSpec, *, padded: bool | None = None, names_ways_out: bool =
         kept_bytes=kept.nbytes,
         device_optimizer=subject.on_device,
         host_updates=subject.host_updates,
-        room_beside_tier=machine.gpu_room_beside_tier(kept.budgets[subject.compute_tier].capacity_bytes, device),
+        room_beside_tier=machine.gpu_room_beside_tier(
+            kept.budgets[subject.compute_tier].capacity_bytes, device, run.tiers.machine
+        ),
         packing_warning=subject.packing_warning,
     )
     plan = replace(plan, estimate=estimate_step(plan, plan.shape, profile))
@@ -132,9 +139,9 @@ class _Subject:
     packing_warning: str
 
 
-def _look_at(run: RunSpec, padded: bool | None) -> _Subject:
+def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     """Build the model, trace a step of it, and make its optimizer."""
-    graph = _make_graph(run)
+    graph = _make_graph(run) if like is None else like.graph
     packing, packing_warning = settle_packing(
         run.model, graph, run.data.packing, is_default=run.data.has_default_packing
     )
@@ -143,21 +150,10 @@ def _look_at(run: RunSpec, padded: bool | None) -> _Subject:
     batch, device = run.batch, run.device
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
-    # As the run will be: which kernels there are to choose from, and what they take, depends on it.
-    with deterministic_kernels(device, type(graph.model).__name__, enabled=run.is_deterministic):
-        trace = trace_visits(
-            graph,
-            batch.micro_batch_rows,
-            batch.max_length,
-            run.dtype,
-            device=device,
-            objective=run.objective,
-            padded=padded,
-            by_documents=run.model.compile_backend is None,
-        )
+    trace = _trace(run, graph, padded=padded) if like is None else like.trace
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
-    on_device, host_updates = _on_device(optimizer, device, compute_tier)
+    on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     return _Subject(run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning)
 
 
@@ -207,6 +203,21 @@ def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: 
             capacity = error.need_bytes
         else:
             return capacity
+
+
+def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
+    # As the run will be: which kernels there are to choose from, and what they take, depends on it.
+    with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
+        return trace_visits(
+            graph,
+            run.batch.micro_batch_rows,
+            run.batch.max_length,
+            run.dtype,
+            device=run.traced_on,
+            objective=run.objective,
+            padded=padded,
+            by_documents=run.model.compile_backend is None,
+        )
 
 
 def _make_graph(run: RunSpec) -> ModelGraph:
@@ -265,12 +276,15 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:
-    """Return the plan whose replayed step is the shortest; the first where this machine was not measured."""
+    """Return the plan whose replayed step is the shortest; the first where this machine was not measured.
+
+    The first as well for another machine: its rates are too rough to choose by, and a replay of a large model is long.
+    """
     best, best_s = None, math.inf
     seen: list[Mapping[str, str]] = []
     for plan in plans:
         rates = measured_rates(plan)
-        if rates is None or plan.estimate is None:
+        if rates is None or plan.estimate is None or plan.run.tiers.machine is not None:
             return plan
         if plan.placement.homes in seen:
             continue
@@ -326,7 +340,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         budgets["nvme"] = TierBudget(
             "nvme",
             capacity,
-            lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes,
+            functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # blocks have few sizes
             generations=run.checkpoint.num_generations,
             direct_to=frozenset({"gpu"} if is_direct else ()),
         )

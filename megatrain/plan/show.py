@@ -60,6 +60,10 @@ def messages(plan: Plan) -> Sequence[str]:
     if plan.trace.dense_masks:
         causes = ", ".join(plan.trace.dense_masks)
         estimates.append(f"attention takes masks of [S, S], so memory grows with data.max_length squared ({causes})")
+    machine = plan.run.tiers.machine
+    if machine is not None:
+        estimates.append(f"planned for {machine.name}, with the workspace of a CPU's kernels: a GPU's may differ")
+        estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
     beside = [plan.room_beside_tier] if plan.room_beside_tier else []
     return (*_moves(plan), *beside, *estimates)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
-from megatrain.plan.estimate import flops_per_token
+from megatrain.plan.estimate import flops_per_token, tick_flops
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
@@ -24,7 +24,6 @@ _NUM_WARM_STEPS = 2  # the first lacks the update, the second may still find an 
 _NUM_STEPS = 2
 _SHORTEST_S = 1e-6
 _MOST_LOST = 0.9  # of the time that something computes beside the drive: what is lost then has an end
-_FORWARD, _RECOMPUTE, _BACKWARD = 2, 2, 4  # FLOPs per parameter and token
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +132,7 @@ class _Replay:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
+        self._flops = tick_flops(plan)
         self._drive: SimulatedChannel | None = None
         tiers = [
             SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name != "nvme")
@@ -212,14 +212,12 @@ class _Replay:
             seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
 
     def _seconds(self, op: Op) -> float:
-        """Return how long a tick computes: as measured, else by its parameters."""
+        """Return how long a tick computes: as measured, else by its FLOPs, or the parameters that it updates."""
         if self._plan.ticks is not None:
             return self._plan.ticks.seconds[op.tick]
-        blocks = self._plan.program.blocks
-        num_params = sum(blocks[use.key].num_elements for use in op.held if blocks[use.key].kind == "weights")
         if op.phase == "update":
+            blocks = self._plan.program.blocks
+            num_params = sum(blocks[use.key].num_elements for use in op.held if blocks[use.key].kind == "weights")
             on_gpu = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
             return num_params / (on_gpu or self._rates.update_params_per_s)
-        again = 0 if op.visit in self._plan.program.kept else _RECOMPUTE
-        factor = {"forward": _FORWARD, "head": _FORWARD + _BACKWARD, "backward": again + _BACKWARD}[op.phase]
-        return factor * num_params * self._tokens / self._rates.flops_per_s
+        return self._flops[op.tick] * self._tokens / self._rates.flops_per_s

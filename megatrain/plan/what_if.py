@@ -16,6 +16,7 @@ from megatrain.plan.simulate import measured_rates, simulate_step
 from tiered.units import format_size
 
 if TYPE_CHECKING:
+    from megatrain.plan.machine import PlannedMachine
     from megatrain.plan.measure import PlanTimer
     from megatrain.plan.plan import Plan
 
@@ -102,15 +103,17 @@ def plan_alternative(
     overrides: Sequence[str],
     changes: Sequence[str],
     timer: PlanTimer | None = None,
+    machine: PlannedMachine | None = None,
 ) -> Alternative:
     """Plan a config with changes, and say what became of it. Nothing is written.
 
     Args:
         timer: times steps; None: times are those of the rates that were measured on this machine, if any.
+        machine: that is planned for; None: this one.
     """
     try:
         config = load_config(path, extra_files, [*overrides, *changes]).config
-        plan = plan_run(resolve(config), names_ways_out=False)
+        plan = plan_run(resolve(config, machine), names_ways_out=False)
     except DoesNotFitError as error:
         need, have = format_size(error.need_bytes), format_size(error.have_bytes)
         return Alternative(what, f"{error.tier} needs {need}, has {have}")
@@ -137,7 +140,12 @@ def describe(what: str, plan: Plan) -> Alternative:
 
 
 def step_seconds(plan: Plan) -> float | None:
-    """Return how long a step should take: replayed with its waits; None where this machine was not measured."""
+    """Return how long a step should take: replayed with its waits; None where this machine was not measured.
+
+    For another machine it is the bound: what a replay would add is less than what its rates leave open.
+    """
+    if plan.run.tiers.machine is not None:
+        return None if plan.estimate is None else plan.estimate.step_s
     rates = measured_rates(plan)
     if rates is None or plan.estimate is None:
         return None

@@ -17,7 +17,7 @@ from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.plan import machine
-from megatrain.plan.estimate import estimate_step, nvme_seconds, split
+from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
 from megatrain.plan.machine import (
     DriveProfile,
     GpuProfile,
@@ -115,12 +115,37 @@ def test_seconds_of_a_drive() -> None:
     assert nvme_seconds(3e9, 0, slowing) == pytest.approx(1.5)
 
 
+def test_flops_of_a_token_by_hand(plan: Plan) -> None:
+    """Each layer forward, again, and backward (twice a forward); the head once; the half of causal attention."""
+    config, length = plan.graph.config, plan.run.batch.max_length
+    embedding = config.vocab_size * config.hidden_size  # tied: the head
+    in_layers = sum(
+        entry.numel
+        for layout in plan.graph.layouts.values()
+        for entry in layout.entries
+        if len(entry.shape) == 2 and entry.numel != embedding
+    )
+    num_heads, width = config.num_attention_heads, config.head_dim
+    attention = config.num_hidden_layers * 2 * 2 * num_heads * width * length // 2  # causal: the other half is left out
+    by_hand = 8 * in_layers + 6 * embedding + attention * (1 + 1 + 2.5)
+    assert flops_per_token(plan) == pytest.approx(by_hand, rel=0.01)
+    assert sum(tick_flops(plan)) == pytest.approx(flops_per_token(plan))
+    ticks = zip(plan.program.ticks, tick_flops(plan), strict=True)
+    assert not any(flops for tick, flops in ticks if tick.phase == "update")
+
+
+def test_flops_that_no_trace_knows_are_those_of_all_parameters(plan: Plan) -> None:
+    guessed = replace(plan, trace=replace(plan.trace, guesses=("a value was made up",)))
+    assert flops_per_token(guessed) == 8 * plan.graph.num_parameters
+    assert sum(tick_flops(guessed)) == pytest.approx(8 * plan.graph.num_parameters)
+
+
 def test_a_step_by_hand(plan: Plan, tmp_path: Path) -> None:
     found = estimate(plan, tmp_path)
     num_parameters = plan.graph.num_parameters
     read, written = plan.traffic["nvme->ram"], plan.traffic["ram->nvme"]
     assert found.seconds == {
-        "compute": pytest.approx(8 * num_parameters * 384 / 1e11),
+        "compute": pytest.approx(flops_per_token(plan) * 384 / 1e11),
         "optimizer": pytest.approx(num_parameters / 1e8, rel=0.02),  # blocks are padded
         "nvme": pytest.approx(2 * written / 1.5e9 + (read - written) / 2e9),
     }
@@ -183,7 +208,9 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
     placement = replace(plan.placement, traffic_bytes=links)
     on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
-    flops = 8 * plan.graph.num_parameters * 384
+    flops = flops_per_token(plan) * 384
+    ticks = zip(plan.program.ticks, tick_flops(plan), strict=True)
+    forward_s = 8.0 * sum(flops for tick, flops in ticks if tick.phase == "forward") / flops_per_token(plan)
     found = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8})
     assert found.seconds["ram->gpu"] == pytest.approx(2.0)
     assert found.seconds["gpu->ram"] == pytest.approx(1.0)
@@ -193,7 +220,9 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
         on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 8},
         adamw_params_per_s={"float32": plan.graph.num_parameters / 3},
     )  # fmt: skip
-    assert slow.step_s == pytest.approx(6.0 + 3.0, rel=0.02)
+    assert 1.0 < forward_s < 2.5  # computed beside the optimizer
+    assert slow.step_s == pytest.approx(8.0 - forward_s + 3.0, rel=0.02)
+    assert slow.crossing_tokens == pytest.approx(384 * slow.seconds["optimizer"] / forward_s)
     fast = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 0.5})
     assert (fast.step_s, fast.bound_by) == (pytest.approx(2.0), "ram->gpu")
 
@@ -206,7 +235,7 @@ def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
     plan = replace(planned, run=replace(planned.run, device=torch.device("cuda")))
     num_trained = sum(block.num_elements for block in plan.program.blocks.values() if block.key.endswith("/m"))
     assert (plan.num_updated(on_gpu=True), plan.num_updated(on_gpu=False)) == (num_trained, 0)
-    flops = {"cuda/float32": 8 * plan.graph.num_parameters * 384 / 2}
+    flops = {"cuda/float32": flops_per_token(plan) * 384 / 2}
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
     unknown = estimate(plan, tmp_path, gpu=gpu, matmul_flops_per_s=flops)
     assert unknown.unmeasured == ("gpu optimizer",) and unknown.step_s is None
@@ -321,7 +350,6 @@ def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(machine.FileSystem, "key", property(lambda self: self.source))
     monkeypatch.setattr(machine, "file_system_of", file_system)
-    monkeypatch.setattr("megatrain.plan.estimate.file_system_of", file_system)
 
 
 def rates_of(config: RunConfig) -> tuple[float, ...]:

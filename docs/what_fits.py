@@ -1,0 +1,343 @@
+"""Makes docs/what_fits.md: what fits where, and predictions beside published figures. Half an hour on two cores.
+
+    python docs/what_fits.py                      all of it
+    python docs/what_fits.py --only SmolLM3-3B    some models, on stdout
+    python docs/what_fits.py --rows FILE          goes on where it was interrupted
+
+Everything is planned from config.json and the figures of machines in files: nothing runs, nothing is measured.
+"""
+
+# ruff: noqa: E501 - sentences of the page
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatrain.config import load_config  # noqa: E402
+from megatrain.config.resolve import resolve  # noqa: E402
+from megatrain.plan.machine import PlannedMachine  # noqa: E402
+from megatrain.plan.machine_files import find_machine, read_machine  # noqa: E402
+from megatrain.plan.placement import DoesNotFitError  # noqa: E402
+from megatrain.plan.plan import Plan  # noqa: E402
+from megatrain.plan.planner import plan_run  # noqa: E402
+from tiered.units import GiB  # noqa: E402
+
+MODELS = ROOT / "examples" / "models"
+PAGE = ROOT / "docs" / "what_fits.md"
+#: Of the models in the table: rows of 4,096 tokens, 16 of them in a step.
+LENGTH, TOKENS = 4096, 65_536
+SHOWN = (
+    "SmolLM3-3B", "Llama-3.1-8B", "gpt-oss-20b", "Qwen3-30B-A3B", "Llama-3.1-70B", "gpt-oss-120b", "Mistral-Large-2411",
+    "Qwen3-235B-A22B", "Llama-3.1-405B",
+)  # fmt: skip
+MACHINES = (
+    "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
+    "cpu-server-512gb", "gh200", "h100-512gb", "h200-1.5tb", "8xh100-2tb",
+)  # fmt: skip
+_BILLION = 10**9
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on one machine.
+
+    Attributes:
+        missing: what it lacks, in words; "": it fits.
+        totals: tier -> bytes that it needs.
+        step_s: predicted, a bound.
+        bound_by: the resource that takes so long.
+        crossing_tokens: T*.
+        written_bytes: to drives, in a step.
+        endurance_bytes: of all drives together; 0: not known.
+    """
+
+    model: str
+    machine: str
+    missing: str
+    totals: dict[str, int]
+    tokens: int
+    step_s: float = 0.0
+    bound_by: str = ""
+    crossing_tokens: float | None = None
+    written_bytes: int = 0
+    endurance_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted, at most."""
+        return self.tokens / self.step_s if self.step_s else 0.0
+
+
+def config_text(model: str, num_drives: int, *, length: int, tokens: int, more: str = "") -> str:
+    """Return a config that plans a model of examples/models on a machine with so many drives."""
+    drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(num_drives))
+    return f"""
+task = "pretrain"
+output_dir = "out"
+[model]
+model_name_or_path = "{MODELS / model}"
+train_from_scratch = true
+[precision]
+compute_dtype = "bfloat16"
+grad_dtype = "bfloat16"
+[data]
+max_length = {length}
+[[data.train]]
+path = "text.txt"
+[training]
+train_batch_tokens = {tokens}
+{more}
+{drives}
+"""
+
+
+def planned(
+    model: str, machine: PlannedMachine, *, length: int, tokens: int, more: str = "", like: Plan | None = None
+) -> Plan:
+    """Return the plan of a model on a machine, with sizes left to it.
+
+    Raises:
+        DoesNotFitError: it does not fit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text(config_text(model, len(machine.drives), length=length, tokens=tokens, more=more))
+        return plan_run(resolve(load_config(path).config, machine), like=like, names_ways_out=False)
+
+
+@functools.lru_cache(maxsize=1)
+def traced(model: str, length: int, micro_batch_tokens: int) -> Plan:
+    """Return a plan that others of the model take their trace from: of one micro-batch, on a machine without limits."""
+    return planned(
+        model, find_machine("h200-1.5tb"), length=length, tokens=micro_batch_tokens, more='[tiers.ram]\nsize = "90TiB"'
+    )
+
+
+class Rows:
+    """Rows that are planned already, in a file of JSON lines: an interrupted page goes on, and parts can be made apart."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else []
+        known = [json.loads(line) for line in lines]
+        self._known = {tuple(each["key"]): Row(**each["row"]) for each in known}
+
+    def of(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS) -> Row:
+        """Return the row of a model on a machine."""
+        key = (model, name, length, tokens)
+        if key not in self._known:
+            self._known[key] = row_of(model, name, length=length, tokens=tokens)
+            if self._file is not None:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"key": key, "row": asdict(self._known[key])}) + "\n")
+        return self._known[key]
+
+
+def row_of(model: str, name: str, *, length: int = LENGTH, tokens: int = TOKENS) -> Row:
+    """Plan one model on one machine."""
+    machine = find_machine(name)
+    try:
+        plan = planned(model, machine, length=length, tokens=tokens, like=traced(model, length, max(length, 2048)))
+    except DoesNotFitError as error:
+        return Row(
+            model, name, f"{error.tier.upper()}: {_gib(error.need_bytes)} of {_gib(error.have_bytes)}", {}, tokens
+        )
+    estimate = plan.estimate
+    assert estimate is not None and estimate.step_s is not None, estimate
+    return Row(
+        model,
+        name,
+        "",
+        dict(plan.totals),
+        tokens,
+        estimate.step_s,
+        estimate.bound_by or "",
+        estimate.crossing_tokens,
+        sum((estimate.written_bytes or {}).values()),
+        sum(drive.max_written_bytes or 0 for drive in machine.drives),
+    )
+
+
+def _gib(nbytes: int) -> str:
+    gib = nbytes / GiB
+    return f"{gib / 1024:,.2f} TiB" if gib >= 1024 else f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:,.1f} GiB"
+
+
+def _rounded(value: float) -> str:
+    """Return two significant digits: more would promise what these rates do not have."""
+    digits = 0 if value >= 10 else 1
+    while value >= 10 ** (2 + max(0, -digits)) and digits > -9:
+        digits -= 1
+    return f"{round(value, digits):,.{max(0, digits)}f}"
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the table of one machine."""
+    yield (
+        "| model | GPU | RAM | drives | tokens/s, at most | bound by | T* | days per 10^9 tokens | "
+        "written per 10^9 tokens | of the drives' life |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        if row.missing:
+            yield f"| {row.model} | does not fit: {row.missing} | | | | | | | | |"
+            continue
+        sizes = [_gib(row.totals[tier]) if row.totals.get(tier) else "-" for tier in ("gpu", "ram", "nvme")]
+        crossing = _rounded(row.crossing_tokens) if row.crossing_tokens else "any" if row.crossing_tokens == 0 else "-"
+        written = row.written_bytes * _BILLION / row.tokens
+        share = f"{written / row.endurance_bytes:.1%}" if written and row.endurance_bytes else "-"
+        wear = f"{_rounded(written / 1e12)} TB" if written else "-"
+        days = _rounded(_BILLION / row.tokens_per_s / _DAY_S)
+        yield (
+            f"| {row.model} | {' | '.join(sizes)} | {_rounded(row.tokens_per_s)} | {row.bound_by} | {crossing} | "
+            f"{days} | {wear} | {share} |"
+        )
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that somebody published of another system, and what is to be known beside ours.
+
+    Attributes:
+        machine: a name, or a file in docs/published_machines.
+        tokens: in a step.
+        tokens_per_s: published.
+        why: what explains the difference.
+    """
+
+    system: str
+    model: str
+    machine: str
+    length: int
+    tokens: int
+    tokens_per_s: float
+    source: str
+    why: str
+
+
+_MEGATRAIN = (
+    "it computes 10 FLOPs per parameter and token (two forwards more than needed at 6), loads weights three times, and "
+    "updates after the step, in bf16 without a master; ours is a bound that hides everything it can"
+)
+_HBM = (
+    "its whole state, in bf16, lives in GPU memory, and little is recomputed (6 FLOPs per parameter and token); ours has "
+    "fp32 masters and moments, which do not fit there, and recomputes"
+)
+_OFFLOADED = (
+    "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and counts as a bound"
+)
+_LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less; ours is a bound"
+PUBLISHED = (
+    Published("MegaTrain", "Qwen2.5-7B", "gh200", 1024, 158 * 1024, 6015, "arXiv 2604.05091, long context", _MEGATRAIN),
+    Published("MegaTrain", "Qwen2.5-14B", "gh200", 1024, 96 * 1024, 2980, "arXiv 2604.05091: 264 TFLOPS", _MEGATRAIN),
+    Published("MegaTrain", "Qwen2.5-7B", "h100-512gb", 1024, 148 * 1024, 5950, "README: 272 TFLOPS", _MEGATRAIN),
+    Published("LLMQ", "Qwen2.5-7B", "h100-512gb", 2048, 524_288, 14_000, "README, bf16", _HBM),
+    Published("LLMQ", "Qwen2.5-7B", "rtx-pro-6000-256gb", 2048, 262_144, 8_000, "README, bf16", _HBM),
+    Published("LLMQ", "Qwen2.5-7B", "rtx4090-128gb", 2048, 524_288, 1_900, "README, bf16", _OFFLOADED),
+    Published("LLMQ", "Qwen2.5-7B", "rtx5090-128gb", 2048, 524_288, 3_100, "README, bf16", _OFFLOADED),
+    Published(
+        "RoundPipe", "Llama-3.1-8B", "rtx4090-128gb", 2048, 131_072, 3_142, "README",
+        "fp16 with sums in fp16, which this card computes at twice the rate, and an optimizer that is one step stale",
+    ),
+    Published("LazyTrain", "Qwen2.5-3B", "h800-12gbs", 1024, 72 * 1024, 9801, "arXiv 2608.11919", _LAZY),
+    Published("LazyTrain", "Qwen2.5-7B", "h800-12gbs", 1024, 72 * 1024, 4758, "arXiv 2608.11919", _LAZY),
+    Published("MegaTrain", "Qwen2.5-7B", "h800-12gbs", 1024, 72 * 1024, 3842, "in LazyTrain's table", _MEGATRAIN),
+    Published("LazyTrain", "Qwen2.5-14B", "h800-12gbs", 1024, 72 * 1024, 2528, "arXiv 2608.11919", _LAZY),
+    Published("MegaTrain", "Qwen2.5-14B", "h800-12gbs", 1024, 72 * 1024, 2047, "in LazyTrain's table", _MEGATRAIN),
+)  # fmt: skip
+
+
+def published_row(case: Published, rows: Rows) -> str:
+    """Return a line of the table of published figures."""
+    file = ROOT / "docs" / "published_machines" / f"{case.machine}.toml"
+    name = str(file.relative_to(ROOT)) if file.is_file() else case.machine
+    row = rows.of(case.model, name, case.length, case.tokens)
+    ours = f"does not fit: {row.missing}" if row.missing else _rounded(row.tokens_per_s)
+    ratio = "-" if row.missing else f"{row.tokens_per_s / case.tokens_per_s:.2f}"
+    title = read_machine(name)[1].title.partition(",")[0]
+    return (
+        f"| {case.system} | {case.model} | {title} | {case.tokens:,} | {case.tokens_per_s:,.0f} ({case.source}) | "
+        f"{ours} | {ratio} | {row.bound_by or '-'} | {case.why} |"
+    )
+
+
+HEAD = f"""# What fits where
+
+Made by `python docs/what_fits.py`, from the `config.json` of models (`examples/models`) and the figures of machines
+(`megatrain/plan/machines`, each figure with its source or what it is estimated from). **Nothing here was measured by this
+project**: bytes are exact plans, speeds are predictions, bounds at the rate of large matrix products, which a run does not
+exceed. The same for your config: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
+
+Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
+exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of
+tiers left to the planner. **T\\*** are the tokens per step from which on computing is the limit. One GPU is used of machines
+that have several: training on several is not there yet.
+
+Below 65,536 tokens a step most rows are bound by what moves; above T\\* none is. More tokens per step are the cheapest way
+to speed up a row that is bound by nvme, ram->gpu or optimizer, and wear drives less.
+"""
+
+BESIDE = """## Predicted beside published
+
+What other systems published, and what the planner predicts for this one on the same machine with the same tokens per step,
+as an upper bound. The ratio says how far apart a bound of ours and a measurement of theirs are, not which is faster.
+Where lengths or batches were not published, the number of tokens is an assumption.
+
+| system | model | machine | tokens per step | published tokens/s | ours, predicted, at most | ratio | ours bound by | what explains it |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def page(models: Sequence[str], machines: Sequence[str], rows: Rows) -> str:
+    """Return the page."""
+    found: dict[tuple[str, str], Row] = {}
+    for model in models:
+        for name in machines:
+            found[model, name] = rows.of(model, name)
+            print(found[model, name], file=sys.stderr, flush=True)
+    parts = [HEAD]
+    for name in machines:
+        file = read_machine(name)[1]
+        note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
+        parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{note}")
+        parts.append("\n".join(table([found[model, name] for model in models])) + "\n")
+    parts.append("\n" + BESIDE)
+    by_model = sorted(range(len(PUBLISHED)), key=lambda n: (PUBLISHED[n].model, PUBLISHED[n].length))
+    lines = {}
+    for number in by_model:  # a model's trace is made once
+        lines[number] = published_row(PUBLISHED[number], rows)
+        print(lines[number], file=sys.stderr, flush=True)
+    parts.append("\n".join(lines[number] for number in range(len(PUBLISHED))) + "\n")
+    return "".join(parts)
+
+
+def main() -> None:
+    """Write the page, or print the tables of some models."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="MODEL", action="append", help="these models alone, printed")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep rows here, and take those that are there")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    rows = Rows(arguments.rows)
+    if arguments.only:
+        for model in arguments.only:
+            print("\n".join(table([rows.of(model, name) for name in MACHINES])))
+        return
+    PAGE.write_text(page(SHOWN, MACHINES, rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

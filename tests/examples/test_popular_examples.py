@@ -1,0 +1,68 @@
+"""The examples of popular models: each is planned from its real config.json on three machines, as its comment says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.plan.machine_files import find_machine
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from tiered.units import GiB
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "popular"
+MACHINES = {"card_24gb": "rtx4090-128gb", "card_80gb": "h100-512gb", "cpu_server": "cpu-server-512gb"}
+#: Example -> folder of its config.json in examples/models.
+MODELS = {
+    "smollm3_3b": "SmolLM3-3B",
+    "mistral_7b": "Mistral-7B-v0.3",
+    "llama_3_1_8b": "Llama-3.1-8B",
+    "qwen3_8b": "Qwen3-8B",
+    "gemma_3_12b": "Gemma-3-12B",
+    "gpt_oss_20b": "gpt-oss-20b",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+}
+#: Writes the comments anew instead of comparing them.
+REWRITE = "REWRITE_EXAMPLES"
+
+
+def planned_line(plan: Plan, machine: str) -> str:
+    """Return what the comment says of a machine."""
+    assert plan.estimate is not None and plan.estimate.step_s is not None
+    sizes = {tier.upper(): plan.totals[tier] for tier in plan.tiers if plan.totals[tier]}
+    needs = ", ".join(f"{tier} {nbytes / GiB:,.0f} GiB" for tier, nbytes in sizes.items())
+    speed = plan.estimate.tokens_per_step / plan.estimate.step_s
+    rounded = round(speed, 2 - len(str(int(speed))))  # more digits would promise what these rates do not have
+    return f"#   {machine + '.toml':<15} {needs}; at most {rounded:,.0f} tokens/s predicted"
+
+
+def test_there_is_an_example_for_each_model_and_machine() -> None:
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, *MACHINES}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_is_planned_as_its_comment_says(name: str) -> None:
+    path = FOLDER / f"{name}.toml"
+    text, like = path.read_text(encoding="utf-8"), None
+    lines = []
+    for overlay, machine in MACHINES.items():
+        assert machine in (FOLDER / f"{overlay}.toml").read_text(encoding="utf-8")
+        changes = [f"model_name_or_path={ROOT / 'examples/models' / MODELS[name]}", "train_from_scratch=true"]
+        config = load_config(path, (FOLDER / f"{overlay}.toml",), changes).config
+        plan = plan_run(resolve(config, find_machine(machine)), like=like)
+        like = like or plan
+        assert not any(each.refuses for each in plan.objections)
+        assert "predicted for" in (plan.estimate.notes[-1] if plan.estimate is not None else "")
+        lines.append(planned_line(plan, overlay))
+    written = re.findall(r"^#   \w+\.toml  .*tokens/s predicted$", text, flags=re.MULTILINE)
+    if os.environ.get(REWRITE):
+        old = "\n".join(written) or "#   @TABLE@"
+        path.write_text(text.replace(old, "\n".join(lines)), encoding="utf-8")
+        return
+    assert written == lines, f"run {REWRITE}=1 pytest {Path(__file__).relative_to(ROOT)}"

@@ -1,0 +1,161 @@
+"""The plans that the project was built for, from real config.json values: any CPU makes each in seconds, and small.
+
+What a row waits for is not hidden: as long as it is missing the plan must be refused, and the day it comes the row
+fails until ``waits_for`` is taken out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / "examples" / "models"
+#: Beyond the 30 s that a quiet machine needs at most: others may work on this one.
+PATIENCE_S = 280
+MOST_BYTES = 2 * 2**30
+
+PROGRAM = """
+import json, resource, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.plan.machine_files import find_machine
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.planner import plan_run
+config = load_config(Path(sys.argv[2]), (), sys.argv[4:]).config
+try:
+    plan = plan_run(resolve(config, find_machine(sys.argv[3])))
+except DoesNotFitError as error:
+    print(json.dumps({"refused": error.tier, "need": error.need_bytes, "have": error.have_bytes}))
+    sys.exit()
+found = plan.estimate.to_json()
+found |= {"totals": dict(plan.totals), "budgets": dict(plan.budgets), "traffic": dict(plan.traffic)}
+found |= {"parameters": plan.graph.num_parameters, "refusals": [str(o) for o in plan.objections if o.refuses]}
+found["most_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One sentence of the project, as a plan.
+
+    Attributes:
+        parameters: of the published model.
+        least_tokens_per_s: that are predicted, as a bound.
+        most_crossing_tokens: T*; 0: computing is always the limit.
+        waits_for: what must land before it fits; "": nothing.
+    """
+
+    name: str
+    model: str
+    machine: str
+    num_drives: int
+    parameters: int
+    tokens: int
+    least_tokens_per_s: float = 0.0
+    most_crossing_tokens: float = 0.0
+    length: int = 4096
+    changes: tuple[str, ...] = ()
+    waits_for: str = ""
+
+    def found(self, folder: Path) -> dict[str, Any]:
+        """Plan it in a process of its own, whose memory is only the plan's."""
+        drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(self.num_drives))
+        (folder / "run.toml").write_text(
+            f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{MODELS / self.model}"\n'
+            f"train_from_scratch = true\n[data]\nmax_length = {self.length}\n"
+            '[[data.train]]\npath = "text.txt"\n[precision]\ngrad_dtype = "bfloat16"\n'
+            f"[training]\ntrain_batch_tokens = {self.tokens}\n{drives}"
+        )
+        words = [sys.executable, "-c", PROGRAM, str(ROOT), str(folder / "run.toml"), self.machine, *self.changes]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+H200 = "h200-1.5tb"
+#: No reserve for others, where the RAM of the machine is what the sentence is about.
+ALL_RAM = "tiers.ram.size=1500GiB"
+IN_CI = (
+    Headline("120b_moe_in_ram", "gpt-oss-120b", H200, 0, 116_829_156_672, 65_536, 3000, 800_000, changes=(ALL_RAM,)),
+    Headline(
+        "120b_dense_in_ram", "Mistral-Large-2411", H200, 0, 122_610_069_504, 65_536, changes=(ALL_RAM,),
+        waits_for="land-grads: gradients of 2 bytes per parameter are held, 1.56 TiB in all",
+    ),
+    Headline("14b_beside_zero3", "Qwen2.5-14B", "gh200", 0, 14_770_033_664, 96 * 1024, 1614, 50_000, length=1024),
+)  # fmt: skip
+#: The rest, for whoever changes the planner: half a minute each.
+SLOW = (
+    Headline("120b_dense_with_drives", "Mistral-Large-2411", H200, 8, 122_610_069_504, 65_536, 600, 100_000),
+    Headline("405b_with_8_drives", "Llama-3.1-405B", H200, 8, 405_853_388_800, 131_072, 180, 150_000),
+    Headline("70b_on_a_4090", "Llama-3.1-70B", "rtx4090-128gb", 2, 70_553_706_496, 131_072, 200, 150_000),
+    Headline(
+        "235b_moe_on_a_4090", "Qwen3-235B-A22B", "rtx4090-128gb", 2, 235_093_634_560, 131_072,
+        changes=("checkpoint.save_strategy=no", "checkpoint.save_on_signal=false"),
+        waits_for="land-parts: weights and gradients of a layer by experts",
+    ),
+    Headline(
+        "7b_at_512k", "Qwen2.5-7B", H200, 0, 7_615_616_512, 524_288, 300, 0, length=524_288,
+        changes=("model.mlp_rows=16384",),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.timeout(PATIENCE_S + 20)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.name) for row in IN_CI]
+    + [pytest.param(row, id=row.name, marks=pytest.mark.slow) for row in SLOW],
+)
+def test_a_headline_is_a_plan(row: Headline, tmp_path: Path) -> None:
+    found = row.found(tmp_path)
+    if row.waits_for:
+        assert "refused" in found, f"it fits now: take `waits_for` ({row.waits_for}) out of this row"
+        return
+    assert "refused" not in found, found
+    assert found["parameters"] == row.parameters
+    assert found["refusals"] == []
+    assert all(found["totals"][tier] <= capacity for tier, capacity in found["budgets"].items())
+    assert found["predicted_tokens_per_s"] >= row.least_tokens_per_s
+    assert found["crossing_tokens_per_step"] is not None
+    assert found["crossing_tokens_per_step"] <= row.most_crossing_tokens
+    assert "predicted for" in found["notes"][-1]
+    assert found["most_bytes"] < MOST_BYTES
+    assert ("nvme" in found["budgets"]) == (row.num_drives > 0)
+
+
+@pytest.fixture(scope="module")
+def what_fits() -> ModuleType:
+    """The program that makes docs/what_fits.md."""
+    spec = importlib.util.spec_from_file_location("what_fits", ROOT / "docs" / "what_fits.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["what_fits"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(PATIENCE_S)
+def test_the_page_of_what_fits_where_says_what_the_planner_says(what_fits: ModuleType) -> None:
+    """Some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
+    page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
+    for name in ("rtx4090-128gb", "h200-1.5tb", "laptop-32gb"):
+        (line,) = list(what_fits.table([what_fits.row_of("SmolLM3-3B", name)]))[2:]
+        section = page.split(f"`--machine {name}`")[1].split("\n## ")[0]
+        assert line in section.splitlines(), "run python docs/what_fits.py, which takes half an hour"
+    assert set(what_fits.SHOWN) <= {folder.name for folder in MODELS.iterdir()}
+    for heading in ("Predicted beside published", *(what_fits.read_machine(n)[1].title for n in what_fits.MACHINES)):
+        assert f"\n## {heading}\n" in page
+    for case in what_fits.PUBLISHED:
+        assert f"| {case.system} | {case.model} |" in page and case.why in page
