@@ -88,6 +88,7 @@ def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
             batch.max_length,
             run.dtype,
             device=device,
+            head_columns=0 if run.model.use_liger_kernel else None,  # its cross entropy takes whole logits
             objective=run.objective,
             padded=padded,
             by_documents=run.model.compile_backend is None,
@@ -96,9 +97,16 @@ def plan_run(run: RunSpec, *, padded: bool | None = None) -> Plan:
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, device, compute_tier)
     program = _build_program(run, graph, trace, optimizer, compute_tier, on_device)
-    workspace = workspace_bytes(trace, batch.num_together) + gradient_staging_bytes(graph, trace, run.grad_dtype)
+    staging = gradient_staging_bytes(graph, trace, run.grad_dtype)
+    parts_and_budgets = (
+        (parts, tier_budgets(run, workspace_bytes(trace, batch.num_together, parts) + staging))
+        for parts in (trace.head_parts, parts_without_room(trace))
+    )
+    parts, budgets = next(parts_and_budgets)
+    if not _holds_everything(budgets[compute_tier], program):
+        parts, budgets = next(parts_and_budgets)
+    program = replace(program, kept_parts=parts)
     profile = load_profile()
-    budgets = tier_budgets(run, workspace)
     budgets = with_residents(budgets, run, program, profile.machine if device.type == "cuda" else None)
     kept = GraphKeeper(graph, trace, program, budgets, run.placement.homes, batch.num_together).solve(run.keep_graphs)
     plan = Plan(
@@ -203,15 +211,40 @@ def fastest(plans: Iterable[Plan]) -> Plan:
 GPU_ALIGNMENT_BYTES = 512
 
 
-def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
+def parts_without_room(trace: VisitTrace) -> int:
+    """Return how many parts of the vocabulary keep their logits in what the head leaves of the workspace of layers."""
+    if trace.head_parts == 1:
+        return 1
+    free = max(0, _inside_nbytes(trace) - trace.head_nbytes)
+    return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
+
+
+def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
+    """Return whether a tier has room for all blocks of a step beside the workspace."""
+    blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
+    return blocks + budget.workspace_bytes <= budget.capacity_bytes
+
+
+def workspace_bytes(trace: VisitTrace, num_micro_batches: int, kept_parts: int = 1) -> int:
     """Return what the compute device holds outside blocks at its fullest.
 
     All micro-batches' streams are there between two units, each with the input of one and the output of the other;
     one micro-batch at a time is computed.
+
+    Args:
+        trace: of the model.
+        num_micro_batches: that are there together.
+        kept_parts: parts of the vocabulary whose logits are kept for the second pass of the head.
     """
     streams = max((visit.held_nbytes for visit in trace.visits), default=0)
-    inside = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits), default=0)
-    return round_up(2 * num_micro_batches * streams + max(inside, trace.head_nbytes), PAGE_BYTES)
+    head = trace.head_nbytes + (kept_parts - 1) * trace.head_part_nbytes
+    return round_up(2 * num_micro_batches * streams + max(_inside_nbytes(trace), head), PAGE_BYTES)
+
+
+def _inside_nbytes(trace: VisitTrace) -> int:
+    """Return what one visit takes at its fullest, those of the head left out."""
+    trunk = (visit for visit in trace.visits if not visit.is_head)
+    return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
 def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, grad_dtype: torch.dtype) -> int:
