@@ -12,107 +12,24 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from tiered.errors import TransferError
 from tiered.tiers.base import Ledger, Slot, TierUsage
+from tiered.tiers.pool import SlabPool
 from tiered.units import PAGE_BYTES, MiB, format_size, round_up
-
-Buffer = TypeVar("Buffer")
-
-
-class SlabPool(Generic[Buffer]):
-    """Hands out buffers of exact size; keeps returned ones for the next request of the same size. Thread-safe.
-
-    ``used + pooled <= capacity`` at every instant, and a buffer is dropped *before* the one that takes its room is
-    made, so the memory in use obeys the same bound. There is no arena: whatever the order of requests, any request
-    that fits the free bytes succeeds (no fragmentation).
-
-    Args:
-        ledger: of the tier; the pool charges slots and reservations to it.
-        make: returns a new buffer of that many bytes; called without the pool's lock, from any thread.
-        drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
-
-    Attributes:
-        pooled_bytes: free room that exists already, in buffers kept for reuse.
-    """
-
-    def __init__(self, ledger: Ledger, make: Callable[[int], Buffer], drop: Callable[[Buffer], None]) -> None:
-        self.pooled_bytes = 0
-        self._ledger = ledger
-        self._make = make
-        self._drop = drop
-        self._lock = threading.Lock()
-        self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
-        self._is_closed = False
-
-    def take(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
-
-        Raises what ``make`` raises; the ledger is then as before.
-        """
-        with self._lock:
-            assert not self._is_closed, "pool used after close"
-            if not self._ledger.take(nbytes):  # charged before the lock goes: this room is no other caller's
-                return None
-            same_size = self._pooled.get(nbytes)
-            if same_size:
-                self.pooled_bytes -= nbytes
-                return same_size.pop()  # the newest: its lines are the likeliest to be in a CPU cache
-            self._make_way()
-        try:
-            return self._make(nbytes)
-        except BaseException:
-            self._ledger.give(nbytes)
-            raise
-
-    def give(self, nbytes: int, buffer: Buffer) -> None:
-        """Return a buffer that ``take(nbytes)`` gave."""
-        with self._lock:
-            self._ledger.give(nbytes)
-            if self._is_closed:
-                self._drop(buffer)
-                return
-            self._pooled.setdefault(nbytes, []).append(buffer)
-            self.pooled_bytes += nbytes
-
-    def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live elsewhere (negative: give back); returns once pooled buffers made way for them.
-
-        Raises:
-            CapacityError: no such room; nothing is charged.
-        """
-        with self._lock:
-            self._ledger.reserve(nbytes)
-            self._make_way()
-
-    def close(self) -> None:
-        """Drop every pooled buffer; those still held are dropped when they come back. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            self._make_way(everything=True)
-
-    def _make_way(self, *, everything: bool = False) -> None:
-        """Drop pooled buffers, largest size first, oldest first, until they fit beside what the ledger has."""
-        for size in sorted(self._pooled, reverse=True):
-            same_size = self._pooled[size]
-            while same_size and (
-                everything or self._ledger.used_bytes + self.pooled_bytes > self._ledger.capacity_bytes
-            ):
-                self._drop(same_size.pop(0))
-                self.pooled_bytes -= size
-            if not same_size:
-                del self._pooled[size]
-
 
 _HUGE_PAGE_BYTES = 2 * MiB
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
+_POPULATE_BYTES = 256 * MiB  # that a thread makes resident at a time
+_MOST_POPULATING_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -195,12 +112,29 @@ class HostSlab:
             # Exactly the used range: a huge page over its end would be resident beyond the size on the ledger.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
         start_s = time.perf_counter()
-        error = _advise(self.address, self.nbytes, _MADV_POPULATE_WRITE)
-        if error == errno.EINVAL:
-            self._array[::PAGE_BYTES] = 0
+        self._populate()
         self.populate_s = time.perf_counter() - start_s
-        if error and error != errno.EINVAL:
-            raise OSError(error, os.strerror(error))
+
+    def _populate(self) -> None:
+        """Make all bytes resident. One thread zeroes a few GB per second, a small part of what memory takes."""
+        starts = range(0, self.nbytes, _POPULATE_BYTES)
+        num_threads = min(len(starts), _MOST_POPULATING_THREADS, len(os.sched_getaffinity(0)))
+        if num_threads <= 1:
+            errors = [self._populate_part(start) for start in starts]
+        else:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="tiered-populate") as threads:
+                errors = list(threads.map(self._populate_part, starts))
+        for error in errors:
+            if error:
+                raise OSError(error, os.strerror(error))
+
+    def _populate_part(self, start: int) -> int:
+        nbytes = min(_POPULATE_BYTES, self.nbytes - start)
+        error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
+        if error != errno.EINVAL:
+            return error
+        self._array[start : start + nbytes : PAGE_BYTES] = 0
+        return 0
 
     @property
     def address(self) -> int:
@@ -276,8 +210,8 @@ class RamTier:
         huge_page_bytes: bytes of slabs on huge pages.
         num_drops: slabs that were given back, for another size or at the end.
         made_bytes: bytes of all slabs ever made.
-        populate_s: seconds, over all threads, that it took to make them resident.
-        pin_s: seconds, over all threads, that it took to pin them.
+        populate_s: seconds that it took to make them resident, one slab after the other.
+        pin_s: seconds that it took to pin them.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:
@@ -329,12 +263,7 @@ class RamTier:
         try:
             slab = self._pool.take(slot_bytes)
         except OSError as error:
-            raise TransferError(
-                f"no memory for {format_size(slot_bytes)} of block '{name}': {error.strerror}. "
-                f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
-                tier=self.name,
-                errno=error.errno,
-            ) from error
+            raise self._no_memory(f"{format_size(slot_bytes)} of block '{name}'", error) from error
         if slab is None:
             return None
         slab.tensor[nbytes:] = 0  # padding goes to disk with the contents: never leftovers of another block
@@ -346,6 +275,29 @@ class RamTier:
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, slot.resource)
         slot.resource = None  # a second free, or a use after it, fails the assertion above
+
+    def _no_memory(self, what: str, error: OSError) -> TransferError:
+        return TransferError(
+            f"no memory for {what}: {error.strerror}. "
+            f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
+            tier=self.name,
+            errno=error.errno,
+        )
+
+    def keep_buffers(self, counts: Mapping[int, int]) -> None:
+        """Make the slabs that are missing; see ``BufferTier``.
+
+        Raises:
+            TransferError: the machine has less free memory than the ledger says.
+        """
+        try:
+            self._pool.keep(counts)
+        except OSError as error:
+            raise self._no_memory("the buffers of copies", error) from error
+
+    def has_buffer(self, nbytes: int) -> bool:
+        """Return whether a slot needs no room of slabs that are kept; see ``BufferTier``."""
+        return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous CPU view of the slot's first bytes."""
