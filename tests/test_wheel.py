@@ -17,7 +17,7 @@ EVERYWHERE = {key: value for key, value in os.environ.items() if key not in ("PY
 
 def call(words: list[object], folder: Path) -> str:
     result = subprocess.run(
-        [str(word) for word in words], cwd=folder, env=EVERYWHERE, capture_output=True, text=True, timeout=900
+        [str(word) for word in words], cwd=folder, env=EVERYWHERE, capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -57,6 +57,7 @@ def installed(built: Path, folder: Path, *, is_empty: bool) -> Path:
     return folder / "env/bin"
 
 
+@pytest.mark.timeout(1500)  # the empty one takes all that the project depends on from the index
 @pytest.mark.parametrize("is_empty", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) -> None:
     program = installed(built, tmp_path, is_empty=is_empty) / "megatrain-tier"

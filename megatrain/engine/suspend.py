@@ -20,7 +20,7 @@ import torch
 
 from megatrain.engine.state import RandomStates, ThreadModes
 
-__all__ = ["SuspendedForward", "UnitCall", "suspend"]
+__all__ = ["SuspendedForward", "UnitCall", "is_suspendable", "suspend"]
 
 
 @dataclass(slots=True)
@@ -131,3 +131,8 @@ def suspend(call: UnitCall) -> Any:
     result: Callable[[], Any] = parent.switch(call)
     del call  # frees the tensors of the arguments before the result is made
     return result()
+
+
+def is_suspendable() -> bool:
+    """Return whether the code runs inside a `SuspendedForward`."""
+    return greenlet.getcurrent().parent is not None

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge, increment_version
+from torch.nn import functional
 
-from megatrain.engine.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.arguments import CapturedArguments, CapturedResult, tree_map
 from megatrain.engine.program import BlockAccess, GradientSink
 from megatrain.engine.state import without_saved_tensors
+from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
 from megatrain.engine.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
@@ -43,6 +45,7 @@ __all__ = [
     "LayerCompiler",
     "UnitVisit",
     "VisitSequence",
+    "WeightLook",
     "absent_weight",
     "installed_stubs",
     "optional_gradients",
@@ -463,7 +466,16 @@ class BoundUnit:
             self._trainable[owner] = parameter.requires_grad
             self._declared_dtype[owner] = parameter.dtype
             self._absent[owner] = absent_weight(parameter, device)
+            self._absent[owner].site = (unit.index, owner)
         self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
+
+    def _look(self, look: WeightLook, rows: Tensor | None = None) -> Tensor:
+        """Return what code outside of the module looks at: copies, which outlive the visit."""
+        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == look.owner)
+        if rows is None:
+            return weight.clone()
+        matrix = weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
+        return functional.embedding(rows, matrix).reshape(*rows.shape, *weight.shape[1:])
 
     def _own_parameters(self) -> dict[str, Tensor]:
         """Forward of a container: copies of its parameters, which outlive the visit."""
@@ -545,7 +557,10 @@ class BoundUnit:
         records: dict[str, list[Any]] = {key: [] for key in record_keys}
         saving = nullcontext() if keep_graph else without_saved_tensors()
         with self._attributes_restored(), _collected_records(records), saving:
-            value = self.forward(*rebuilt.args, **rebuilt.kwargs)
+            if rebuilt.args and isinstance(rebuilt.args[0], WeightLook):
+                value = self._look(*rebuilt.args)
+            else:
+                value = self.forward(*rebuilt.args, **rebuilt.kwargs)
         captured.check_opaque()
         return CapturedResult(value, rebuilt, records)
 
@@ -628,11 +643,36 @@ METADATA_QUERIES = frozenset(
 )
 
 
-class AbsentWeight(Tensor):
-    """Placeholder of a weight that is not bound: it has shape, dtype and device, and refuses to be computed with.
+@dataclass(frozen=True, slots=True)
+class WeightLook:
+    """A call of a unit that is a look at one of its weights from outside of its module, in place of the unit's forward.
 
-    Model code may ask for these at any time; values are there only while the engine runs the unit.
+    Args of the call after it: the rows that are looked at, integers of any shape; none: all of the weight.
+
+    Attributes:
+        owner: Full name of the parameter.
     """
+
+    owner: str
+
+
+#: Elements that a look outside of a weight's own module may take: 4 MiB of fp32. They stay as long as the model's code
+#: wants them, in no tier.
+_MOST_LOOKED_AT = 1 << 20
+
+
+class AbsentWeight(Tensor):
+    """Placeholder of a weight that is not bound: it has shape, dtype and device.
+
+    Model code may ask for these at any time; values are there only while the engine runs the unit. A look at a small
+    weight, or at a few rows of a large one, is a visit of the unit like any other: it is in the plan, its weights are
+    leased for it, and its gradient is added to those of the unit's other visits. What would take more is refused.
+
+    Attributes:
+        site: Index of the unit, and the full name of the parameter.
+    """
+
+    site: tuple[int, str] | None = None
 
     @classmethod
     def __torch_function__(
@@ -642,13 +682,72 @@ class AbsentWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") not in METADATA_QUERIES | {"__get__", "__repr__"}:
+        if getattr(func, "__name__", "") in METADATA_QUERIES | {"__get__", "__repr__"}:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return _with_values(func, args, kwargs or {})
+
+    def look(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
+        """Return some rows, or all of the weight, for the code of the model that called a function of torch.
+
+        Raises:
+            UnsupportedModelError: that is too much, or the model's code does not run in a pass.
+        """
+        num_elements = self.numel() if rows is None else rows.numel() * (self.numel() // len(self))
+        if self.site is None or num_elements > _MOST_LOOKED_AT or not is_suspendable():
+            name = "a weight" if self.site is None else self.site[1]
             raise UnsupportedModelError(
                 "the model",
-                f"its code uses a weight outside of the weight's own module ({getattr(func, '__name__', func)}); "
-                "such a weight cannot be streamed",
+                f"its code uses {name} outside of the weight's own module ({getattr(func, '__name__', func)}); such a "
+                f"weight cannot be streamed. Looks at up to {_MOST_LOOKED_AT:,} elements can",
             )
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        unit, owner = self.site
+        given = (WeightLook(owner),) if rows is None else (WeightLook(owner), rows)
+        result: Tensor = suspend(UnitCall(unit, given, {}, None))
+        return result
+
+
+def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with the values that it needs of absent weights."""
+    first = args[0] if args else None
+    if isinstance(first, AbsentWeight):
+        found = _rows_of(func, first, args[1:], kwargs)
+        if found is not None:
+            rows, rest = found
+            values = first.look(func, rows)
+            return values[rest] if rest else values
+    return func(
+        *tree_map(args, lambda item: item.look(func) if isinstance(item, AbsentWeight) else item),
+        **tree_map(kwargs, lambda item: item.look(func) if isinstance(item, AbsentWeight) else item),
+    )
+
+
+def _rows_of(
+    func: Callable[..., Any], weight: AbsentWeight, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...]] | None:
+    """Return the rows that a function takes of a weight, and how they are indexed further; None: it takes others."""
+    name, count = getattr(func, "__name__", ""), len(weight)
+
+    def row(index: int) -> Tensor:
+        if not -count <= index < count:
+            raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
+        # Not `torch.tensor`: on a device that would be a copy that the host waits for.
+        return torch.full((), index % count, dtype=torch.long, device=weight.device)
+
+    if name == "__getitem__":
+        index, *rest = args[0] if isinstance(args[0], tuple) else (args[0],)
+        if isinstance(index, int) and not isinstance(index, bool):
+            return row(index), tuple(rest)
+        if isinstance(index, slice) and not rest:
+            return torch.arange(*index.indices(count), device=weight.device), ()
+        if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and not rest:
+            return index, ()
+    elif name in ("select", "index_select", "narrow") and not kwargs and args[0] in (0, -weight.dim()):
+        if name == "select":
+            return row(args[1]), ()
+        if name == "index_select":
+            return args[1], ()
+        return torch.arange(args[1], args[1] + args[2], device=weight.device), ()
+    return None
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,7 +21,6 @@ from oracles.memory_access import MemoryAccess
 SEED = 3
 #: Those that Hugging Face runs on text alone, and the engine does not.
 REFUSED = {
-    "gemma4": "outside of the weight's own module",
     "t5gemma2": r"uses model\.encoder.* for a text without images",
 }
 

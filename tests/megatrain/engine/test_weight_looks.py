@@ -1,0 +1,75 @@
+"""Model code that looks at a weight outside of the weight's own module: a few rows, or all of a small one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from megatrain.engine import visit
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.graph import build_graph
+from oracles.families import padded_batches, tiny_config
+from oracles.huggingface import build_model, train_step
+from oracles.memory_access import MemoryAccess
+
+#: What the model adds to its hidden states, by name.
+LOOKS = {
+    "a row": lambda model, ids: model.embed_tokens.weight[5],
+    "a row from the end, cut": lambda model, ids: model.embed_tokens.weight[-3, :].view(1, 1, -1),
+    "rows": lambda model, ids: model.embed_tokens.weight[2:6].sum(0),
+    "rows of tokens": lambda model, ids: model.embed_tokens.weight[ids],
+    "select": lambda model, ids: model.embed_tokens.weight.select(0, 1),
+    "index_select": lambda model, ids: model.embed_tokens.weight.index_select(0, ids.reshape(-1)).sum(0),
+    "a small weight": lambda model, ids: torch.exp(model.layers[1].input_layernorm.weight),
+    "two of them": lambda model, ids: model.embed_tokens.weight[0] * model.norm.weight,
+}
+
+
+def looking(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
+    plain = LlamaModel.forward
+
+    def forward(self: Any, input_ids: Any = None, **options: Any) -> Any:
+        extra = look(self, input_ids)
+        output = plain(self, input_ids, **options)
+        output.last_hidden_state = output.last_hidden_state + 0.1 * extra
+        return output
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+@pytest.mark.parametrize("name", LOOKS)
+def test_loss_and_gradients_equal_hugging_face(monkeypatch: pytest.MonkeyPatch, name: str, order: Any) -> None:
+    looking(monkeypatch, LOOKS[name])
+    config = tiny_config("llama", tied=name == "rows")
+    expected = train_step(build_model(config), padded_batches(), 0)
+    graph = build_graph(config)
+    trace = trace_visits(graph, 3, 8, torch.float32)
+    access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, order=order, trace=trace)
+    loss = runner.forward_backward(padded_batches())
+    assert loss.loss == pytest.approx(expected.loss, rel=2e-6)
+    found = access.finish()
+    assert found.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7, msg=key)
+
+
+def test_what_would_take_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visit, "_MOST_LOOKED_AT", 100)
+    looking(monkeypatch, lambda model, ids: model.embed_tokens.weight.mean())
+    with pytest.raises(UnsupportedModelError, match=r"uses model\.embed_tokens\.weight outside .* up to 100 elements"):
+        trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32)
+
+
+def test_a_row_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking(monkeypatch, lambda model, ids: model.embed_tokens.weight[10**6])
+    with pytest.raises(IndexError, match="out of bounds"):
+        graph = build_graph(tiny_config("llama"))
+        access = MemoryAccess(graph, dict(build_model(tiny_config("llama")).named_parameters()), torch.float32)
+        LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32).forward_backward(padded_batches())
