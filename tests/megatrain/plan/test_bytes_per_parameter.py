@@ -60,6 +60,8 @@ def least(model: Path, folder: Path, placement: dict[str, list[str]], **tables: 
         ("float32", 1.0, "nvme", 18, 16),
         ("bfloat16", 1.0, "nvme", 16, 14),
         ("bfloat16", 1.0, "ram", 12, 12),
+        ("float32", 0.0, "nvme", 14, 12),
+        ("float32", 0.0, "ram", 10, 10),
     ],
 )
 def test_bytes_of_a_step(
