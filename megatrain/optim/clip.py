@@ -1,8 +1,9 @@
 """Gradients as a whole: sums over use sites, the exact global norm, the norm of a unit, and the clip coefficient.
 
 The norm is the square root of a sum in fp64 whose order depends on the layout alone: 65,536 elements at a time inside a
-block group, then block group after block group. So it is the same for every placement and number of threads. Clipping
-takes no pass over the gradients: the coefficient is a scalar of the update.
+block group, then block group after block group. So it is the same for every placement and number of threads, and on a
+GPU (`on_device.device_squared_norm`). Clipping takes no pass over the gradients: the coefficient is a scalar of the
+update.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from megatrain.optim.base import GRADIENT_DTYPES
 from megatrain.optim.elementwise import flat_gradient
+from megatrain.optim.on_device import device_partials, sum_partials
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_out
 
 __all__ = [
     "NonFiniteGradientError",
     "SquaredNorm",
     "clip_coefficient",
-    "device_squared_norm",
     "global_norm",
     "gradient_scale",
     "squared_norm",
@@ -37,8 +38,6 @@ __all__ = [
 _EPS = 1e-6
 """Added to the norm, as `torch.nn.utils.clip_grad_norm_` does."""
 _CALLER = KernelThreads(1)
-_PIECE_ELEMENTS = 1 << 22
-"""Piece of a gradient on a device: bounds the fp64 temporaries, 32 MiB each."""
 
 
 class NonFiniteGradientError(Exception):
@@ -108,7 +107,7 @@ class SquaredNorm:
         """Add the next part: as for `squared_norm`, or as for `device_squared_norm`."""
         from megatrain.optim import kernels
 
-        size = _PIECE_ELEMENTS if part.is_cuda else kernels.NORM_BLOCK_ELEMENTS
+        size = kernels.NORM_BLOCK_ELEMENTS
         if self._tail is not None:
             missing = size - self._tail.numel()
             self._tail, part = torch.cat([self._tail, part[:missing]]), part[missing:]
@@ -124,13 +123,13 @@ class SquaredNorm:
 
     def _sum(self, part: Tensor) -> None:
         if part.is_cuda:
-            self._device += _device_partials(part)
+            self._device.append(device_partials(part))
         else:
             self._host += _host_partials(part, self._threads)
 
     def total(self) -> float | Tensor:
         """Return the sum, after the last part: a number, or a scalar on the device."""
-        return torch.stack(self._device).sum() if self._device else _sum_in_order(self._host)
+        return sum_partials(torch.cat(self._device)) if self._device else _sum_in_order(self._host)
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
@@ -165,23 +164,6 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
     threads.run(calls)
     sums = partials.tolist()
     return [_sum_in_order(sums[end - count : end]) for count, end in zip(counts, ends, strict=True)]
-
-
-def device_squared_norm(gradient: Tensor) -> Tensor:
-    """Return the fp64 sum of squares of one block group's gradient, a scalar on its device. No host sync.
-
-    Sums in another order than `squared_norm`, so the last bits may differ; the same bits wherever blocks live: pieces
-    are cut by position, and torch sums fresh fp64 temporaries, all aligned alike, so the address of the gradient does
-    not decide how its kernel groups the sums.
-
-    Args:
-        gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
-    """
-    return torch.stack(_device_partials(gradient)).sum()
-
-
-def _device_partials(gradient: Tensor) -> list[Tensor]:
-    return [piece.double().square().sum() for piece in torch.split(gradient, _PIECE_ELEMENTS)]
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:

@@ -1,24 +1,34 @@
-"""Updates of blocks in the memory of a compute device, with the bits of the host's optimizer."""
+"""Updates and norms of blocks in the memory of a compute device, with the bits of the host's kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update
+from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer
 
+#: Rows of a block of `kernels.squared_norms` whose loads are under way at once.
+_UNROLLED = 16
+#: Piece of a gradient whose norm is taken without Triton, of whole blocks: bounds the fp64 temporary to 32 MiB.
+_PIECE_ELEMENTS = 1 << 22
+
 __all__ = [
     "DeviceKernelError",
     "TritonOptimizer",
     "device_optimizer",
+    "device_partials",
+    "device_squared_norm",
+    "sum_partials",
+    "warm_up_norm",
 ]
 
 
@@ -134,3 +144,90 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
     if not isinstance(optimizer, ElementwiseOptimizer):
         raise DeviceKernelError(f"{type(optimizer).__name__} has no kernel for a GPU")
     return optimizer if device.type == "cpu" else TritonOptimizer(optimizer)
+
+
+def device_squared_norm(gradient: Tensor) -> Tensor:
+    """Return the fp64 sum of squares of one block group's gradient, a scalar on its device. No host sync.
+
+    The bits of `clip.squared_norm`, wherever the gradient lives. Two launches of Triton kernels, which read it once.
+    Without Triton a thousand launches and more, each small: right, and slow.
+
+    Args:
+        gradient: 1-D contiguous fp32 or bf16 tensor, padding (zeros) included.
+    """
+    return sum_partials(device_partials(gradient))
+
+
+def device_partials(gradient: Tensor) -> Tensor:
+    """Return the sum of squares of each `kernels.NORM_BLOCK_ELEMENTS` of a gradient: [blocks], fp64, on its device."""
+    from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
+
+    flat, triton_kernels = gradient.detach(), _kernels_for(gradient)
+    if triton_kernels is None:
+        return _partials_in_torch(flat, NORM_BLOCK_ELEMENTS, NORM_LANES)
+    flat = _flat("gradient", flat, flat.dtype, flat)
+    partials = torch.empty(-(-flat.numel() // NORM_BLOCK_ELEMENTS), dtype=torch.float64, device=flat.device)
+    if len(partials):
+        with torch.accelerator.device_index(flat.device.index):
+            triton_kernels.squared_norms[(len(partials),)](
+                flat,
+                partials,
+                flat.numel(),
+                block_elements=NORM_BLOCK_ELEMENTS,
+                num_lanes=NORM_LANES,
+                unrolled=_UNROLLED,
+                num_warps=1,
+            )
+    return partials
+
+
+def sum_partials(partials: Tensor) -> Tensor:
+    """Return the sum of fp64 numbers, added one after the other: a scalar on their device."""
+    total = torch.zeros((), dtype=torch.float64, device=partials.device)
+    triton_kernels = _kernels_for(partials)
+    if triton_kernels is None:
+        for partial in partials.unbind():
+            total += partial
+    elif len(partials):
+        with torch.accelerator.device_index(partials.device.index):
+            triton_kernels.sum_in_order[(1,)](partials, total, len(partials), num_warps=1)
+    return total
+
+
+def warm_up_norm(device: torch.device) -> None:
+    """Compile the kernels of `device_squared_norm` for a CUDA device."""
+    if device.type == "cuda" and _kernels_or_none() is not None:
+        for dtype in GRADIENT_DTYPES:
+            device_squared_norm(torch.zeros(1, dtype=dtype, device=device))
+
+
+def _kernels_for(tensor: Tensor) -> ModuleType | None:
+    """Return the kernels if they can run on a tensor's device."""
+    kernels = _kernels_or_none()
+    return kernels if kernels is not None and (tensor.is_cuda or kernels.IS_INTERPRETED) else None
+
+
+@cache
+def _kernels_or_none() -> ModuleType | None:
+    try:
+        return _import_kernels()
+    except DeviceKernelError:
+        return None
+
+
+def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) -> Tensor:
+    """Add what the kernel adds, in its order."""
+    found: list[Tensor] = []
+    for piece in torch.split(gradient, max(block_elements, _PIECE_ELEMENTS // block_elements * block_elements)):
+        count = -(-piece.numel() // block_elements)
+        squares = torch.zeros(count * block_elements, dtype=torch.float64, device=gradient.device)
+        squares[: piece.numel()] = piece
+        rows = squares.square_().view(count, block_elements // num_lanes, num_lanes)
+        lanes = torch.zeros(count, num_lanes, dtype=torch.float64, device=gradient.device)
+        for row in range(-(-min(piece.numel(), block_elements) // num_lanes)):  # the rest is zeros
+            lanes += rows[:, row]
+        partials = torch.zeros(count, dtype=torch.float64, device=gradient.device)
+        for lane in range(num_lanes):
+            partials += lanes[:, lane]
+        found.append(partials)
+    return torch.cat(found)

@@ -1,6 +1,7 @@
-"""The Triton kernels of the optimizers. Importing this file imports triton; kernels are compiled at first launch.
+"""The Triton kernels of the optimizers, and of the norm of a gradient. Importing this file imports triton.
 
-The same operations as in `megatrain.optim.kernels`, in the same order, each one rounded to fp32:
+Kernels are compiled at their first launch. The same operations as in `megatrain.optim.kernels`, in the same order, those
+of updates each rounded to fp32:
 
 * every launch has `enable_fp_fusion=False` (`LAUNCH_OPTIONS`): no product and sum are fused;
 * division and square root are those that round to nearest: `/` and `tl.sqrt` on fp32 are approximations;
@@ -14,7 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK_ELEMENTS", "IS_INTERPRETED", "LAUNCH_OPTIONS", "adamw", "lion", "sgd"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "IS_INTERPRETED",
+    "LAUNCH_OPTIONS",
+    "adamw",
+    "lion",
+    "sgd",
+    "squared_norms",
+    "sum_in_order",
+]
 
 BLOCK_ELEMENTS = 1024
 """Elements of one program: 8 for each of its threads, two loads of 16 bytes of an fp32 stream."""
@@ -44,10 +54,16 @@ def _store_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.t
 @triton.jit
 def _load_gradient(grad: tl.tensor, at: tl.tensor, inside: tl.tensor, grad_scale: tl.tensor) -> tl.tensor:
     """Return gradients in fp32, scaled; bf16 bits are widened exactly."""
-    g = tl.load(grad + at, mask=inside)
+    return _load_float32(grad, at, inside) * grad_scale
+
+
+@triton.jit
+def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return gradients in fp32, 0 where they are not `inside`."""
+    g = tl.load(grad + at, mask=inside, other=0)
     if grad.dtype.element_ty == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return g * grad_scale
+    return g
 
 
 @triton.jit
@@ -150,6 +166,48 @@ def sgd(
         else:
             direction = m_new
     _store_master(weight, low, at, inside, w - direction * lr)
+
+
+@triton.jit
+def _add(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    return left + right
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def squared_norms(
+    grad: tl.tensor,
+    partials: tl.tensor,
+    num_elements: tl.tensor,
+    block_elements: tl.constexpr,
+    num_lanes: tl.constexpr,
+    unrolled: tl.constexpr,
+) -> None:
+    """Write the sum of squares of each `block_elements` of `grad`, in fp64, as `kernels.squared_norms` does.
+
+    A program is a block: lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in order.
+    The square of an fp32 number is exact in fp64, so it does not matter whether it is rounded before it is added.
+    """
+    lane = tl.arange(0, num_lanes)
+    first = tl.program_id(0).to(tl.int64) * block_elements
+    lanes = tl.full([num_lanes], 0.0, tl.float64)
+    for row in range(0, block_elements // num_lanes, unrolled):
+        for step in tl.static_range(unrolled):  # loads of several rows are under way at once
+            at = first + (row + step) * num_lanes + lane
+            value = _load_float32(grad, at, at < num_elements).to(tl.float64)
+            lanes += value * value
+    total = tl.reduce(tl.where(lane == 0, lanes, 0.0), 0, _add)
+    for number in range(1, num_lanes):
+        total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)  # of one lane and zeros: exact in any order
+    tl.store(partials + tl.program_id(0), total)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_in_order(values: tl.tensor, total: tl.tensor, count: tl.tensor) -> None:
+    """Write the sum of `count` fp64 numbers, added one after the other."""
+    found = tl.load(values)
+    for at in range(1, count):
+        found += tl.load(values + at)
+    tl.store(total, found)
 
 
 IS_INTERPRETED = not isinstance(adamw, triton.JITFunction)

@@ -17,6 +17,7 @@ from megatrain.engine.program import (
 from megatrain.models.graph import ModelGraph
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
+from megatrain.optim.on_device import warm_up_norm
 from megatrain.plan.limits import Objection
 from megatrain.plan.placement import (
     DURABLE_KINDS,
@@ -396,6 +397,7 @@ class Plan:
         if self.device_optimizer is not None and self.device_updates:
             self.device_optimizer.warm_up(formats)
         clip.warm_up()
+        warm_up_norm(self.device)
 
     def num_updated(self, *, on_gpu: bool) -> int:
         """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""

@@ -19,10 +19,12 @@ from megatrain.engine import visit
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.visit import AbsentWeight, absent_weight
+from megatrain.optim import clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
+from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.optim.on_device import DeviceKernelError
-from megatrain.plan import planner
+from megatrain.plan import plan, planner
 from oracles.tiered_run import config_text
 from tiered import MiB
 
@@ -40,6 +42,8 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
         mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
+        mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
+        mock.patch.object(plan, "warm_up_norm"),
     ]
     with device.in_place(), ExitStack() as stack:
         for patch in patches:
@@ -52,6 +56,15 @@ _CPU = torch.device("cpu")
 
 def _trace_on_cpu(*args: Any, device: Any, **options: Any) -> VisitTrace:
     return trace_visits(*args, device=_CPU, **options)
+
+
+def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
+    """Take sums of squares as the Triton kernel does: on the stream, with the host's bits."""
+    count = -(-gradient.numel() // NORM_BLOCK_ELEMENTS)
+    partials: Any = torch.zeros(count, dtype=torch.float64, device=DEVICE)
+    to, of = partials.memory, gradient.memory
+    device.launch(lambda: to.copy_(torch.tensor(clip._host_partials(of, None), dtype=torch.float64)))
+    return partials
 
 
 class QueuedOptimizer:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.optim import on_device
 from megatrain.optim.base import Optimizer, Segment, Update
-from megatrain.optim.on_device import TritonOptimizer
+from megatrain.optim.clip import squared_norm
+from megatrain.optim.on_device import TritonOptimizer, device_squared_norm
 from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, differing_blocks
 
 pytestmark = [
@@ -82,3 +84,13 @@ def test_work_is_queued_on_the_current_stream() -> None:
         optimizer.update(blocks, gradient, [Segment(0, size, 0.0)], Update(step=1, lr=1.0))
     stream.synchronize()
     assert float(blocks["weight"].max()) < -0.99, "the kernel read the gradient before it was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 65, 65_536, 3_000_017])
+def test_norms_have_the_host_s_bits(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    gradient = torch.randn(size, generator=generator).mul_(torch.rand(size, generator=generator).pow(20)).to(dtype)
+    assert float(device_squared_norm(gradient.to("cuda"))) == squared_norm(gradient)
+    without_triton = on_device._partials_in_torch(gradient.to("cuda"), 65_536, 64)
+    assert torch.equal(without_triton, on_device.device_partials(gradient.to("cuda")))

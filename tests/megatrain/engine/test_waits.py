@@ -30,7 +30,14 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
     monkeypatch.setattr(host_io, "reads_sync_host", lambda device: True)
-    monkeypatch.setattr(step, "squared_norm", lambda gradient, threads: clip.device_squared_norm(gradient))
+    monkeypatch.setattr(step, "SquaredNorm", NormOnDevice)
+
+
+class NormOnDevice(clip.SquaredNorm):
+    """Takes the norm as on a GPU, of parts on the CPU."""
+
+    def _sum(self, part: torch.Tensor) -> None:
+        self._device.append(clip.device_partials(part))
 
 
 def runner_of(config: Any) -> LayerRunner:

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.optim import on_device
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
-from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer
+from megatrain.optim.clip import squared_norm
+from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer, device_squared_norm
 from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, differing_blocks
 
 KERNELS = "megatrain.optim.triton_kernels"
@@ -108,6 +110,56 @@ def test_a_warm_up_compiles_what_it_is_asked_for(interpreter: ModuleType, monkey
     assert seen == [(True, torch.bfloat16, [16, 17])]  # Triton compiles lengths that 16 divides, and others, apart
     TritonOptimizer(HOSTS["adamw"]).warm_up()
     assert {entry[:2] for entry in seen} == set(FORMATS)
+
+
+#: Lengths that end within lanes, at the end of a row, of a block, and of several blocks.
+NORM_SIZES = (1, 63, 64, 8077, 65_536, 131_072 + 65)
+
+
+def assert_norms_are_the_hosts(sizes: Sequence[int], dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for size in sizes:
+        # Of every magnitude, so that another order of sums would show; and at an address of no alignment.
+        gradient = (torch.randn(size + 1, generator=generator) * torch.rand(size + 1, generator=generator).pow(20)).to(
+            dtype
+        )[1:]
+        found = device_squared_norm(gradient.to(device))
+        assert found.shape == () and found.device.type == device
+        assert float(found) == squared_norm(gradient), size
+    assert float(device_squared_norm(torch.zeros(0, dtype=dtype, device=device))) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_interpreted_norms_have_the_host_s_bits(
+    interpreter: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
+    monkeypatch.setattr(on_device, "_partials_in_torch", None)
+    assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")  # seconds a block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_without_triton_have_the_host_s_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "_kernels_or_none", lambda: None)
+    monkeypatch.setattr(on_device, "_PIECE_ELEMENTS", 65_536)
+    assert_norms_are_the_hosts(NORM_SIZES, dtype, "cpu")
+    for value in (torch.inf, torch.nan):
+        assert str(float(device_squared_norm(torch.tensor([1.0, value, 2.0], dtype=dtype)))) == str(value)
+
+
+def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
+    """Products and sums of fp64 alone, or both at once, which is the same: squares of fp32 numbers are exact in it."""
+    triton = importlib.import_module("triton")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    for kind in ("*fp32", "*i16"):
+        signature = {"grad": kind, "partials": "*fp64", "num_elements": "i64"}
+        constants = {"block_elements": 65_536, "num_lanes": 64, "unrolled": 16}
+        source = triton.compiler.ASTSource(
+            kernels.squared_norms, {**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants
+        )
+        ptx = triton.compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
+        assert "f64" in ptx and not re.search(r"(add|mul|fma)\.(rn\.|ftz\.)*f32", ptx)
+        assert ptx.count("ld.global") >= 16, "loads of as many rows are under way at once"
 
 
 #: Kernel -> pointers that it takes besides weights, and scalars that it has no use for as fp32.
