@@ -85,7 +85,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         max_steps=training.max_steps if training.max_steps > 0 else None,
         tiers=tiers,
         placement=_placement(config, _tier_names(tiers, device)),
-        keep_graphs=_keep_graphs(config),
+        keep_graphs=advanced.keep_graphs,
         prefetch_bytes=advanced.prefetch if isinstance(advanced.prefetch, int) else None,
         eviction=advanced.eviction_policy,
         trace_steps=config.profile.trace_steps,
@@ -278,12 +278,6 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
-
-
-def _keep_graphs(config: RunConfig) -> Literal["auto"] | int:
-    """Return the layers whose graphs are kept: with kernels that were not traced, none unless they are asked for."""
-    wanted, has_other_kernels = config.advanced.keep_graphs, config.model.compile or config.model.use_liger_kernel
-    return 0 if wanted == "auto" and has_other_kernels else wanted
 
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:

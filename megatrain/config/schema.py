@@ -739,8 +739,7 @@ class AdvancedConfig(Table, json_schema_extra=_all_alter("no")):
     )
     keep_graphs: GraphCount = key(
         "Layers, counted from the last one, that the backward does not run again, as the graph of their "
-        "forward is kept in the compute tier. auto: as many as fit where every block is at home there, none with "
-        "compile or use_liger_kernel; 0: none.",
+        "forward is kept in the compute tier. auto: as many as fit where every block is at home there; 0: none.",
         "auto",
     )
     emulate_gpu: bool = key(

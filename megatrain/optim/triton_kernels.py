@@ -1,7 +1,7 @@
 """The Triton kernels of the optimizers, and of the norm of a gradient. Importing this file imports triton.
 
-Kernels are compiled at their first launch. The same operations as in `megatrain.optim.kernels`, in the same order, those
-of updates each rounded to fp32:
+Kernels are compiled at their first launch. The same operations as in `megatrain.optim.kernels`, in the same order, in
+updates each one rounded to fp32:
 
 * every launch has `enable_fp_fusion=False` (`LAUNCH_OPTIONS`): no product and sum are fused;
 * division and square root are those that round to nearest: `/` and `tl.sqrt` on fp32 are approximations;

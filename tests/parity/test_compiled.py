@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.engine.visit import LayerCompiler
+from megatrain.engine.visit import BoundUnit, LayerCompiler
 from megatrain.models.graph import UnsupportedModelError, build_graph
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import TieredRun, config_text, run_config
@@ -74,7 +74,7 @@ def test_kernels_of_inductor_compute_what_layers_do(tiny_model: Path, tmp_path: 
 
 
 def prepared(
-    family: str, compiler: LayerCompiler | None, **values: Any
+    family: str, compiler: LayerCompiler | None, kept: Any = (), **values: Any
 ) -> tuple[LayerRunner, MemoryAccess, dict[str, torch.Tensor]]:
     config = AutoConfig.for_model(
         family, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8,
@@ -85,7 +85,9 @@ def prepared(
     graph = build_graph(config, attn_implementation="sdpa")
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
     trace = trace_visits(graph, 2, 32, torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace, compiler=compiler)
+    runner = LayerRunner(
+        graph, access, device="cpu", compute_dtype=torch.float32, trace=trace, compiler=compiler, kept=kept
+    )
     ids = torch.randint(3, 90, (2, 32))
     return runner, access, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -94,6 +96,63 @@ def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dic
     runner, access, batch = prepared(family, compiler, **values)
     runner.forward_backward([batch])
     return access.finish()
+
+
+def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
+    keys = 'compile = true\ncompile_backend = "aot_eager"'
+    kept = run(tmp_path / "kept", tiny_model, keys, nvme=0)
+    again = run(tmp_path / "again", tiny_model, keys, nvme=0, advanced="keep_graphs = 0")
+    assert kept.plan.program.kept and kept.plan.kept_bytes and not again.plan.program.kept
+    assert (kept.losses, kept.grad_norms, kept.digests) == (again.losses, again.grad_norms, again.digests)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch itself, when it first makes kernels
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")],
+        ),
+    ],
+)
+def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) -> None:
+    """The trace is of layers that are not compiled: what the compiler saves of them must be less."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    for family, values in {"llama": {}, "gemma3_text": {"sliding_window": 8, "layer_types": kinds}}.items():
+        runner, access, batch = prepared(family, LayerCompiler(backend), kept=range(99), **values)
+        graph = build_graph(runner._graph.config, attn_implementation="sdpa")
+        traced = [
+            v.graph_nbytes for v in trace_visits(graph, 2, 32, torch.float32).visits if graph.units[v.unit].is_layer
+        ]
+        taken = [saved_nbytes(bound) for bound in runner.bounds if bound.unit.is_layer]
+        runner.forward_backward([batch])
+        access.finish()
+        for nbytes, most in zip(taken, traced, strict=True):
+            assert 0 < nbytes[0] <= most, family
+            assert len(nbytes) == 1, "nothing is run again"
+
+
+def saved_nbytes(bound: BoundUnit) -> list[int]:
+    """Return what autograd saves in each run of a layer from now on, without the layer's weights."""
+    forward, found = bound.forward, list[int]()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        weights = {parameter.untyped_storage()._cdata for parameter in bound.unit.module.parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            value = forward(*args, **kwargs)
+        found.append(sum(nbytes for storage, nbytes in saved.items() if storage not in weights))
+        return value
+
+    bound.forward = counting
+    return found
 
 
 def test_evaluations_are_compiled_too() -> None:
