@@ -43,6 +43,7 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
+        mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),
     ]
     with device.in_place(), ExitStack() as stack:
@@ -65,6 +66,13 @@ def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
     to, of = partials.memory, gradient.memory
     device.launch(lambda: to.copy_(torch.tensor(clip._host_partials(of, None), dtype=torch.float64)))
     return partials
+
+
+def _queued_sum(partials: Any, device: VirtualCuda) -> Any:
+    total: Any = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    to, of = total.memory, partials.memory
+    device.launch(lambda: to.fill_(clip._sum_in_order(of.tolist())))
+    return total
 
 
 class QueuedOptimizer:

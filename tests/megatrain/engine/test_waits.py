@@ -117,8 +117,9 @@ def test_a_whole_step_reads_once_at_its_end(
             result = engine.step(micro_batches, number=1, lr=1e-3)
     assert result.loss > 0 and result.grad_norm > 0
     assert len(reads) == 1
-    # Host blocks reach the update's kernels through numpy; nothing else is looked at before the read.
-    assert set(before_read) == {"numpy"}
+    # Host blocks reach the update's kernels through numpy. Nothing else is looked at before the read, unless updates
+    # are made in the backward: each then reads its own norm, which set out for the host when it was complete.
+    assert set(before_read) == ({"numpy"} if max_grad_norm else {"numpy", "tolist"})
     assert waits - before_read == {"tolist": 1}
 
 
