@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
 import re
 import subprocess
@@ -379,8 +380,11 @@ def test_every_file_that_is_no_code_is_listed_for_the_wheel() -> None:
     files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
     missing = []
     for path in sorted(files):
-        folder = ".".join(path.parent.relative_to(ROOT).parts).replace("cli", "megatrain_tier_cli")
-        is_listed = path.suffix == ".py" or path.name in data.get(folder, [])
+        is_listed = path.suffix == ".py"
+        for above in path.relative_to(ROOT).parents[:-1]:
+            folder = ".".join(above.parts).replace("cli", "megatrain_tier_cli")
+            name = path.relative_to(ROOT / above).as_posix()
+            is_listed = is_listed or any(fnmatch.fnmatchcase(name, pattern) for pattern in data.get(folder, []))
         if not is_listed and "__pycache__" not in path.parts:
             missing.append(str(path.relative_to(ROOT)))
     assert not missing, missing
