@@ -39,8 +39,8 @@ PAGE = ROOT / "docs" / "what_fits.md"
 #: Of the models in the table: rows of 4,096 tokens, 16 of them in a step.
 LENGTH, TOKENS = 4096, 65_536
 SHOWN = (
-    "SmolLM3-3B", "Llama-3.1-8B", "gpt-oss-20b", "Qwen3-30B-A3B", "Llama-3.1-70B", "gpt-oss-120b", "Mistral-Large-2411",
-    "Qwen3-235B-A22B", "Llama-3.1-405B",
+    "SmolLM3-3B", "Mistral-7B-v0.3", "Llama-3.1-8B", "Qwen3-8B", "Gemma-3-12B", "Qwen2.5-14B", "gpt-oss-20b",
+    "Qwen3-30B-A3B", "Llama-3.1-70B", "gpt-oss-120b", "Mistral-Large-2411", "Qwen3-235B-A22B", "Llama-3.1-405B",
 )  # fmt: skip
 MACHINES = (
     "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
@@ -134,6 +134,10 @@ class Rows:
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else []
         known = [json.loads(line) for line in lines]
         self._known = {tuple(each["key"]): Row(**each["row"]) for each in known}
+
+    def has(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS) -> bool:
+        """Return whether a row is planned already."""
+        return (model, name, length, tokens) in self._known
 
     def of(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS) -> Row:
         """Return the row of a model on a machine."""
@@ -260,10 +264,15 @@ PUBLISHED = (
 )  # fmt: skip
 
 
+def machine_of(case: Published) -> str:
+    """Return the name or the file of the machine that a figure was published of."""
+    file = ROOT / "docs" / "published_machines" / f"{case.machine}.toml"
+    return str(file.relative_to(ROOT)) if file.is_file() else case.machine
+
+
 def published_row(case: Published, rows: Rows) -> str:
     """Return a line of the table of published figures."""
-    file = ROOT / "docs" / "published_machines" / f"{case.machine}.toml"
-    name = str(file.relative_to(ROOT)) if file.is_file() else case.machine
+    name = machine_of(case)
     row = rows.of(case.model, name, case.length, case.tokens)
     ours = f"does not fit: {row.missing}" if row.missing else _rounded(row.tokens_per_s)
     ratio = "-" if row.missing else f"{row.tokens_per_s / case.tokens_per_s:.2f}"
@@ -301,26 +310,36 @@ Where lengths or batches were not published, the number of tokens is an assumpti
 """
 
 
-def page(models: Sequence[str], machines: Sequence[str], rows: Rows) -> str:
-    """Return the page."""
+def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool = False) -> str:
+    """Return the page.
+
+    Args:
+        models: of examples/models.
+        machines: by name.
+        rows: of it.
+        known_only: leave out what is not among the rows, and say so.
+    """
+    shown = [model for model in models if not known_only or all(rows.has(model, name) for name in machines)]
+    cases = [
+        case for case in PUBLISHED if not known_only or rows.has(case.model, machine_of(case), case.length, case.tokens)
+    ]
     found: dict[tuple[str, str], Row] = {}
-    for model in models:
+    for model in shown:
         for name in machines:
             found[model, name] = rows.of(model, name)
             print(found[model, name], file=sys.stderr, flush=True)
-    parts = [HEAD]
+    left_out = [*(model for model in models if model not in shown)]
+    left_out += [f"{case.system} {case.model} on {case.machine}" for case in PUBLISHED if case not in cases]
+    missing = f"\nNot on this page yet, for want of time to plan it: {', '.join(left_out)}.\n" if left_out else ""
+    parts = [HEAD, missing]
     for name in machines:
         file = read_machine(name)[1]
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
         parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{note}")
-        parts.append("\n".join(table([found[model, name] for model in models])) + "\n")
-    parts.append("\n" + BESIDE)
-    by_model = sorted(range(len(PUBLISHED)), key=lambda n: (PUBLISHED[n].model, PUBLISHED[n].length))
-    lines = {}
-    for number in by_model:  # a model's trace is made once
-        lines[number] = published_row(PUBLISHED[number], rows)
-        print(lines[number], file=sys.stderr, flush=True)
-    parts.append("\n".join(lines[number] for number in range(len(PUBLISHED))) + "\n")
+        parts.append("\n".join(table([found[model, name] for model in shown])) + "\n")
+    by_model = sorted(cases, key=lambda case: (case.model, case.length))  # a model's trace is made once
+    lines = {case: published_row(case, rows) for case in by_model}
+    parts.append("\n" + BESIDE + "\n".join(lines[case] for case in cases) + "\n")
     return "".join(parts)
 
 
@@ -329,6 +348,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="MODEL", action="append", help="these models alone, printed")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep rows here, and take those that are there")
+    parser.add_argument(
+        "--known", action="store_true", help="only what is in --rows; the page names what it leaves out"
+    )
     arguments = parser.parse_args()
     os.chdir(ROOT)
     rows = Rows(arguments.rows)
@@ -336,7 +358,7 @@ def main() -> None:
         for model in arguments.only:
             print("\n".join(table([rows.of(model, name) for name in MACHINES])))
         return
-    PAGE.write_text(page(SHOWN, MACHINES, rows), encoding="utf-8")
+    PAGE.write_text(page(SHOWN, MACHINES, rows, known_only=arguments.known), encoding="utf-8")
 
 
 if __name__ == "__main__":

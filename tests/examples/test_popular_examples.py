@@ -62,7 +62,9 @@ def test_an_example_is_planned_as_its_comment_says(name: str) -> None:
         lines.append(planned_line(plan, overlay))
     written = re.findall(r"^#   \w+\.toml  .*tokens/s predicted$", text, flags=re.MULTILINE)
     if os.environ.get(REWRITE):
-        old = "\n".join(written) or "#   @TABLE@"
-        path.write_text(text.replace(old, "\n".join(lines)), encoding="utf-8")
+        head = "and were not measured:\n#\n"
+        text = text.replace("\n".join(written) + "\n", "") if written else text
+        path.write_text(text.replace(head, head + "\n".join(lines) + "\n"), encoding="utf-8")
         return
-    assert written == lines, f"run {REWRITE}=1 pytest {Path(__file__).relative_to(ROOT)}"
+    # An example whose comment has no figures yet only has to fit.
+    assert written in ([], lines), f"run {REWRITE}=1 pytest {Path(__file__).relative_to(ROOT)}"
