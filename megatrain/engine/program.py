@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -272,7 +272,9 @@ class StepProgram:
             return self.compute_tier
         if not self.updates_in_compute_tier:
             return "ram"
-        is_there = all(homes[key] == self.compute_tier for key, _ in tick.uses if key not in tick.spent)
+        # The weight first: plans ask this often, and of a layer of many parts it mostly settles it.
+        groups = chain((tick.held,), tick.passing)
+        is_there = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_there else "ram"
 
     def accesses(self, homes: Mapping[str, str]) -> Iterator[Access]:
