@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
-from megatrain.engine.step import GradientAccumulator
 from megatrain.engine.visit import METADATA_QUERIES, placeholder
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.layout import views
 from megatrain.optim.clip import squared_norm
 from tiered import checksum

@@ -293,6 +293,7 @@ class ChunkedHead:
                 leaves.update(((visit, name), leaf) for name, leaf in own.items())
                 if own:
                     sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+                    stack.enter_context(bound.receiver.into(sinks[visit]))
             for item in outputs:
                 self._resume(item)
                 with torch.enable_grad():

@@ -310,6 +310,15 @@ class GradientSink(Protocol):
     def add(self, name: str, gradient: Tensor, /) -> None:
         """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
 
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0, /) -> None:
+        """Accumulate the product of two matrices, in rows of a matrix from ``first_row`` on.
+
+        Where these are not all of its rows, the products of a pass cover them all.
+        """
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None, /) -> None:
+        """Accumulate rows of a matrix, one after the other; not those whose index is ``ignored``."""
+
 
 def activations_of(program: StepProgram) -> dict[int, set[str]]:
     """Return the activation blocks of every visit before the head."""

@@ -31,6 +31,7 @@ from megatrain.engine.program import (
     weight_key,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.layout import InPieces, UnitLayout, views, views_of_parts
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import (
@@ -718,27 +719,6 @@ class StoreAccess:
         block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
         assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"
         return block.key
-
-
-class GradientAccumulator:
-    """The accumulators of one use site during one visit: the first gradient of a parameter is copied, others added.
-
-    Args:
-        targets: parameter -> view of its accumulator.
-        added: parameters that have a gradient already; extended.
-    """
-
-    def __init__(self, targets: Mapping[str, torch.Tensor | InPieces], added: set[str]) -> None:
-        self._targets = targets
-        self._added = added
-
-    def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Accumulate one micro-batch's gradient of a parameter (any float dtype, same shape)."""
-        if name in self._added:
-            self._targets[name].add_(gradient)
-        else:
-            self._targets[name].copy_(gradient)
-            self._added.add(name)
 
 
 def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatrain.engine.state import RandomStates, ThreadModes, without_saved_tensors
+from megatrain.engine.visit import optional_gradients
+from megatrain.engine.weight_gradients import intercepting, new_leaf
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import find_layers
 from megatrain.models.small import small_model
@@ -41,8 +43,8 @@ _Signature = tuple[tuple[str, str], ...]
 def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
     """Replace the forward of all layers' MLPs by one over ``rows`` rows at a time; return their names.
 
-    Their weights' gradients are sums over pieces, in fp32, rounded once: other bits than without, the same ones
-    wherever blocks live and whatever memory there is.
+    Their weights' gradients are sums over pieces, in fp32: other bits than without, the same ones wherever blocks live
+    and whatever memory there is.
 
     Args:
         graph: changed.
@@ -155,7 +157,8 @@ class _TiledFunction(torch.autograd.Function):
         tiled: TiledForward = ctx.tiled
         hidden, *weights = ctx.saved_tensors
         _, needs_hidden, *need_weights = ctx.needs_input_grad
-        leaves = [weight.detach().requires_grad_(need) for weight, need in zip(weights, need_weights, strict=True)]
+        # Gradients of matrices are added to their accumulators, piece by piece.
+        leaves = [new_leaf(w, requires_grad=need) for w, need in zip(weights, need_weights, strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
         grads = grad_out.reshape(-1, grad_out.shape[-1])
@@ -165,12 +168,13 @@ class _TiledFunction(torch.autograd.Function):
             ctx.random.continued_from(ctx.random_state),
             torch.enable_grad(),
             tiled.bound(leaves),
+            intercepting(leaves),
         ):
             for part, piece in tiled.pieces(hidden):
                 leaf = piece.detach().requires_grad_(needs_hidden)
                 out = tiled.piece(leaf)
                 inputs = [leaf, *wanted] if needs_hidden else wanted
-                found = list(torch.autograd.grad(out, inputs, grads[part], allow_unused=True))
+                found = optional_gradients([out], [grads[part]], inputs)
                 del out
                 if grad_hidden is not None:
                     own = found.pop(0)

@@ -22,6 +22,7 @@ from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
 from megatrain.engine.program import TracedVisit, VisitTrace
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.skeleton import rows_are_documents
@@ -179,6 +180,7 @@ class _Tracer:
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
+        self._filled: dict[int, set[str]] = {}
         self._shared_nbytes = 0
         self.runner = LayerRunner(
             graph,
@@ -228,8 +230,11 @@ class _Tracer:
         yield tensors
 
     @contextmanager
-    def gradients(self, unit: Unit, visit: int) -> Iterator[_NoSink]:
-        yield _NoSink()
+    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
+        names = {owner for _, owner, _ in unit.params}
+        with self.counts.paused():  # they are blocks, or counted by the planner
+            targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
+        yield _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         with self.counts.paused():
@@ -338,11 +343,13 @@ class _Tracer:
         )
 
 
-class _NoSink:
-    """Drops the gradients of a trace."""
+class _TracedAccumulator(GradientAccumulator):
+    """Takes the memory and the FLOPs of the accumulators of a run."""
 
-    def add(self, name: str, gradient: Tensor, /) -> None:
-        """Do nothing."""
+    @staticmethod
+    def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        # For a sum of the product and what is there already, torch has no fake kernel.
+        torch.mm(left, right, out_dtype=target.dtype, out=target)
 
 
 class CountingError(RuntimeError):

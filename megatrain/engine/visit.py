@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge, increment_version
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.program import BlockAccess, GradientSink
 from megatrain.engine.state import without_saved_tensors
+from megatrain.engine.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -198,6 +199,7 @@ class UnitVisit:
             sink: GradientSink | None = None
             if leaves:
                 sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
+                stack.enter_context(self.bound.receiver.into(sink))
             # Popped one by one, so that each graph is freed before the next one is built or used.
             waiting, self._micro_batches = self._micro_batches[::-1], []
             while waiting:
@@ -313,8 +315,11 @@ def optional_gradients(
     pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
     if not inputs:
         return []
-    roots: list[Any] = [out for out, _ in pairs]  # torch takes tensors and edges
-    found = torch.autograd.grad(roots, list(inputs), [grad for _, grad in pairs], allow_unused=True)
+    # `torch.autograd.grad` without its detour over the leaves' own class: functions of torch are not intercepted in
+    # there, and what a unit that checkpoints itself runs again must be what it ran before.
+    found = _engine_run_backward(
+        tuple(out for out, _ in pairs), tuple(grad for _, grad in pairs), False, False, tuple(inputs), True, False
+    )
     return list(found)
 
 
@@ -434,6 +439,7 @@ class BoundUnit:
         unit: The unit.
         forward: Its module's own forward, or the compiled one.
         trainable: Full names of its trainable parameters.
+        receiver: Takes the gradients of its matrices in a backward.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
@@ -442,6 +448,7 @@ class BoundUnit:
         self._is_compiled = compiler is not None and unit.is_layer
         if compiler is not None and unit.is_layer:
             self.forward = compiler.forward_of(unit)
+        self.receiver = GradientReceiver()
         self._modules = tuple(unit.module.modules())
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         self._trainable: dict[str, bool] = {}
@@ -471,12 +478,16 @@ class BoundUnit:
     @contextmanager
     def bound(self, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Bind `weights` (owner's name -> tensor) to the parameters; yield the trainable ones, leaves of the graph."""
-        leaves = {
-            owner: weights[owner].detach().to(self._declared_dtype[owner]).requires_grad_(trains)
-            for owner, trains in self._trainable.items()
-        }
-        with self._in_slots(leaves):
+        leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
+        with self._in_slots(leaves), intercepting(leaves.values()):
             yield {owner: leaves[owner] for owner in self.trainable}
+
+    def _leaf(self, owner: str, weight: Tensor) -> Tensor:
+        """Return the leaf of a weight; those of compiled code are torch's own, which it can compile."""
+        values = weight.detach().to(self._declared_dtype[owner])
+        if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
+            return weight_leaf(values, GradientTarget(self.receiver, owner))
+        return values.requires_grad_(self._trainable[owner])
 
     @contextmanager
     def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

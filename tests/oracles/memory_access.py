@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.models.layout import views
 
@@ -25,7 +26,8 @@ class MemoryAccess:
                 view.copy_(parameters[name].detach())
             self._weights.update(views(flat, layout))
         self._activations: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._accumulators: dict[tuple[int, str], torch.Tensor] = {}
+        self._accumulators: dict[int, dict[str, torch.Tensor]] = {}
+        self._filled: dict[int, set[str]] = {}
         self._open: list[str] = []
         self.log: list[tuple[str, int]] = []
         self.largest_num_activations = 0
@@ -38,10 +40,13 @@ class MemoryAccess:
         yield {owner: self._weights[owner].view_as(self._weights[owner]) for _, owner, _ in unit.params}
 
     @contextmanager
-    def gradients(self, unit: Unit, visit: int) -> Iterator[MemorySink]:
+    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         trainable = {owner for _, owner, layout in unit.params if self._graph.layouts[layout].trainable}
         assert trainable, unit.name
-        yield MemorySink(self._accumulators, visit, trainable)
+        targets = self._accumulators.setdefault(visit, {})
+        for name in trainable - set(targets):
+            targets[name] = torch.full_like(self._weights[name], torch.nan, dtype=torch.float32)
+        yield GradientAccumulator(targets, self._filled.setdefault(visit, set()))
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
         assert (visit, micro_batch, index) not in self._activations
@@ -58,22 +63,9 @@ class MemoryAccess:
         """Return the gradients summed over use sites in use order, and start over."""
         assert not self._activations, list(self._activations)
         gradients: dict[str, torch.Tensor] = {}
-        for (_, name), accumulator in sorted(self._accumulators.items(), key=lambda item: item[0][0]):
-            gradients[name] = gradients[name] + accumulator if name in gradients else accumulator
-        self._accumulators = {}
+        for visit in sorted(self._accumulators):
+            for name in self._filled[visit]:
+                accumulator = self._accumulators[visit][name]
+                gradients[name] = gradients[name] + accumulator if name in gradients else accumulator
+        self._accumulators, self._filled = {}, {}
         return gradients
-
-
-class MemorySink:
-    """Accumulators of one visit."""
-
-    def __init__(self, accumulators: dict[tuple[int, str], torch.Tensor], visit: int, trainable: set[str]) -> None:
-        self._accumulators, self._visit, self._trainable = accumulators, visit, trainable
-
-    def add(self, name: str, gradient: torch.Tensor, /) -> None:
-        assert name in self._trainable, name
-        key = (self._visit, name)
-        if key in self._accumulators:
-            self._accumulators[key] += gradient
-        else:
-            self._accumulators[key] = gradient.to(torch.float32, copy=True)

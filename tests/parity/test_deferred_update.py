@@ -13,7 +13,8 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
-from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.engine.step import StepEngine, StepResult
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -303,7 +303,9 @@ class CountedAccess(MemoryAccess):
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[Any]:
-        with super().gradients(unit, visit) as sink:
+        with ExitStack() as stack:
+            with self.ledger.paused():
+                sink = stack.enter_context(super().gradients(unit, visit))
             yield _PausedSink(sink, self.ledger)
 
 
@@ -311,9 +313,14 @@ class _PausedSink:
     def __init__(self, sink: Any, ledger: RealLedger) -> None:
         self._sink, self._ledger = sink, ledger
 
-    def add(self, name: str, gradient: torch.Tensor, /) -> None:
-        with self._ledger.paused():
-            self._sink.add(name, gradient)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._sink, name)
+
+        def paused(*args: Any) -> None:
+            with self._ledger.paused():
+                method(*args)
+
+        return paused
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])

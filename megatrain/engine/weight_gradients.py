@@ -1,0 +1,341 @@
+"""Gradients of weights that are added to their fp32 accumulators where they are computed.
+
+Autograd makes the gradient of a weight as a tensor of its own, as large as the weight (for an embedding: all rows, of
+which a step needs few), in the weight's dtype. Here the leaves that a unit's matrices are bound to answer `F.linear`,
+`F.embedding` and `torch.addmm` themselves: the backward of such a call adds a product, or the rows of the tokens that
+occur, to the accumulator, and autograd sees no gradient of that weight. So there is no full-size temporary, and
+products of half precision are summed in fp32 inside the GEMM where the device can do that.
+
+Whatever else a model does with a weight (slices, transposes, casts, stacked experts) takes autograd's way as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from megatrain.models.layout import InPieces
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import GradientSink
+
+__all__ = [
+    "GradientAccumulator",
+    "GradientReceiver",
+    "GradientTarget",
+    "intercepting",
+    "linear",
+    "new_leaf",
+    "weight_leaf",
+]
+
+#: The most that a product takes which cannot be added in its GEMM, and a cast of rows.
+_TEMPORARY_NBYTES = 16 << 20
+
+
+class GradientAccumulator:
+    """The fp32 accumulators of one use site during one visit: a parameter's first gradient is copied, others added.
+
+    Args:
+        targets: parameter -> view of its accumulator.
+        added: parameters that have a gradient already; extended.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor | InPieces], added: set[str]) -> None:
+        self._targets = targets
+        self._added = added
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Accumulate one micro-batch's gradient of a parameter (any float dtype, same shape)."""
+        if name in self._added:
+            self._targets[name].add_(gradient)
+        else:
+            self._targets[name].copy_(gradient)
+            self._added.add(name)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        """Accumulate ``left`` [M, K] times ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
+        places = list(_places(self._targets[name]))
+        if len(left) == places[-1][1].stop:
+            is_first = name not in self._added
+            self._added.add(name)
+        else:
+            self._begin(name)
+            is_first = False
+        for place, rows, columns in places:
+            start, stop = max(rows.start, first_row), min(rows.stop, first_row + len(left))
+            if start < stop:
+                target = place[start - rows.start : stop - rows.start]
+                self._add(target, left[start - first_row : stop - first_row], right[:, columns], is_first=is_first)
+
+    def _add(self, target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        if left.dtype == target.dtype:
+            self._multiply(target, left, right, is_first=is_first)
+        elif target.is_cuda:
+            self._multiply_half(target, left, right, is_first=is_first)
+        else:
+            _multiply_in_ranges(target, left, right, is_first=is_first)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        """Accumulate ``rows`` [K, N], in order, in the rows ``indexes`` [K] of a matrix; none in row ``ignored``."""
+        self._begin(name)
+        step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
+        for place, held, columns in _places(self._targets[name]):
+            for start in range(0, len(rows), step):
+                at = indexes[start : start + step]
+                # Masked, not chosen, so that the host need not know which: adding zero changes nothing.
+                is_elsewhere = (at < held.start) | (at >= held.stop)
+                if ignored is not None:
+                    is_elsewhere |= at == ignored
+                values = rows[start : start + step, columns].to(place.dtype)
+                values = values.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+                place.index_add_(0, (at - held.start).clamp_(0, len(held) - 1), values)
+
+    def _begin(self, name: str) -> None:
+        """Zero an accumulator that has no gradient yet."""
+        if name not in self._added:
+            for place, _, _ in _places(self._targets[name]):
+                place.zero_()
+            self._added.add(name)
+
+    @staticmethod
+    def _multiply(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        if is_first:
+            torch.mm(left, right, out=target)
+        else:
+            torch.addmm(target, left, right, out=target)
+
+    @staticmethod
+    def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        """Multiply matrices of half precision, with the sum in fp32 from the first product to the accumulator."""
+        if is_first:
+            torch.mm(left, right, out_dtype=target.dtype, out=target)
+        else:
+            torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
+
+
+def _places(target: Tensor | InPieces) -> Iterator[tuple[Tensor, range, slice]]:
+    """Yield the pieces of a matrix: its memory [rows, columns], which rows, and which columns these are."""
+    if isinstance(target, Tensor):
+        yield target, range(len(target)), slice(None)
+        return
+    for piece, place in target.places:
+        columns = slice(None) if piece.inside is None else slice(piece.inside.start, piece.inside.stop)
+        yield place.view(len(piece.rows), -1), piece.rows, columns
+
+
+def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """Multiply matrices of another dtype than the sum's, where no GEMM does both: a range of rows at a time."""
+    step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
+    for start in range(0, len(left), step):
+        rows = slice(start, start + step)
+        product = torch.mm(left[rows], right)
+        if is_first:
+            target[rows].copy_(product)
+        else:
+            target[rows].add_(product)
+
+
+class GradientReceiver:
+    """Where gradients of one unit's weights go: to the sink of the visit whose backward runs.
+
+    A graph may be kept from a forward to its backward, and the sink is there for the backward only.
+    """
+
+    def __init__(self) -> None:
+        self._sink: GradientSink | None = None
+
+    @property
+    def sink(self) -> GradientSink:
+        """The sink of the running backward."""
+        assert self._sink is not None, "a weight has a gradient outside of the backward of its unit"
+        return self._sink
+
+    @contextmanager
+    def into(self, sink: GradientSink | None) -> Iterator[None]:
+        """Give gradients of what runs inside to a sink."""
+        outer, self._sink = self._sink, sink
+        try:
+            yield
+        finally:
+            self._sink = outer
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTarget:
+    """The rows of a parameter's accumulator that a leaf's gradient belongs to."""
+
+    receiver: GradientReceiver
+    name: str
+    first_row: int = 0
+
+
+_TARGET = "_megatrain_gradient_target"
+
+
+def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
+    """Return a leaf with the memory of ``values`` [M, N], whose gradient goes to its target where that is possible.
+
+    What runs with it must run inside of ``intercepting``.
+    """
+    leaf = values.detach()
+    if type(leaf) is Tensor:
+        leaf = Tensor._make_subclass(_WeightLeaf, leaf)
+    leaf.requires_grad_()
+    setattr(leaf, _TARGET, target)
+    return leaf
+
+
+def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
+    """Return another leaf with the memory of a weight, and its target."""
+    target = target_of(weight)
+    if target is None or not requires_grad:
+        return weight.detach().requires_grad_(requires_grad)
+    return weight_leaf(weight, target)
+
+
+def target_of(leaf: Tensor) -> GradientTarget | None:
+    """Return the target of a leaf; None for any other tensor."""
+    target: GradientTarget | None = getattr(leaf, _TARGET, None)
+    return target
+
+
+class _WeightLeaf(Tensor):
+    """An ordinary leaf that sees the functions of torch it is passed to."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call(func, args, kwargs or {})
+
+
+class _Interception(TorchFunctionMode):
+    """Sees the functions of torch that leaves are passed to whose class is another library's (fake tensors)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return the context in which functions of torch are called with these leaves."""
+    are_foreign = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
+    return _Interception() if are_foreign else nullcontext()
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    substitute = _SUBSTITUTES.get(func)
+    # Without a graph there is no gradient. Under autocast the product is one of casts: left to autograd.
+    if substitute is not None and torch.is_grad_enabled():
+        result = substitute(*args, **kwargs)
+        if result is not None:
+            return result
+    return func(*args, **kwargs)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return `F.linear` whose backward adds the weight's gradient to its target; None where autograd has to do it."""
+    target = target_of(weight)
+    if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
+        return None
+    flat = rows.reshape(-1, rows.shape[-1])  # out here: what a model changes in place must be no view made inside
+    out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
+    return out.view(*rows.shape[:-1], out.shape[-1])
+
+
+def _addmm(bias: Tensor, rows: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
+    """As ``linear``, for a weight [in, out] (transformers' ``Conv1D``)."""
+    target = target_of(weight)
+    if target is None or options or torch.is_autocast_enabled(rows.device.type) or bias.dim() != 1:
+        return None
+    out: Tensor = _Addmm.apply(bias, rows, weight, target)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    target = target_of(weight)
+    if target is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    out: Tensor = _Embedding.apply(ids, weight, padding_idx, target)  # type: ignore[no-untyped-call]
+    return out
+
+
+_SUBSTITUTES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    functional.linear: linear,
+    functional.embedding: _embedding,
+    torch.addmm: _addmm,
+}
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: GradientTarget) -> Tensor:
+        ctx.target = target
+        ctx.save_for_backward(rows, weight)
+        return functional.linear(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        target: GradientTarget = ctx.target
+        target.receiver.sink.add_product(target.name, grad.t(), rows, target.first_row)
+        grad_rows = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_rows, None, grad_bias, None
+
+
+class _Addmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rows: Tensor, weight: Tensor, target: GradientTarget) -> Tensor:
+        ctx.target = target
+        ctx.save_for_backward(rows, weight)
+        return torch.addmm(bias, rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        target: GradientTarget = ctx.target
+        target.receiver.sink.add_product(target.name, rows.t(), grad, target.first_row)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[0] else None
+        grad_rows = torch.mm(grad, weight.t()) if ctx.needs_input_grad[1] else None
+        return grad_bias, grad_rows, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
+        ctx.target, ctx.padding_idx = target, padding_idx
+        ctx.save_for_backward(ids)
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        target: GradientTarget = ctx.target
+        rows = grad.reshape(-1, grad.shape[-1])
+        target.receiver.sink.add_rows(target.name, ids.reshape(-1), rows, ctx.padding_idx)
+        return (None, None, None, None)
