@@ -622,6 +622,7 @@ class Trainer:
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
             kept=self.plan.program.kept,
+            kept_parts=self.plan.program.kept_parts,
         )
         each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
         return StepMetrics(

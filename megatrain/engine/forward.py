@@ -44,6 +44,7 @@ from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, 
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
+from megatrain.engine.vocabulary import PartWeight, vocabulary_ranges
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -125,6 +126,9 @@ class LayerRunner:
             give the same bits.
         head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
             gradient: keep it the same between runs that are compared.
+        head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model, or the
+            cross entropy that replaces torch's, takes whole logits. None takes the default.
+        kept_parts: Parts of a piece of logits that are kept for the second pass; it changes no bits.
         trace: Expected visits, which the forward is checked against; None: no check.
         objective: Label smoothing and noise; None: plain cross entropy.
         random_enabled: False on fake tensors.
@@ -150,6 +154,8 @@ class LayerRunner:
         compute_dtype: torch.dtype,
         order: Literal["layer", "micro_batch"] = "layer",
         head_rows: int | None = None,
+        head_columns: int | None = None,
+        kept_parts: int = 1,
         trace: VisitTrace | None = None,
         objective: Objective | None = None,
         random_enabled: bool = True,
@@ -176,8 +182,11 @@ class LayerRunner:
                 type(graph.model).__name__,
                 "it has its own loss function, with which training.label_smoothing_factor cannot be used",
             )
-        self._head_rows = head_rows or (self._plan.default_rows if self._plan else 0)
         self._cross_entropy = cross_entropy
+        self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
+        default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
+        self._head_columns = default if head_columns is None else min(head_columns, default)
+        self._head_rows = head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
         self._activity = activity or Activity()
         self._trunk = Trunk(
             graph,
@@ -193,6 +202,14 @@ class LayerRunner:
             partial(attention_by_documents, on_dense_mask, enabled=by_documents and compiler is None),
         )
 
+    def _make_stand_in(self) -> PartWeight | None:
+        """Return what stands for the weight that makes the logits, if they may come in parts."""
+        if self._plan is None or self._plan.cut_weight is None or self._cross_entropy is not None:
+            return None
+        name = self._plan.cut_weight
+        bounds = (self.bounds[unit.index] for unit in self._plan.units)
+        return PartWeight.in_place_of(next(bound.absent(name) for bound in bounds if bound.has(name)))
+
     @property
     def head_units(self) -> tuple[int, ...]:
         """Indexes of the units that run in the head phase; their visits come after all others."""
@@ -207,6 +224,31 @@ class LayerRunner:
     def head_rows(self) -> int:
         """Rows of logits at a time; 0 if the head is not chunked."""
         return self._head_rows if self._plan else 0
+
+    @property
+    def head_columns(self) -> int:
+        """Words of the vocabulary at a time; 0 if logits are whole."""
+        return self._head_columns
+
+    @property
+    def head_parts(self) -> int:
+        """Number of parts of the vocabulary; 1 if logits are whole."""
+        if self._plan is None or not self._head_columns:
+            return 1
+        return len(vocabulary_ranges(self._plan.vocab_size, self._head_columns))
+
+    @property
+    def logits_flops(self) -> int:
+        """Floating-point operations of one row of logits that come in parts; 0 if logits are whole."""
+        return 2 * self._stand_in.numel() if self._stand_in is not None and self._head_columns else 0
+
+    @property
+    def head_part_nbytes(self) -> int:
+        """Size of the graph of a part's logits for a full piece; 0 if logits are whole."""
+        if self._plan is None or not self._head_columns:
+            return 0
+        start, stop = vocabulary_ranges(self._plan.vocab_size, self._head_columns)[0]
+        return self._head_rows * (stop - start) * self._plan.logit_nbytes
 
     def forward_backward(
         self, micro_batches: Sequence[Mapping[str, Tensor]], *, num_items: int | None = None, seed: int = 0
@@ -377,7 +419,17 @@ class LayerRunner:
         first = len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
         head = ChunkedHead(
-            self._graph.model, self._plan, bounds, self._access, self._random, self._head_rows, self._activity
+            self._graph.model,
+            self._plan,
+            bounds,
+            self._access,
+            self._random,
+            self._head_rows,
+            self._head_columns,
+            self._stand_in,
+            self._kept_parts,
+            self._objective.label_smoothing_factor,
+            self._activity,
         )
         items = [
             TrunkOutput(number, output, without_labels(batches[number]), *rows[number], random_state)

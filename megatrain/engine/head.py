@@ -4,6 +4,10 @@ Logits are the largest activation of a step: [tokens, vocabulary] in fp32. So th
 *trunk*). The head, which is all that follows, runs on pieces of the hidden states that have a label. Each piece calls
 the model's own `forward` with a stub for the trunk: norms, scaling and soft caps of logits stay Hugging Face's code.
 
+Where what follows the last product is elementwise, a piece is computed for a part of the vocabulary at a time, in two
+passes (`vocabulary.py`): the first for the loss, the second, over the parts in reverse, for the gradients. The second
+makes the logits of a part again, unless the graph of its first pass was kept, which changes no bits.
+
 `plan_head` finds the cut by trying it; `ChunkedHead` runs the pieces.
 """
 
@@ -12,8 +16,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.arguments import has_differentiable, tree_map
 from megatrain.engine.objective import IGNORED_LABEL, replaced_loss
+from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.visit import BoundUnit, installed_stubs, optional_gradients
+from megatrain.engine.vocabulary import CutProbe, PartWeight, RunningSoftmax, VocabularyPart, vocabulary_ranges
+from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
@@ -46,6 +53,8 @@ __all__ = [
 ]
 
 _LOGITS_NBYTES = 64 << 20
+_ROWS = 2048
+_COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
 _AUXILIARY_FLAG = "output_router_logits"
 
 
@@ -84,17 +93,29 @@ class HeadPlan:
         units: Units that run after the cut, in order of their first call.
         vocab_size: Columns of the logits.
         keeps_logits: Whether the model, or autograd for it, reads the logits outside of its loss too.
+        cut_weight: Owner's name of the weight whose product the logits are, if they may come a part of the vocabulary
+            at a time.
+        logit_nbytes: What the graph of one logit takes from the last product to the loss.
     """
 
     trunk: nn.Module
     units: tuple[Unit, ...]
     vocab_size: int
     keeps_logits: bool = False
+    cut_weight: str | None = None
+    logit_nbytes: int = 4
 
     @property
-    def default_rows(self) -> int:
-        """Rows per piece: 64 MiB of fp32 logits, a multiple of 64. From the model alone, as it decides about bits."""
-        return max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
+    def default_columns(self) -> int:
+        """Words per part of the vocabulary; 0: logits must be whole. From the model alone, as it decides about bits."""
+        return _COLUMNS if self.cut_weight is not None else 0
+
+    def default_rows(self, columns: int) -> int:
+        """Return the rows per piece for so many words per part; from the model alone, as they decide about bits.
+
+        Whole logits: 64 MiB in fp32, a multiple of 64 rows.
+        """
+        return _ROWS if columns else max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
 
 
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
@@ -111,7 +132,8 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     layer = next((unit for unit in graph.units if unit.is_layer), None)
     path = layer.name.split(".")[:-1] if layer else []
     candidates = [model.get_submodule(".".join(path[: length + 1])) for length in range(len(path))]
-    probe = _Probe(graph, [module for module in candidates if not isinstance(module, nn.ModuleList)])
+    candidates = [module for module in candidates if not isinstance(module, nn.ModuleList)]
+    probe = _Probe(graph, candidates)
     try:
         probe.run()
     except Exception:  # whatever fails on made-up rows cannot run on pieces
@@ -122,7 +144,22 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     if shape[:2] != (1, 2) or not labels_are_passed:
         return None
     units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
-    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits)
+    cut_weight = _cut_weight(graph, candidates, probe)
+    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits, cut_weight, probe.logit_nbytes)
+
+
+def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Probe) -> str | None:
+    """Return the weight of which a part can make a part of the logits, if a head that was tried has one."""
+    if whole.cut_weight is None:
+        return None
+    num_columns = max(1, whole.losses[0][0][-1] // 2)
+    half = _Probe(graph, candidates, num_columns)
+    try:
+        half.run()
+    except Exception:  # it reshapes its logits by the size of the vocabulary, or has an operand of that size
+        return None
+    is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
+    return whole.cut_weight if is_same else None
 
 
 class _Probe:
@@ -131,21 +168,27 @@ class _Probe:
     Args:
         graph: The model.
         candidates: Submodules around the layers, outermost first; the first one that the model calls is the trunk.
+        num_columns: Make so many columns of the logits; None: all.
 
     Attributes:
         trunks: Candidates that were called.
         called: Indexes of the units that were called.
         losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
         keeps_logits: As in the plan.
+        cut_weight, logit_nbytes: As in the plan.
     """
 
-    def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module]) -> None:
+    def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
         self._graph = graph
         self._candidates = candidates
         self.trunks: list[nn.Module] = []
         self.called: list[int] = []
         self.losses: list[tuple[torch.Size, bool]] = []
         self.keeps_logits = False
+        self.cut_weight: str | None = None
+        self.logit_nbytes = 0
+        self._num_columns = num_columns
+        self._cut = CutProbe({}, None)
         self._reads = _Reads()
         self._logits = torch.empty(0, device="meta")
 
@@ -160,9 +203,19 @@ class _Probe:
         stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
         stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
         loss = replaced_loss(model, self._loss_stub(model.loss_function, labels))
+        named = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+        self._cut = CutProbe(named, self._num_columns)
         reads = self._reads
         hooks = torch.autograd.graph.saved_tensors_hooks(reads.save, lambda tensor: tensor)
-        with installed_stubs(stubs), without_auxiliary_loss(model), loss, torch.enable_grad(), hooks, reads:
+        with (
+            installed_stubs(stubs),
+            without_auxiliary_loss(model),
+            loss,
+            torch.enable_grad(),
+            hooks,
+            reads,
+            self._cut.watching(),
+        ):
             model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
         storage = self._logits.untyped_storage()._cdata
         self.keeps_logits = any(t.untyped_storage()._cdata == storage for t in (*reads.read, *reads.saved))
@@ -188,7 +241,14 @@ class _Probe:
             logits = kwargs["logits"] if "logits" in kwargs else args[0]
             passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
             self.losses.append((logits.shape, passed))
-            value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
+            self.cut_weight = self._cut.weight_of(logits)
+            graph = [tensor for tensor in (logits, *self._reads.saved) if tensor.shape[-1:] == logits.shape[-1:]]
+            sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
+            self.logit_nbytes = sum(sizes.values())
+            if self._num_columns is not None:
+                return logits.sum()
+            with self._cut.paused():
+                value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
             self._logits = logits
             self._reads.read.clear()
             return value
@@ -256,6 +316,11 @@ class ChunkedHead:
         access: Weights and gradient accumulators.
         random: Random state of the compute device.
         rows: Rows per piece.
+        columns: Words per part of the vocabulary; 0: logits are whole.
+        stand_in: For the weight that makes the logits, if there are parts.
+        kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
+            no bits.
+        smoothing: Share of every target that is spread evenly over the vocabulary.
         activity: Progress within the step, for status.
     """
 
@@ -267,8 +332,16 @@ class ChunkedHead:
         access: BlockAccess,
         random: RandomStates,
         rows: int,
+        columns: int = 0,
+        stand_in: PartWeight | None = None,
+        kept_parts: int = 1,
+        smoothing: float = 0.0,
         activity: Activity | None = None,
     ) -> None:
+        assert columns == 0 or stand_in is not None, columns
+        self._columns, self._stand_in = columns, stand_in
+        self._kept_parts, self._smoothing = kept_parts, smoothing
+        self._parts: list[VocabularyPart] = []
         self._activity = activity or Activity()
         self._model = model
         self._plan = plan
@@ -314,9 +387,12 @@ class ChunkedHead:
                 hidden: Tensor = item.output["last_hidden_state"]
                 flat, output = hidden.reshape(-1, hidden.shape[-1]), copy.copy(item.output)
                 for start in range(0, len(item.rows), self._rows):
-                    part = slice(start, start + self._rows)
-                    output["last_hidden_state"] = flat.index_select(0, item.rows[part]).unsqueeze(0)
-                    losses.append(self._loss(item, output, item.labels[part], 1))
+                    piece = slice(start, start + self._rows)
+                    output["last_hidden_state"] = flat.index_select(0, item.rows[piece]).unsqueeze(0)
+                    if self._columns:
+                        losses.append(self._first_pass(item, output, item.labels[piece], 1, []).loss())
+                    else:
+                        losses.append(self._loss(item, output, item.labels[piece], 1))
         return losses
 
     def _bound_weights(self, stack: ExitStack) -> Iterator[tuple[BoundUnit, int, dict[str, Tensor]]]:
@@ -325,7 +401,21 @@ class ChunkedHead:
             self._access.begin("head", self._bounds[0][1])
         for bound, visit in self._bounds:
             weights = stack.enter_context(self._access.weights(bound.unit, visit))
-            yield bound, visit, stack.enter_context(bound.bound(weights))
+            own = stack.enter_context(bound.bound(weights))
+            cut = self._plan.cut_weight
+            if self._stand_in is not None and self._columns and cut is not None and cut in weights:
+                weight = stack.enter_context(bound.replaced(cut, self._stand_in))
+                self._parts = self._parts_of(weight, target_of(weight))
+                stack.callback(self._parts.clear)  # views of what is leased
+            yield bound, visit, own
+
+    def _parts_of(self, weight: Tensor, target: GradientTarget | None) -> list[VocabularyPart]:
+        parts: list[VocabularyPart] = []
+        for start, stop in vocabulary_ranges(self._plan.vocab_size, self._columns):
+            rows = weight.detach()[start:stop]
+            leaf = rows if target is None else weight_leaf(rows, replace(target, first_row=start))
+            parts.append(VocabularyPart(start, stop, leaf))
+        return parts
 
     def _resume(self, item: TrunkOutput) -> None:
         """Continue a micro-batch where its trunk ended: its random stream, and the progress shown."""
@@ -351,18 +441,22 @@ class ChunkedHead:
                 rows = item.rows[start : start + self._rows]
                 piece = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
                 bare["last_hidden_state"] = piece
-                loss = self._loss(item, bare, item.labels[start : start + self._rows], num_items)
                 wanted = [piece, *leaves.values()] if hidden.requires_grad else list(leaves.values())
-                found = optional_gradients([loss], [torch.ones_like(loss)], wanted)
-                losses.append(loss.detach())
-                del loss
+                loss, gradients = self._run_piece(item, bare, item.labels[start : start + self._rows], num_items)
+                losses.append(loss)
+                total: Tensor | None = None
+                for logits, gradient, trained in gradients:
+                    found = optional_gradients([logits], [gradient], [*wanted, *trained])[: len(wanted)]
+                    del logits, gradient
+                    if hidden_grad is not None:
+                        total = _plus(total, found.pop(0))
+                    for (visit, name), own in zip(leaves, found, strict=True):
+                        if own is not None:
+                            sinks[visit].add(name, own)
+                    del found
                 if hidden_grad is not None:
-                    gradient = found.pop(0)
-                    assert gradient is not None
-                    hidden_grad.index_copy_(0, rows, gradient[0])
-                for (visit, name), gradient in zip(leaves, found, strict=True):
-                    if gradient is not None:
-                        sinks[visit].add(name, gradient)
+                    assert total is not None
+                    hidden_grad.index_copy_(0, rows, total[0].to(hidden_grad.dtype))
         if hidden_grad is not None:
             crossing.append(hidden)
             grads.append(hidden_grad.view(hidden.shape))
@@ -370,8 +464,69 @@ class ChunkedHead:
             losses.append(self._auxiliary(item, num_items, crossing, grads))
         return losses, crossing, grads
 
+    def _run_piece(
+        self, item: TrunkOutput, output: Any, labels: Tensor, num_items: int
+    ) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor, list[Tensor]]]]:
+        """Return a piece's loss, and tensors with a graph: each with the loss's gradient of it, and leaves of its own.
+
+        To be taken one after the other: each is made when it is asked for, and its graph is freed with it.
+        """
+        if not self._columns:
+            loss = self._loss(item, output, labels, num_items)
+            return loss.detach(), iter([(loss, torch.ones_like(loss), [])])
+        kept: list[Tensor] = []
+        softmax = self._first_pass(item, output, labels, num_items, kept)
+        return softmax.loss(), self._second_pass(item, output, softmax, kept)
+
+    def _first_pass(
+        self, item: TrunkOutput, output: Any, labels: Tensor, num_items: int, kept: list[Tensor]
+    ) -> RunningSoftmax:
+        """Take in the logits of a piece part by part; in grad mode, those of the last parts are added to ``kept``."""
+        smoothing = self._smoothing if torch.is_grad_enabled() else 0.0
+        softmax = RunningSoftmax(labels, self._plan.vocab_size, num_items, smoothing)
+        for number, part in enumerate(self._parts):
+            is_kept = torch.is_grad_enabled() and number >= len(self._parts) - self._kept_parts
+            with nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors():
+                logits = self._logits(item, output, part)
+            softmax.add(logits.detach(), part.start)
+            if is_kept:
+                kept.append(logits)
+            del logits
+        return softmax
+
+    def _second_pass(
+        self, item: TrunkOutput, output: Any, softmax: RunningSoftmax, kept: list[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Yield the logits of every part, the last first, with the loss's gradient of them, and the part's weight."""
+        for part in reversed(self._parts):
+            logits = kept.pop() if kept else self._logits(item, output, part)
+            trained = [part.weight] if part.weight.requires_grad else []
+            yield logits, softmax.gradient(logits.detach(), part.start), trained
+            del logits
+
+    def _logits(self, item: TrunkOutput, output: Any, part: VocabularyPart) -> Tensor:
+        """Return the logits [rows, words of the part] that the model's own forward makes."""
+        made: list[Tensor] = []
+        self._call_at(part, item, output, made)
+        return made[0].reshape(-1, made[0].shape[-1])
+
+    def _call_at(self, part: VocabularyPart, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
+        """Run the model's own forward with a part of its logits, which go to ``made``, and cross entropy taken as 0."""
+        assert self._stand_in is not None
+
+        def catch(*args: Any, **kwargs: Any) -> Tensor:
+            made.append(kwargs["logits"] if "logits" in kwargs else args[0])
+            return torch.zeros((), device=made[-1].device)
+
+        hidden = output["last_hidden_state"]
+        labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with self._stand_in.at(part), replaced_loss(self._model, catch):
+            found = self._call(item, output, labels, 1)
+        assert len(made) == 1 and made[0].shape[:-1].numel() == labels.numel(), [logits.shape for logits in made]
+        return found
+
     def _auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """Run the head once on a row without a label: the loss is the auxiliary term alone."""
+        """Run the head once on a row without a loss of its own: what is left is the auxiliary term."""
         outer: list[Tensor] = []
         inner: list[Tensor] = []
 
@@ -388,8 +543,11 @@ class ChunkedHead:
         full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
         for key, value in rest.items():
             full[key] = value
-        unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
-        loss = self._loss(item, full, unlabelled, num_items)
+        if self._columns:
+            loss: Tensor = self._call_at(self._parts[0], item, full, [])["loss"]
+        else:
+            unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
+            loss = self._loss(item, full, unlabelled, num_items)
         if loss.requires_grad and inner:
             found = optional_gradients([loss], [torch.ones_like(loss)], inner)
             for tensor, gradient in zip(outer, found, strict=True):
@@ -399,14 +557,23 @@ class ChunkedHead:
         return loss.detach()
 
     def _loss(self, item: TrunkOutput, trunk_output: Any, shift_labels: Tensor, num_items: int) -> Tensor:
-        labels = shift_labels.unsqueeze(0)
+        loss: Tensor = self._call(item, trunk_output, shift_labels.unsqueeze(0), num_items)["loss"]
+        return loss
+
+    def _call(self, item: TrunkOutput, trunk_output: Any, labels: Tensor, num_items: int) -> Any:
+        """Run the model's own forward behind the trunk; labels [1, rows] are shifted already."""
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
         with installed_stubs({self._plan.trunk: lambda *args, **kwargs: trunk_output}):
-            output = self._model(
+            return self._model(
                 **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
             )
-        loss: Tensor = output["loss"]
-        return loss
+
+
+def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Add a part's gradient of a piece to the sum, in fp32; that of a single part is passed on."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total.float().add_(gradient)
 
 
 def _bare_output(output: Any) -> Any:

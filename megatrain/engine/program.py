@@ -100,9 +100,15 @@ class VisitTrace:
         head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
+        head_columns: Words of the vocabulary at a time; 0: all.
+        head_parts: Number of parts of the vocabulary.
+        head_part_nbytes: Size of the graph of a part's logits, if it is kept for the second pass. Of one part it is in
+            ``head_nbytes``.
         guesses: Values that the trace made up, where and why, a sentence each: counts are estimates then.
         uncounted: Operators without a FLOP formula, and why; byte counts do not depend on it.
-        head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token.
+        head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token,
+            each logit computed once.
+        logits_flops: Those of the logits, of which the second pass computes those again that were not kept.
         num_tokens: Tokens of the micro-batch.
         dense_masks: What takes masks of [S, S]: memory is quadratic in the length of rows then.
     """
@@ -116,6 +122,10 @@ class VisitTrace:
     head_flops: int = 0
     num_tokens: int = 0
     dense_masks: tuple[str, ...] = ()
+    head_columns: int = 0
+    head_parts: int = 1
+    head_part_nbytes: int = 0
+    logits_flops: int = 0
 
     @property
     def exact(self) -> bool:
@@ -204,6 +214,7 @@ class StepProgram:
         kept: visits whose graphs are kept for the backward; their inputs are no blocks.
         parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
+        kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -212,6 +223,7 @@ class StepProgram:
     defers_updates: bool = True
     updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
+    kept_parts: int = 1
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:

@@ -41,7 +41,7 @@ __all__ = ["CountingError", "CountingMode", "StepFlops", "count_flops", "step_fl
 
 _RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
 _ALIGNMENT_BYTES = 512  # allocators round sizes up to it
-_TRACED_PIECES = 3  # of the head: the first begins the gradient, the others add to it
+_TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add to it
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
 
 
@@ -53,6 +53,7 @@ def trace_visits(
     *,
     device: torch.device | str = "cpu",
     head_rows: int | None = None,
+    head_columns: int | None = None,
     objective: Objective | None = None,
     padded: bool = True,
     by_documents: bool = True,
@@ -66,6 +67,7 @@ def trace_visits(
         compute_dtype: Must be the graph's.
         device: Compute device: kernels and their workspaces differ between devices.
         head_rows: As for the runner.
+        head_columns: As for the runner.
         objective: As for the runner.
         padded: Whether rows may have padding or hold several documents. If not, each row is one document.
         by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
@@ -79,7 +81,7 @@ def trace_visits(
     num_tokens = batch_size * seq_len
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
-        tracer = _Tracer(graph, compute_dtype, device, head_rows, objective, by_documents)
+        tracer = _Tracer(graph, compute_dtype, device, head_rows, head_columns, objective, by_documents)
         with fake, tracer.counts:
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
@@ -131,7 +133,11 @@ def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> VisitTrace:
-    """Return the trace of a head of ``num_tokens`` rows, given that of its first ``num_rows``."""
+    """Return the trace of a head of ``num_tokens`` rows, given that of its first ``num_rows``.
+
+    All parts of the vocabulary but the last were computed a second time, which is no work of the model.
+    """
+    again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
     nbytes = _LOSS_NBYTES * -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
     visits = tuple(
         replace(visit, forward_nbytes=visit.forward_nbytes + nbytes, backward_nbytes=visit.backward_nbytes + nbytes)
@@ -144,7 +150,8 @@ def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> Visit
         visits=visits,
         num_tokens=num_tokens,
         head_nbytes=trace.head_nbytes + nbytes,
-        head_flops=trace.head_flops * num_tokens // num_rows,
+        head_flops=(trace.head_flops * num_tokens) // num_rows - again,
+        logits_flops=trace.logits_flops * num_tokens,
     )
 
 
@@ -168,6 +175,7 @@ class _Tracer:
         dtype: torch.dtype,
         device: torch.device,
         head_rows: int | None,
+        head_columns: int | None,
         objective: Objective | None,
         by_documents: bool,
     ) -> None:
@@ -188,6 +196,7 @@ class _Tracer:
             device=device,
             compute_dtype=dtype,
             head_rows=head_rows,
+            head_columns=head_columns,
             objective=objective,
             random_enabled=False,
             by_documents=by_documents,
@@ -336,10 +345,14 @@ class _Tracer:
             shared_nbytes=self._shared_nbytes,
             head_nbytes=head.peak_nbytes,
             head_rows=self.runner.head_rows,
+            head_columns=self.runner.head_columns,
+            head_parts=self.runner.head_parts,
+            head_part_nbytes=self.runner.head_part_nbytes,
             guesses=self.counts.guesses,
             uncounted=tuple(self.counts.uncounted),
             head_flops=head.num_flops,
             dense_masks=tuple(self._dense_masks),
+            logits_flops=self.runner.logits_flops,
         )
 
 
@@ -510,6 +523,7 @@ def step_flops(
     num_real_tokens: int,
     num_trained_tokens: int,
     kept: Container[int] = (),
+    kept_parts: int = 1,
 ) -> StepFlops:
     """Return the FLOPs of a step from those of the micro-batch that was traced.
 
@@ -522,6 +536,7 @@ def step_flops(
         num_real_tokens: those without padding.
         num_trained_tokens: those with a label.
         kept: visits whose graphs are kept: they are not recomputed.
+        kept_parts: parts of the vocabulary whose logits are kept, likewise.
     """
     if not trace.exact or trace.uncounted or not trace.num_tokens:
         return StepFlops()
@@ -531,9 +546,11 @@ def step_flops(
     recomputed = sum(visit.forward_flops for visit in trunk if visit.has_backward)
     saved = sum(v.forward_flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
     head = trace.head_flops * num_trained_tokens
+    again = max(0, trace.head_parts - kept_parts)
+    logits = trace.logits_flops * num_trained_tokens * again // trace.head_parts
     return StepFlops(
         model=((forward + backward - recomputed) * num_real_tokens + head) // trace.num_tokens,
-        hardware=((forward + backward - saved) * num_places + head) // trace.num_tokens,
+        hardware=((forward + backward - saved) * num_places + head + logits) // trace.num_tokens,
     )
 
 

@@ -453,7 +453,7 @@ class BoundUnit:
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         self._trainable: dict[str, bool] = {}
         self._declared_dtype: dict[str, torch.dtype] = {}
-        self._absent: dict[str, Tensor] = {}
+        self._absent: dict[str, AbsentWeight] = {}
         for local, owner, _ in unit.params:
             path, _, leaf = local.rpartition(".")
             parameters = unit.module.get_submodule(path)._parameters
@@ -488,6 +488,26 @@ class BoundUnit:
         if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
             return weight_leaf(values, GradientTarget(self.receiver, owner))
         return values.requires_grad_(self._trainable[owner])
+
+    @contextmanager
+    def replaced(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
+        """Have another tensor in the slots of one parameter; yield what was there."""
+        saved = [(parameters, leaf, parameters[leaf]) for parameters, leaf, name in self._slots if name == owner]
+        try:
+            for parameters, leaf, _ in saved:
+                parameters[leaf] = weight
+            yield saved[0][2]
+        finally:
+            for parameters, leaf, parameter in saved:
+                parameters[leaf] = parameter
+
+    def has(self, owner: str) -> bool:
+        """Return whether a parameter, by its owner's name, is one of the unit's."""
+        return owner in self._absent
+
+    def absent(self, owner: str) -> AbsentWeight:
+        """Return the placeholder of a parameter."""
+        return self._absent[owner]
 
     @contextmanager
     def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -221,7 +221,7 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = workspace_bytes(trace, plan.num_micro_batches) + gradient_staging_bytes(
+    workspace = workspace_bytes(trace, plan.num_micro_batches, plan.program.kept_parts) + gradient_staging_bytes(
         plan.graph, trace, plan.run.grad_dtype
     )
     workspace += plan.kept_bytes

@@ -151,6 +151,7 @@ def _look_at(run: RunSpec, padded: bool | None) -> _Subject:
             batch.max_length,
             run.dtype,
             device=device,
+            head_columns=0 if run.model.use_liger_kernel else None,  # its cross entropy takes whole logits
             objective=run.objective,
             padded=padded,
             by_documents=run.model.compile_backend is None,
@@ -175,13 +176,21 @@ def _place(
     """
     graph, trace = subject.graph, subject.trace
     is_cuda = run.device.type == "cuda"
-    workspace = workspace_bytes(trace, run.batch.num_together) + gradient_staging_bytes(graph, trace, run.grad_dtype)
-    budgets = tier_budgets(run, workspace)
-    for tier, capacity in (capacities or {}).items():
-        budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
+    staging = gradient_staging_bytes(graph, trace, run.grad_dtype)
+
+    def budgets_with(kept_parts: int) -> dict[str, TierBudget]:
+        budgets = tier_budgets(run, workspace_bytes(trace, run.batch.num_together, kept_parts) + staging)
+        for tier, capacity in (capacities or {}).items():
+            budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
+        return budgets
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
         program = _build_program(run, subject, updates_beside_device=updates_beside_device)
+        kept_parts, budgets = trace.head_parts, budgets_with(trace.head_parts)
+        if not _holds_everything(budgets[subject.compute_tier], program):
+            kept_parts = parts_without_room(trace)
+            budgets = budgets_with(kept_parts)
+        program = replace(program, kept_parts=kept_parts)
         known = with_residents(budgets, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
         return keeper.solve(run.keep_graphs)
@@ -285,15 +294,40 @@ def fastest(plans: Iterable[Plan]) -> Plan:
 GPU_ALIGNMENT_BYTES = 512
 
 
-def workspace_bytes(trace: VisitTrace, num_micro_batches: int) -> int:
+def parts_without_room(trace: VisitTrace) -> int:
+    """Return how many parts of the vocabulary keep their logits in what the head leaves of the workspace of layers."""
+    if trace.head_parts == 1:
+        return 1
+    free = max(0, _inside_nbytes(trace) - trace.head_nbytes)
+    return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
+
+
+def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
+    """Return whether a tier has room for all blocks of a step beside the workspace."""
+    blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
+    return blocks + budget.workspace_bytes <= budget.capacity_bytes
+
+
+def workspace_bytes(trace: VisitTrace, num_micro_batches: int, kept_parts: int = 1) -> int:
     """Return what the compute device holds outside blocks at its fullest.
 
     All micro-batches' streams are there between two units, each with the input of one and the output of the other;
     one micro-batch at a time is computed.
+
+    Args:
+        trace: of the model.
+        num_micro_batches: that are there together.
+        kept_parts: parts of the vocabulary whose logits are kept for the second pass of the head.
     """
     streams = max((visit.held_nbytes for visit in trace.visits), default=0)
-    inside = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits), default=0)
-    return round_up(2 * num_micro_batches * streams + max(inside, trace.head_nbytes), PAGE_BYTES)
+    head = trace.head_nbytes + (kept_parts - 1) * trace.head_part_nbytes
+    return round_up(2 * num_micro_batches * streams + max(_inside_nbytes(trace), head), PAGE_BYTES)
+
+
+def _inside_nbytes(trace: VisitTrace) -> int:
+    """Return what one visit takes at its fullest, those of the head left out."""
+    trunk = (visit for visit in trace.visits if not visit.is_head)
+    return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
 def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, grad_dtype: torch.dtype) -> int:

@@ -1,0 +1,237 @@
+"""Logits by parts of the vocabulary: losses and gradients of Hugging Face, bits that depend on the parts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.head import plan_head
+from megatrain.engine.objective import Objective
+from megatrain.engine.trace import trace_visits
+from megatrain.engine.vocabulary import RunningSoftmax, vocabulary_ranges
+from megatrain.models.graph import build_graph
+from megatrain.plan.planner import parts_without_room, workspace_bytes
+from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
+from oracles.huggingface import build_model, train_step
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import config_text, run_config
+
+SEED = 11
+ROWS, COLUMNS = 4, 16  # seven parts of 15 words, the last of 11
+PARTS = 7
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def runner_of(
+    config: Any, *, hook: Any = None, freeze: tuple[str, ...] = (), dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[LayerRunner, MemoryAccess]:
+    graph = build_graph(config, freeze=freeze, dtype=dtype)
+    if hook is not None:
+        graph.model.get_output_embeddings().register_forward_hook(hook)
+    access = MemoryAccess(graph, dict(build_model(config, dtype, freeze).named_parameters()), dtype)
+    options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
+    return LayerRunner(graph, access, device="cpu", compute_dtype=dtype, **options), access
+
+
+def step(config: Any, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    runner, access = runner_of(config, **options)
+    return runner.forward_backward(padded_batches(), seed=SEED).loss, access.finish()
+
+
+def assert_close(
+    found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], tolerance: float = 1e-5
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=max(1e-6, tolerance / 10))
+    assert set(found[1]) == set(expected[1])
+    noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        error = (found[1][name] - gradient).abs().max()
+        assert error <= max(noise, tolerance * gradient.abs().max()), (name, float(error))
+
+
+def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> None:
+    assert found[0] == expected[0] and set(found[1]) == set(expected[1])
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_and_gradients_are_those_of_hugging_face(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    runner, _ = runner_of(config)
+    assert (runner.head_columns, runner.head_parts) == (COLUMNS, PARTS)
+    expected = train_step(build_model(config), padded_batches(), SEED)
+    found = step(config)
+    assert_close(found, (expected.loss, expected.gradients))
+    assert_same(step(config, kept_parts=3), found)
+    assert_same(step(config, kept_parts=PARTS, order="micro_batch"), found)
+
+
+def test_the_difference_to_one_whole_product_is_rounding() -> None:
+    config = tiny_config("gemma2")  # caps its logits
+    whole = step(config, head_columns=0)
+    for columns in (1, 7, COLUMNS, VOCAB):
+        assert_close(step(config, head_columns=columns), whole, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("freeze", [("lm_head.weight",), ("model.*",), ("model.layers.*", "model.norm.weight")])
+def test_frozen_parameters(freeze: tuple[str, ...]) -> None:
+    config = tiny_config("llama", tied=False)
+    expected = train_step(build_model(config, freeze=freeze), padded_batches(), SEED)
+    assert_close(step(config, freeze=freeze), (expected.loss, expected.gradients))
+
+
+def test_half_precision() -> None:
+    config = tiny_config("llama", tied=False)
+    found = step(config, dtype=torch.bfloat16)
+    assert_close(found, step(config, dtype=torch.bfloat16, head_columns=0), tolerance=2e-2)
+    assert_same(step(config, dtype=torch.bfloat16, kept_parts=2), found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])
+def test_smoothed_labels_and_evaluation(family: str) -> None:
+    config, objective = tiny_config(family), Objective(label_smoothing_factor=0.2)
+    assert_close(step(config, objective=objective), step(config, objective=objective, head_columns=0))
+    runners = [runner_of(config, objective=objective, head_columns=n)[0] for n in (0, COLUMNS)]
+    losses = [runner.evaluate(padded_batches()) for runner in runners]
+    assert losses[1].terms == pytest.approx(losses[0].terms, rel=1e-6)
+    assert losses[1].num_tokens == losses[0].num_tokens
+
+
+def test_the_routers_loss_is_added_once() -> None:
+    config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
+    expected = train_step(build_model(config), padded_batches(), SEED)
+    assert_close(step(config), (expected.loss, expected.gradients))
+
+
+def with_bias_of_words(module: Any, args: Any, logits: Tensor) -> Tensor:
+    return logits + torch.linspace(0, 1, VOCAB, dtype=logits.dtype, device=logits.device)
+
+
+def with_look_at_all_words(module: Any, args: Any, logits: Tensor) -> Tensor:
+    return logits - 0.1 * logits.logsumexp(-1, keepdim=True)
+
+
+def with_words_moved(module: Any, args: Any, logits: Tensor) -> Tensor:
+    return torch.roll(logits, 1, -1)
+
+
+def with_noise(module: Any, args: Any, logits: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(logits, 0.5)
+
+
+def with_a_second_use(module: Any, args: Any, logits: Tensor) -> Tensor:
+    return logits + module.weight.mean()
+
+
+@pytest.mark.parametrize(
+    "hook", [with_bias_of_words, with_look_at_all_words, with_words_moved, with_noise, with_a_second_use]
+)
+def test_logits_that_are_more_than_elementwise_are_whole(hook: Any) -> None:
+    config = tiny_config("llama", tied=False)
+    runner, _ = runner_of(config, hook=hook)
+    assert runner.head_rows == ROWS and runner.head_columns == 0 and runner.head_parts == 1
+
+
+def test_elementwise_code_of_the_model_runs_on_a_part() -> None:
+    def capped(module: Any, args: Any, logits: Tensor) -> Tensor:
+        return 3.0 * torch.tanh(logits.float() / 3.0) * (args[0].float().mean(-1, keepdim=True) + 1)
+
+    config = tiny_config("llama", tied=False)
+    runner, _ = runner_of(config, hook=capped)
+    assert runner.head_columns == COLUMNS
+    assert_close(step(config, hook=capped), step(config, hook=capped, head_columns=0))
+
+
+def test_parts_follow_from_the_model_alone() -> None:
+    small = plan_head(build_graph(tiny_config("llama")))
+    assert small is not None and small.cut_weight == "lm_head.weight"
+    assert (small.default_columns, small.default_rows(small.default_columns)) == (8192, 2048)
+    assert small.default_rows(0) == 166080  # 64 MiB of whole logits
+    assert vocabulary_ranges(VOCAB, 8192) == [(0, VOCAB)]
+    ranges = vocabulary_ranges(262_144 + 3, 8192)
+    assert len(ranges) == 33 and ranges[0][0] == 0 and ranges[-1][1] == 262_147
+    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_softmax_in_parts_is_that_of_the_whole(smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 30 * torch.randn(9, 50, generator=generator)
+    labels = torch.randint(0, 50, (9,), generator=generator)
+    whole = logits.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(whole, labels, reduction="sum", label_smoothing=smoothing) / 7
+    (gradient,) = torch.autograd.grad(loss, whole)
+    softmax = RunningSoftmax(labels, 50, 7, smoothing)
+    parts = list(zip(logits.split(13, 1), (0, 13, 26, 39), strict=True))
+    for part, start in parts:
+        softmax.add(part, start)
+    assert float(softmax.loss()) == pytest.approx(float(loss), rel=1e-6)
+    found = torch.cat([softmax.gradient(part, start) for part, start in parts], 1)
+    torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=1e-8)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+def trace_of(vocab_size: int, **options: Any) -> Any:
+    config = tiny_config("llama", vocab_size=vocab_size, tied=False)
+    return trace_visits(build_graph(config), 2, 48, torch.float32, head_rows=32, **options)
+
+
+def test_memory_does_not_grow_with_the_vocabulary() -> None:
+    small, large = trace_of(4 * 8192), trace_of(32 * 8192)
+    assert (small.head_parts, large.head_parts) == (4, 32)
+    assert small.head_part_nbytes == large.head_part_nbytes == 32 * 8192 * 4
+    assert large.head_nbytes == small.head_nbytes < 5 * small.head_part_nbytes
+    assert large.head_nbytes < trace_of(32 * 8192, head_columns=0).head_nbytes / 4
+    embedding = large.visits[0]
+    assert embedding.backward_nbytes < 1 << 20 < 32 * 8192 * 32 * 4  # no dense gradient
+
+
+def test_kept_parts_are_in_the_plan() -> None:
+    trace = trace_of(8 * 8192)
+    base = workspace_bytes(trace, 1)
+    for parts in range(1, 9):
+        assert 0 <= workspace_bytes(trace, 1, parts) - base <= (parts - 1) * trace.head_part_nbytes + 4096
+    free = parts_without_room(trace)
+    assert workspace_bytes(trace, 1, free) == base
+
+
+# -- placements -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_in_every_placement(
+    dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.engine.head._COLUMNS", 500)
+    kinds = ("weights", "gradients", "optimizer", "activations")
+
+    def run(name: str, **options: Any) -> Any:
+        text = config_text(tmp_path / name, tiny_model, precision=f'compute_dtype = "{dtype}"', **options)
+        return run_config(text, tmp_path / name, num_steps=2)
+
+    in_ram = run("ram", nvme=0)
+    assert in_ram.plan.program.kept_parts == in_ram.plan.trace.head_parts > 1
+    on_nvme = run("nvme", ram="7MiB", placement="\n".join(f'{kind} = ["nvme"]' for kind in kinds))
+    on_nvme.assert_as_planned()
+    on_nvme.assert_same(in_ram)
+    monkeypatch.setattr("megatrain.plan.planner._holds_everything", lambda *_: False)
+    monkeypatch.setattr("megatrain.plan.planner.parts_without_room", lambda _: 1)
+    recomputed = run("recomputed", nvme=0)
+    assert recomputed.plan.program.kept_parts == 1
+    recomputed.assert_same(in_ram)
