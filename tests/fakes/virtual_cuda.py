@@ -61,6 +61,8 @@ _LOOKS = {
 }
 #: Views by a mark on the tensor, which ours do not carry: made at once.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+#: Products of half precision with a sum in fp32, and what computes the same of fp32 matrices.
+_SUMMED_IN_FP32 = {aten.mm.dtype_out: aten.mm.out, aten.addmm.dtype_out: aten.addmm.out}
 #: Products that torch hands to cuBLAS, which it asks for the setting that makes it add in the same order each time.
 _CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
 _REPEATABLE = (":4096:8", ":16:8")
@@ -278,6 +280,8 @@ class VirtualCuda(LazyDevice):
         if func in _LOOKS or self._looks_at_mask(func, args):
             self.wait(str(func))
             return self._wrap_new(self._run(func, args, kwargs))
+        if func in _SUMMED_IN_FP32:
+            return self._multiply_half(_SUMMED_IN_FP32[func], args, kwargs)
         func = _MADE.get(func, func)
         args, kwargs = self._from_host(func, args), dict(kwargs)
         if func.is_view:
@@ -285,6 +289,13 @@ class VirtualCuda(LazyDevice):
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
         return self._compute(func, args, kwargs)
+
+    def _multiply_half(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Multiply matrices of half precision whose product is summed in fp32, for which the CPU has no kernel."""
+        *args, out_dtype = args
+        assert out_dtype == torch.float32, out_dtype
+        wide = [self.launch_op(aten._to_copy.default, (arg,), {"dtype": torch.float32}) for arg in args]
+        return self.launch_op(func, tuple(wide), kwargs)
 
     def _looks_at_mask(self, func: Any, args: Any) -> bool:
         if func.overloadpacket.__name__ not in _INDEXING:

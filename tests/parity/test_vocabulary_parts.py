@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def test_parts_follow_from_the_model_alone() -> None:
     assert vocabulary_ranges(VOCAB, 8192) == [(0, VOCAB)]
     ranges = vocabulary_ranges(262_144 + 3, 8192)
     assert len(ranges) == 33 and ranges[0][0] == 0 and ranges[-1][1] == 262_147
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -179,9 +180,9 @@ def test_a_softmax_in_parts_is_that_of_the_whole(smoothing: float) -> None:
     parts = list(zip(logits.split(13, 1), (0, 13, 26, 39), strict=True))
     for part, start in parts:
         softmax.add(part, start)
-    assert float(softmax.loss()) == pytest.approx(float(loss), rel=1e-6)
+    assert float(softmax.loss()) == pytest.approx(float(loss.detach()), rel=1e-6)
     found = torch.cat([softmax.gradient(part, start) for part, start in parts], 1)
-    torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found.double(), gradient, rtol=2e-5, atol=1e-7)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

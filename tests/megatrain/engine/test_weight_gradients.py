@@ -1,0 +1,136 @@
+"""Gradients that are added where they are computed: the sums, what takes autograd's way, and what memory they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fakes.gpu_run import virtual_gpu
+from megatrain.engine import weight_gradients
+from megatrain.engine.weight_gradients import GradientAccumulator, GradientReceiver, GradientTarget, weight_leaf
+
+M, K, N = 7, 5, 6
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def accumulator(shape: tuple[int, ...], device: str = "cpu") -> tuple[GradientAccumulator, Tensor]:
+    """Return an accumulator of one parameter that has no gradient yet, and its memory, with what was there."""
+    target = torch.full(shape, torch.nan, device=device)
+    return GradientAccumulator({"w": target}, set()), target
+
+
+def test_the_first_product_replaces_what_was_there_and_others_are_added() -> None:
+    sink, target = accumulator((M, N))
+    products = [(random(M, K, seed=n), random(K, N, seed=10 + n)) for n in range(3)]
+    for left, right in products:
+        sink.add_product("w", left, right)
+    torch.testing.assert_close(target, sum(left @ right for left, right in products))
+
+
+def test_products_of_ranges_of_rows_make_the_whole() -> None:
+    sink, target = accumulator((M, N))
+    left, right = random(M, K), random(K, N)
+    for _ in range(2):
+        sink.add_product("w", left[3:], right, 3)
+        sink.add_product("w", left[:3], right, 0)
+    torch.testing.assert_close(target, 2 * left @ right)
+
+
+def test_products_of_half_precision_are_summed_in_fp32_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = random(M, K, dtype=torch.bfloat16), random(K, N, dtype=torch.bfloat16)
+    whole, target = accumulator((M, N))
+    for _ in range(3):
+        whole.add_product("w", left, right)
+    monkeypatch.setattr(weight_gradients, "_TEMPORARY_NBYTES", 2 * N * 2)  # two rows
+    ranges, same = accumulator((M, N))
+    for _ in range(3):
+        ranges.add_product("w", left, right)
+    assert torch.equal(target, same)
+    assert torch.equal(target, (left @ right).float() * 3)
+
+
+def test_a_device_sums_products_of_half_precision_in_its_gemm() -> None:
+    left, right = random(M, 64, dtype=torch.bfloat16), random(64, N, dtype=torch.bfloat16)
+    with virtual_gpu():
+        sink, target = accumulator((M, N), "cuda")
+        for _ in range(2):
+            sink.add_product("w", left.to("cuda"), right.to("cuda"))
+        found = target.cpu()
+    expected = 2 * left.double() @ right.double()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # no sum was rounded to bf16
+    assert ((2 * left @ right).double() - expected).abs().max() > 1e-4 * expected.abs().max()
+
+
+def test_rows_are_added_where_their_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_gradients, "_TEMPORARY_NBYTES", 4 * N * 3)  # three rows at a time
+    sink, target = accumulator((M, N))
+    indexes = torch.tensor([1, 4, 1, 0, 1, 6, 4])
+    rows = random(7, N, dtype=torch.bfloat16)
+    sink.add_rows("w", indexes, rows, 0)
+    expected = torch.zeros(M, N)
+    for index, row in zip(indexes.tolist(), rows, strict=True):
+        if index:
+            expected[index] += row.float()
+    assert torch.equal(target, expected)
+    sink.add_rows("w", indexes, rows)
+    assert torch.equal(target[0], rows[3].float())
+
+
+class Layer(nn.Module):
+    """Uses matrices in every way: by itself, transposed, twice, in place, and for a lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.table = nn.Embedding(9, 6, padding_idx=-2)
+        self.conv = nn.Parameter(torch.randn(6, 6))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        h = self.a(x + self.table(ids))
+        h += self.a(x)  # in place, as models do it
+        h = torch.addmm(self.bias, h.view(-1, 6), self.conv).view(h.shape)
+        h = functional.linear(h, self.b.weight.t()) + self.b(h)
+        return functional.linear(h, self.table.weight)
+
+
+@pytest.mark.parametrize("trains_input", [True, False])
+def test_gradients_are_those_of_autograd(trains_input: bool) -> None:
+    layer = Layer()
+    ids = torch.tensor([[1, 7, 3], [3, 0, 7]])
+    x = random(2, 3, 6).requires_grad_(trains_input)
+    named = dict(layer.named_parameters())
+    wanted = [x] if trains_input else []
+    expected = torch.autograd.grad(layer(x, ids).square().sum(), [*wanted, *named.values()])
+    receiver, added = GradientReceiver(), set[str]()
+    sums = {name: torch.full(weight.shape, torch.nan) for name, weight in named.items()}
+    sink = GradientAccumulator(sums, added)
+    leaves: dict[str, Any] = {name: weight.detach().requires_grad_() for name, weight in named.items()}
+    for name, weight in named.items():
+        if weight.dim() == 2:
+            leaves[name] = weight_leaf(weight, GradientTarget(receiver, name))
+        path, _, own = name.rpartition(".")
+        layer.get_submodule(path)._parameters[own] = leaves[name]
+    out = layer(x, ids).square().sum()
+    with pytest.raises(AssertionError, match="outside of the backward of its unit"):
+        torch.autograd.grad(out, list(leaves.values()), allow_unused=True, retain_graph=True)
+    with receiver.into(sink):
+        found = torch.autograd.grad(out, [*wanted, *leaves.values()], allow_unused=True)
+    given = dict(zip(leaves, found[len(wanted) :], strict=True))
+    assert [name for name, gradient in given.items() if gradient is not None] == ["bias", "a.bias", "b.weight"]
+    for name, gradient in given.items():
+        if gradient is not None:
+            sink.add(name, gradient)
+    assert added == set(named)
+    if trains_input:
+        torch.testing.assert_close(found[0], expected[0])
+    for name, gradient in zip(named, expected[len(wanted) :], strict=True):
+        torch.testing.assert_close(sums[name], gradient, msg=name)
