@@ -25,7 +25,7 @@ from megatrain.checkpoint.resume import (
     find_candidates,
 )
 from megatrain.checkpoint.saver import Saver
-from megatrain.checkpoint.state import RunState, installed_versions, now_text
+from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolve import resolve, resolve_evaluation, resolve_logging, with_commit, with_packing
 from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
@@ -394,6 +394,12 @@ class Trainer:
         if checkpoint is not None and checkpoint is not candidates[0]:
             # The newest one has this config, or it was allowed; this one may have been saved before it changed.
             self._check_changes(checkpoint, allow=True)
+        if checkpoint is not None and checkpoint.state.arithmetic != ARITHMETIC:
+            self._warn(
+                f"the checkpoint of step {checkpoint.state.step} is of a version of this program that adds numbers in "
+                "another order. Nothing of it is lost; from here on, losses and weights differ in their last bits from "
+                "what that version would have computed"
+            )
         drive_bytes = plan.checkpoint_bytes_on_drives
         for line in describe_drives(run.checkpoint, drive_bytes):
             tell(line)
@@ -475,6 +481,7 @@ class Trainer:
             run_name=run.name,
             saved_at="",
             versions=installed_versions(),
+            arithmetic=ARITHMETIC,
         )
 
     def _continued_state(self, before: RunState) -> RunState:

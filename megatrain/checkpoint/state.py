@@ -11,14 +11,25 @@ from math import fsum
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["CHECKPOINT_FORMAT", "CheckpointError", "CheckpointSpec", "RunState", "installed_versions", "now_text"]
+__all__ = [
+    "ARITHMETIC",
+    "CHECKPOINT_FORMAT",
+    "CheckpointError",
+    "CheckpointSpec",
+    "RunState",
+    "installed_versions",
+    "now_text",
+]
 
 #: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
 CHECKPOINT_FORMAT = 1
+#: Version of the order of additions: with another one, the last bits of a step are others. 2: pieces of the head have
+#: 2,048 rows and parts of the vocabulary, and gradients of weights are products added in fp32.
+ARITHMETIC = 2
 _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10
-_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses")
+_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic")
 
 
 class CheckpointError(Exception):
@@ -104,6 +115,7 @@ class RunState:
         run_name: as in the config.
         saved_at: date and time, ISO 8601.
         versions: package -> version.
+        arithmetic: ``ARITHMETIC`` of the program that computed the last step.
     """
 
     step: int
@@ -127,6 +139,7 @@ class RunState:
     versions: Mapping[str, str] = field(default_factory=dict)
     first_losses: tuple[float, ...] = ()
     last_losses: tuple[float, ...] = ()
+    arithmetic: int = 1
 
     def to_meta(self) -> dict[str, Any]:
         """Return the ``meta`` of the commit."""

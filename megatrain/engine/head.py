@@ -242,7 +242,8 @@ class _Probe:
             passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
-            graph = [tensor for tensor in (logits, *self._reads.saved) if tensor.shape[-1:] == logits.shape[-1:]]
+            saved = [tensor for tensor in self._reads.saved if tensor.numel() == logits.numel()]  # not the weight
+            graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
             self.logit_nbytes = sum(sizes.values())
             if self._num_columns is not None:

@@ -336,6 +336,16 @@ def test_a_changed_config_is_refused_unless_allowed(tiny_model: Path, tmp_path: 
     assert any("weight_decay" in text for text in done.watcher.messages)
 
 
+def test_another_order_of_additions_is_told(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("megatrain.trainer.ARITHMETIC", 1)
+        train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
+    done = train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4)
+    assert any("step 2" in text and "in another order" in text for text in done.watcher.messages)
+    done = train(tmp_path / "w", tiny_model, IN_RAM)
+    assert not any("in another order" in text for text in done.watcher.messages)
+
+
 def test_other_data_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     book = str(EXAMPLES / "quickstart" / "loomings.txt")
     same, other = tmp_path / "same.txt", tmp_path / "other.txt"
