@@ -129,6 +129,7 @@ class LayerRunner:
         head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model, or the
             cross entropy that replaces torch's, takes whole logits. None takes the default.
         kept_parts: Parts of a piece of logits that are kept for the second pass; it changes no bits.
+        parts_in_turn: Have all rows pass a part of the vocabulary before the next one; it changes no bits.
         trace: Expected visits, which the forward is checked against; None: no check.
         objective: Label smoothing and noise; None: plain cross entropy.
         random_enabled: False on fake tensors.
@@ -156,6 +157,7 @@ class LayerRunner:
         head_rows: int | None = None,
         head_columns: int | None = None,
         kept_parts: int = 1,
+        parts_in_turn: bool = False,
         trace: VisitTrace | None = None,
         objective: Objective | None = None,
         random_enabled: bool = True,
@@ -184,6 +186,7 @@ class LayerRunner:
             )
         self._cross_entropy = cross_entropy
         self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
+        self._parts_in_turn = parts_in_turn
         default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
         self._head_columns = default if head_columns is None else min(head_columns, default)
         self._head_rows = head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
@@ -429,6 +432,7 @@ class LayerRunner:
             self._stand_in,
             self._kept_parts,
             self._objective.label_smoothing_factor,
+            self._parts_in_turn,
             self._activity,
         )
         items = [

@@ -17,7 +17,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,10 +149,19 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
 
 
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Probe) -> str | None:
-    """Return the weight of which a part can make a part of the logits, if a head that was tried has one."""
+    """Return the weight of which a part can make a part of the logits, if a head that was tried has one.
+
+    A head with more weights than that one and a bias would run them again for every part: its logits are made whole.
+    """
     if whole.cut_weight is None:
         return None
-    num_columns = max(1, whole.losses[0][0][-1] // 2)
+    vocab_size = whole.losses[0][0][-1]
+    parameters = dict(graph.model.named_parameters())
+    units = (graph.units[index] for index in whole.called)
+    others = {owner for unit in units for _, owner, _ in unit.params} - {whole.cut_weight}
+    if any(tuple(parameters[name].shape) != (vocab_size,) for name in others):
+        return None
+    num_columns = max(1, vocab_size // 2)
     half = _Probe(graph, candidates, num_columns)
     try:
         half.run()
@@ -307,6 +316,67 @@ class TrunkOutput:
     random_state: tuple[Tensor, ...]
 
 
+#: Loss terms of a micro-batch, tensors that cross the cut, and their gradients.
+HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Some rows of a micro-batch.
+
+    Attributes:
+        item: The micro-batch.
+        output: The trunk's output with these rows alone.
+        rows: Their positions.
+        labels: Their labels.
+        leaf: Their hidden states [1, rows, H].
+        softmax: Their loss, where the vocabulary comes in parts.
+        kept: Logits that the second pass need not make again, by part.
+        gradient: Of the leaf so far: of a single part in its dtype, a sum in fp32.
+    """
+
+    item: TrunkOutput
+    output: Any
+    rows: Tensor
+    labels: Tensor
+    leaf: Tensor
+    softmax: RunningSoftmax | None
+    kept: list[Tensor] = field(default_factory=list)
+    gradient: Tensor | None = None
+
+    def note_gradient(self, total: Tensor | None) -> None:
+        """Write the leaf's gradient into that of the trunk's output [B * S, H]."""
+        if total is not None:
+            assert self.gradient is not None
+            total.index_copy_(0, self.rows, self.gradient[0].to(total.dtype))
+            self.gradient = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves:
+    """The trained weights of a head, by visit and name, and where their gradients go, by visit."""
+
+    weights: dict[tuple[int, str], Tensor]
+    sinks: dict[int, GradientSink]
+
+    def add_gradients(self, piece: _Piece, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
+        """Run a graph's backward, and add what it gives to the gradients of the weights and of the piece's rows.
+
+        Args:
+            piece: What the graph was made of.
+            output: End of the graph.
+            gradient: Of it.
+            trained: More leaves of the graph, whose gradients go to their targets.
+        """
+        rows = [piece.leaf] if piece.leaf.requires_grad else []
+        found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
+        if rows:
+            piece.gradient = _plus(piece.gradient, found.pop(0))
+        for (visit, name), own in zip(self.weights, found, strict=False):
+            if own is not None:
+                self.sinks[visit].add(name, own)
+
+
 class ChunkedHead:
     """Runs the head of all micro-batches of a pass: their loss, and the gradients of their trunk's outputs.
 
@@ -322,6 +392,8 @@ class ChunkedHead:
         kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
             no bits.
         smoothing: Share of every target that is spread evenly over the vocabulary.
+        in_turn: Have all rows pass a part of the vocabulary before the next one, so that one part is needed at a time;
+            nothing is kept then. It changes no bits.
         activity: Progress within the step, for status.
     """
 
@@ -337,11 +409,13 @@ class ChunkedHead:
         stand_in: PartWeight | None = None,
         kept_parts: int = 1,
         smoothing: float = 0.0,
+        in_turn: bool = False,
         activity: Activity | None = None,
     ) -> None:
         assert columns == 0 or stand_in is not None, columns
         self._columns, self._stand_in = columns, stand_in
         self._kept_parts, self._smoothing = kept_parts, smoothing
+        self._in_turn = in_turn and columns > 0
         self._parts: list[VocabularyPart] = []
         self._activity = activity or Activity()
         self._model = model
@@ -361,18 +435,23 @@ class ChunkedHead:
         Weights and gradient accumulators of the head are leased once for all of them.
         """
         with ExitStack() as stack:
-            leaves: dict[tuple[int, str], Tensor] = {}
-            sinks: dict[int, GradientSink] = {}
+            leaves = Leaves({}, {})
             for bound, visit, own in self._bound_weights(stack):
-                leaves.update(((visit, name), leaf) for name, leaf in own.items())
+                leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
                 if own:
-                    sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
-                    stack.enter_context(bound.receiver.into(sinks[visit]))
+                    leaves.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+                    stack.enter_context(bound.receiver.into(leaves.sinks[visit]))
+            if self._in_turn:
+                with torch.enable_grad():
+                    results = self._run_all_by_parts(outputs, num_items, leaves)
+                for item, result in zip(outputs, results, strict=True):
+                    yield (item.micro_batch, *result)
+                return
             for item in outputs:
                 self._resume(item)
                 with torch.enable_grad():
-                    found = self._run_one(item, num_items, leaves, sinks)
-                yield (item.micro_batch, *found)
+                    result = self._run_one(item, num_items, leaves)
+                yield (item.micro_batch, *result)
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
         """Return summed losses of the pieces of all outputs, in order. To be called in `no_grad`.
@@ -385,15 +464,13 @@ class ChunkedHead:
                 pass
             for item in outputs:
                 self._resume(item)
-                hidden: Tensor = item.output["last_hidden_state"]
-                flat, output = hidden.reshape(-1, hidden.shape[-1]), copy.copy(item.output)
-                for start in range(0, len(item.rows), self._rows):
-                    piece = slice(start, start + self._rows)
-                    output["last_hidden_state"] = flat.index_select(0, item.rows[piece]).unsqueeze(0)
-                    if self._columns:
-                        losses.append(self._first_pass(item, output, item.labels[piece], 1, []).loss())
-                    else:
-                        losses.append(self._loss(item, output, item.labels[piece], 1))
+                for piece in self._pieces(item, 1):
+                    if piece.softmax is None:
+                        losses.append(self._loss(item, piece.output, piece.labels, 1))
+                        continue
+                    for part in self._parts:
+                        self._take_in(piece, part, is_kept=False)
+                    losses.append(piece.softmax.loss())
         return losses
 
     def _bound_weights(self, stack: ExitStack) -> Iterator[tuple[BoundUnit, int, dict[str, Tensor]]]:
@@ -423,87 +500,114 @@ class ChunkedHead:
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
-    def _run_one(
-        self,
-        item: TrunkOutput,
-        num_items: int,
-        leaves: Mapping[tuple[int, str], Tensor],
-        sinks: Mapping[int, GradientSink],
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _run_one(self, item: TrunkOutput, num_items: int, leaves: Leaves) -> HeadResult:
+        """Run all pieces of one micro-batch, one after the other: their weights are all there."""
+        losses: list[Tensor] = []
+        hidden_grad = self._hidden_grad(item)
+        with without_auxiliary_loss(self._model):
+            for piece in self._pieces(item, num_items):
+                losses.append(self._run_piece(piece, num_items, leaves))
+                piece.note_gradient(hidden_grad)
+        return self._result(item, num_items, losses, hidden_grad)
+
+    def _run_all_by_parts(self, outputs: Sequence[TrunkOutput], num_items: int, leaves: Leaves) -> list[HeadResult]:
+        """Run all pieces of all micro-batches, part by part of the vocabulary, of which one is there at a time.
+
+        The bits are those of ``_run_one``: what is computed of a piece and a part is the same, as is each sum's order.
+        """
+        with without_auxiliary_loss(self._model):
+            pieces = [list(self._pieces(item, num_items)) for item in outputs]
+            together = [piece for own in pieces for piece in own]
+            for number in range(self._num_parts):
+                with self._part_at(number, trains=False) as part:
+                    for piece in together:
+                        self._take_in(piece, part, is_kept=False)
+            for number in reversed(range(self._num_parts)):
+                with self._part_at(number, trains=True) as part:
+                    for piece in together:
+                        self._add_gradients(piece, part, leaves)
+        results: list[HeadResult] = []
+        for item, own in zip(outputs, pieces, strict=True):
+            hidden_grad = self._hidden_grad(item)
+            for piece in own:
+                piece.note_gradient(hidden_grad)
+            losses = [piece.softmax.loss() for piece in own if piece.softmax is not None]
+            results.append(self._result(item, num_items, losses, hidden_grad))
+        return results
+
+    @contextmanager
+    def _part_at(self, number: int, *, trains: bool) -> Iterator[VocabularyPart]:
+        """Yield a part of the vocabulary with its weight and, in the second pass, with the place for its gradient.
+
+        Here the whole weight is leased. Where it is in blocks of its own by parts, this is where they come and go.
+        """
+        yield self._parts[number]
+
+    @property
+    def _num_parts(self) -> int:
+        return len(self._parts)
+
+    def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
+        """Return zeros for the gradient of the trunk's output [B * S, H], if it has one."""
+        hidden: Tensor = item.output["last_hidden_state"]
+        has_gradient = hidden.requires_grad and len(item.rows)
+        return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
+
+    def _pieces(self, item: TrunkOutput, num_items: int) -> Iterator[_Piece]:
+        """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves."""
         hidden: Tensor = item.output["last_hidden_state"]
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        crossing: list[Tensor] = []
-        grads: list[Tensor] = []
-        losses: list[Tensor] = []
-        hidden_grad = torch.zeros_like(flat) if hidden.requires_grad and len(item.rows) else None
-        with without_auxiliary_loss(self._model):
-            bare = _bare_output(item.output)
-            for start in range(0, len(item.rows), self._rows):
-                rows = item.rows[start : start + self._rows]
-                piece = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
-                bare["last_hidden_state"] = piece
-                wanted = [piece, *leaves.values()] if hidden.requires_grad else list(leaves.values())
-                loss, gradients = self._run_piece(item, bare, item.labels[start : start + self._rows], num_items)
-                losses.append(loss)
-                total: Tensor | None = None
-                for logits, gradient, trained in gradients:
-                    found = optional_gradients([logits], [gradient], [*wanted, *trained])[: len(wanted)]
-                    del logits, gradient
-                    if hidden_grad is not None:
-                        total = _plus(total, found.pop(0))
-                    for (visit, name), own in zip(leaves, found, strict=True):
-                        if own is not None:
-                            sinks[visit].add(name, own)
-                    del found
-                if hidden_grad is not None:
-                    assert total is not None
-                    hidden_grad.index_copy_(0, rows, total[0].to(hidden_grad.dtype))
-        if hidden_grad is not None:
-            crossing.append(hidden)
-            grads.append(hidden_grad.view(hidden.shape))
+        bare = _bare_output(item.output)
+        for start in range(0, len(item.rows), self._rows):
+            rows, labels = item.rows[start : start + self._rows], item.labels[start : start + self._rows]
+            leaf = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
+            output = copy.copy(bare)
+            output["last_hidden_state"] = leaf
+            softmax: RunningSoftmax | None = None
+            if self._columns:
+                smoothing = self._smoothing if torch.is_grad_enabled() else 0.0  # an evaluation knows none
+                softmax = RunningSoftmax(labels, self._plan.vocab_size, num_items, smoothing)
+            yield _Piece(item, output, rows, labels, leaf, softmax)
+
+    def _result(
+        self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None
+    ) -> HeadResult:
+        hidden: Tensor = item.output["last_hidden_state"]
+        crossing = [] if hidden_grad is None else [hidden]
+        grads = [] if hidden_grad is None else [hidden_grad.view(hidden.shape)]
         if self._has_auxiliary_loss:
             losses.append(self._auxiliary(item, num_items, crossing, grads))
         return losses, crossing, grads
 
-    def _run_piece(
-        self, item: TrunkOutput, output: Any, labels: Tensor, num_items: int
-    ) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor, list[Tensor]]]]:
-        """Return a piece's loss, and tensors with a graph: each with the loss's gradient of it, and leaves of its own.
-
-        To be taken one after the other: each is made when it is asked for, and its graph is freed with it.
-        """
-        if not self._columns:
-            loss = self._loss(item, output, labels, num_items)
-            return loss.detach(), iter([(loss, torch.ones_like(loss), [])])
-        kept: list[Tensor] = []
-        softmax = self._first_pass(item, output, labels, num_items, kept)
-        return softmax.loss(), self._second_pass(item, output, softmax, kept)
-
-    def _first_pass(
-        self, item: TrunkOutput, output: Any, labels: Tensor, num_items: int, kept: list[Tensor]
-    ) -> RunningSoftmax:
-        """Take in the logits of a piece part by part; in grad mode, those of the last parts are added to ``kept``."""
-        smoothing = self._smoothing if torch.is_grad_enabled() else 0.0
-        softmax = RunningSoftmax(labels, self._plan.vocab_size, num_items, smoothing)
+    def _run_piece(self, piece: _Piece, num_items: int, leaves: Leaves) -> Tensor:
+        """Return the loss of a piece, and add its gradients to those of its weights and of its rows."""
+        if piece.softmax is None:
+            loss = self._loss(piece.item, piece.output, piece.labels, num_items)
+            leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
+            return loss.detach()
         for number, part in enumerate(self._parts):
-            is_kept = torch.is_grad_enabled() and number >= len(self._parts) - self._kept_parts
-            with nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors():
-                logits = self._logits(item, output, part)
-            softmax.add(logits.detach(), part.start)
-            if is_kept:
-                kept.append(logits)
-            del logits
-        return softmax
-
-    def _second_pass(
-        self, item: TrunkOutput, output: Any, softmax: RunningSoftmax, kept: list[Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-        """Yield the logits of every part, the last first, with the loss's gradient of them, and the part's weight."""
+            self._take_in(piece, part, is_kept=number >= len(self._parts) - self._kept_parts)
         for part in reversed(self._parts):
-            logits = kept.pop() if kept else self._logits(item, output, part)
-            trained = [part.weight] if part.weight.requires_grad else []
-            yield logits, softmax.gradient(logits.detach(), part.start), trained
-            del logits
+            self._add_gradients(piece, part, leaves)
+        return piece.softmax.loss()
+
+    def _take_in(self, piece: _Piece, part: VocabularyPart, *, is_kept: bool) -> None:
+        """Take in the logits of a part for the loss, and keep them with their graph for the second pass, if asked."""
+        assert piece.softmax is not None
+        # Not `no_grad`: the kernels must be those of the second pass.
+        saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
+        with saving:
+            logits = self._logits(piece.item, piece.output, part)
+        piece.softmax.add(logits.detach(), part.start)
+        if is_kept and torch.is_grad_enabled():
+            piece.kept.append(logits)
+
+    def _add_gradients(self, piece: _Piece, part: VocabularyPart, leaves: Leaves) -> None:
+        """Add the gradients that come by the logits of a part, made again unless they were kept."""
+        assert piece.softmax is not None
+        logits = piece.kept.pop() if piece.kept else self._logits(piece.item, piece.output, part)
+        trained = [part.weight] if part.weight.requires_grad else []
+        leaves.add_gradients(piece, logits, piece.softmax.gradient(logits.detach(), part.start), trained)
 
     def _logits(self, item: TrunkOutput, output: Any, part: VocabularyPart) -> Tensor:
         """Return the logits [rows, words of the part] that the model's own forward makes."""

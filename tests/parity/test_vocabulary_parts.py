@@ -79,6 +79,7 @@ def test_losses_and_gradients_are_those_of_hugging_face(family: str, tied: bool)
     assert_close(found, (expected.loss, expected.gradients))
     assert_same(step(config, kept_parts=3), found)
     assert_same(step(config, kept_parts=PARTS, order="micro_batch"), found)
+    assert_same(step(config, parts_in_turn=True), found)
 
 
 def test_the_difference_to_one_whole_product_is_rounding() -> None:
