@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 from fakes.gpu_run import virtual_gpu
 from megatrain.engine import weight_gradients
 from megatrain.engine.weight_gradients import GradientAccumulator, GradientReceiver, GradientTarget, weight_leaf
+from megatrain.models.layout import build_layout, views_of_parts
 
 M, K, N = 7, 5, 6
 
@@ -81,6 +83,25 @@ def test_rows_are_added_where_their_tokens_are(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(target, expected)
     sink.add_rows("w", indexes, rows)
     assert torch.equal(target[0], rows[3].float())
+
+
+@pytest.mark.parametrize("borders", [(), (6,), (12, 24), (4, 17, 30, 41), (1, 2, 3)])
+def test_a_matrix_in_several_blocks_has_the_gradient_of_the_whole(borders: tuple[int, ...]) -> None:
+    """Blocks end between rows, or within them, some twice within one."""
+    layout = build_layout("unit", [("w", torch.Size((M, N)))], True)
+    ends = [0, *borders, layout.num_elements]
+    parts = [range(start, stop) for start, stop in itertools.pairwise(ends)]
+    blocks = [torch.full((len(part),), torch.nan) for part in parts]
+    sink = GradientAccumulator(views_of_parts(blocks, parts, layout), set())
+    left, right, rows = random(M, K), random(K, N), random(4, N, seed=3)
+    indexes = torch.tensor([6, 0, 3, 6])
+    sink.add_product("w", left, right)
+    sink.add_product("w", left[2:5], right, 2)
+    sink.add_rows("w", indexes, rows, 3)
+    expected = left @ right
+    expected[2:5] += left[2:5] @ right
+    expected.index_add_(0, indexes, rows * (indexes != 3).unsqueeze(1))
+    torch.testing.assert_close(torch.cat(blocks)[: M * N].view(M, N), expected)
 
 
 class Layer(nn.Module):
