@@ -22,7 +22,10 @@ from megatrain.engine.program import (
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
+from megatrain.models.folder import ModelFolderError
+from megatrain.models.in_place import buffer_bytes, layouts_in_place
 from megatrain.models.liger import check_liger_kernels
+from megatrain.models.load import open_loader
 from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -32,6 +35,7 @@ from megatrain.plan.kept import GraphKeeper, weights_stay
 from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
+    FOLDER,
     DoesNotFitError,
     Placement,
     PlacementSolver,
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from megatrain.models.graph import ModelGraph
+    from megatrain.models.in_place import FileRange
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
@@ -82,6 +87,7 @@ def plan_run(
         ModelFolderError: the model cannot be trained.
         UnsupportedModelError: the model cannot be trained.
         FreezeError: the model cannot be trained.
+        AdapterError: it has no place for such adapters.
         ParameterGroupError: a group of the optimizer names no parameter.
     """
     subject = _look_at(run, padded, like)
@@ -129,6 +135,7 @@ class _Subject:
         host_updates: why none are made there although there is a GPU tier, or "".
         compute_tier: where layers run.
         packing_warning: as in ``Plan``.
+        in_place: ranges of the frozen layouts that may stay in the model's folder, by name.
     """
 
     run: RunSpec
@@ -139,6 +146,7 @@ class _Subject:
     host_updates: str
     compute_tier: str
     packing_warning: str
+    in_place: Mapping[str, tuple[FileRange, ...]]
 
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
@@ -156,7 +164,9 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
-    return _Subject(run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning)
+    return _Subject(
+        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, _find_in_place(run, graph)
+    )
 
 
 def _place(
@@ -189,7 +199,9 @@ def _place(
             parts = parts_without_room(trace)
             budgets = budgets_with(parts)
         program = replace(program, kept_parts=parts)
-        known = with_residents(budgets, run, program, profile.machine if is_cuda else None)
+        readers = buffer_bytes(subject.in_place.values(), graph.dtype)
+        known = with_folder(budgets, program, readers)
+        known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
         return keeper.solve(run.keep_graphs)
 
@@ -241,6 +253,34 @@ def _make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
+def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRange, ...]]:
+    """Return the frozen layouts that may stay in the model's folder, as far as the config lets them."""
+    frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
+    if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
+        return {}
+    try:
+        return layouts_in_place(open_loader(run.model.folder, graph), frozen)
+    except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
+        return {layout.name: () for layout in frozen}
+
+
+def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
+    """Return the budgets with the model's folder as a tier after RAM, if blocks may live there.
+
+    Args:
+        reader_bytes: RAM of those that read it.
+    """
+    nbytes = sum(block.nbytes for block in program.blocks.values() if block.in_place)
+    if not nbytes:
+        return dict(budgets)
+    ram = budgets["ram"]
+    ram = replace(ram, workspace_bytes=ram.workspace_bytes + reader_bytes)
+    folder = TierBudget(FOLDER, nbytes, lambda n: n)
+    order = [name for name in budgets if name != "nvme"]
+    found = {**{name: budgets[name] for name in order}, "ram": ram, FOLDER: folder}
+    return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
+
+
 def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bool) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
@@ -255,6 +295,8 @@ def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bo
         defer_updates=run.optimizer.defers_updates,
         updates_in_compute_tier=subject.on_device is not None,
         updates_beside_device=updates_beside_device,
+        frozen_in_folder=not run.model.from_scratch,
+        in_place=subject.in_place,
     ).build()
     return sharing_gradients(program)
 

@@ -69,7 +69,9 @@ def test_what_would_take_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_row_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     looking(monkeypatch, lambda model, ids: model.embed_tokens.weight[10**6])
+    config = tiny_config("llama")
+    graph = build_graph(config)
+    access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
     with pytest.raises(IndexError, match="out of bounds"):
-        graph = build_graph(tiny_config("llama"))
-        access = MemoryAccess(graph, dict(build_model(tiny_config("llama")).named_parameters()), torch.float32)
-        LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32).forward_backward(padded_batches())
+        runner.forward_backward(padded_batches())
