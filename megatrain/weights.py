@@ -19,7 +19,7 @@ from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
 from megatrain.plan.placement import FOLDER
-from megatrain.precision import decode, encode, high_half
+from megatrain.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.run.activity import Activity
 from tiered import GenerationReader
 from tiered.errors import CorruptBlockError, GenerationError
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from tiered import Lease, TieredStore
 
 __all__ = ["AdaptedWeights", "RandomWeights", "WeightSource", "Weights"]
-
-#: fp32 weights in memory at a time while blocks are filled: 64 MiB.
-MASTER_ELEMENTS = 16 << 20
 
 
 class WeightSource(Protocol):

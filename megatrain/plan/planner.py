@@ -45,6 +45,7 @@ from megatrain.plan.placement import (
 from megatrain.plan.plan import Plan
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
+from megatrain.precision import MASTER_ELEMENTS
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
@@ -487,6 +488,9 @@ def filling_bytes(program: StepProgram) -> int:
             parts = [block.nbytes]
             if block.dtype.itemsize == 2:
                 low = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
-                parts += [4 * block.num_elements, max((program.blocks[part].nbytes for part in low), default=0)]
+                parts += [
+                    4 * min(block.num_elements, MASTER_ELEMENTS),
+                    max((program.blocks[part].nbytes for part in low), default=0),
+                ]
             most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
     return most
