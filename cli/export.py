@@ -37,6 +37,11 @@ _BAR_COLUMNS = 24
 )
 @click.option("--push-to-hub", "hub_id", metavar="ID", help="Send the folder to this repository of the hub, too.")
 @click.option("--private", "is_private", is_flag=True, help="The repository is made private, if it is made.")
+@click.option(
+    "--merge",
+    is_flag=True,
+    help="Of a run with [lora]: write the model with the adapters added. Default: as its config says.",
+)
 @json_option
 def command(
     checkpoint: Path,
@@ -47,6 +52,7 @@ def command(
     model_folder: Path | None,
     hub_id: str | None,
     is_private: bool,
+    merge: bool,
     as_json: bool,
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
@@ -86,6 +92,7 @@ def command(
         dtype=None if dtype == "auto" else getattr(torch, dtype),
         max_shard_size=nbytes,
         model_folder=model_folder,
+        merge=merge or None,
         on_progress=show if is_shown else None,
     )
     if not as_json:

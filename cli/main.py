@@ -33,6 +33,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
+    ("megatrain.models.adapters", "AdapterError", EXIT_CONFIG),
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
     ("megatrain.models.initialize", "InitializationError", EXIT_CONFIG),
     ("megatrain.optim.factory", "ParameterGroupError", EXIT_CONFIG),

@@ -47,7 +47,7 @@ from megatrain.models.folder import ModelFolder, ModelFolderError, read_config
 from megatrain.models.graph import FreezeError, ModelGraph
 from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
-from megatrain.models.load import WeightLoader
+from megatrain.models.load import open_loader
 from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError
 from megatrain.plan import machine
@@ -227,7 +227,7 @@ class _Checkup:
             text = f"{size}; `run` fetches {nbytes} of weights in {_count(len(missing), 'file')} into {model.folder}"
             yield Finding("model", "ok", text)
         else:
-            carried = WeightLoader(folder, graph.model).origin.carried
+            carried = open_loader(folder, graph).origin.carried
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))

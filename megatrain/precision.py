@@ -20,8 +20,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "encode", "high_half"]
+__all__ = ["MASTER_ELEMENTS", "decode", "encode", "high_half"]
 
+#: fp32 weights in memory at a time while blocks are filled: 64 MiB.
+MASTER_ELEMENTS = 16 << 20
 _CONVERT_ELEMENTS = 1 << 18
 """Elements converted at a time: the temporaries stay in the cache and never add up to a second copy of the block."""
 

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.engine.program import DURABLE_KINDS, weight_key
+from megatrain.models.folder import ModelFolderError
+from megatrain.models.in_place import NUM_READERS, FolderSource, layouts_in_place
 from megatrain.plan.machine import existing_parent, own_drive_bytes
-from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
+from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
-from tiered.ext import files_below, plan_chunks
+from tiered.ext import SourceTier, default_links, files_below, plan_chunks
 from tiered.units import format_size
 
 if TYPE_CHECKING:
+    from megatrain.models.load import WeightLoader
     from megatrain.plan.plan import Plan
     from tiered import Event, Schedule, Tier
 
@@ -28,23 +32,31 @@ def open_store(
     *,
     on_notice: Callable[[str], None] = lambda text: None,
     on_event: Callable[[Event], None] | None = None,
+    loader: WeightLoader | None = None,
 ) -> TieredStore:
     """Return the store of a run, without blocks. The caller closes it.
 
     Args:
         on_notice: called with what a person should know about the drives, from any thread.
         on_event: called with every copy and wait, from any thread.
+        loader: of the model's folder, where blocks may have their home.
 
     Raises:
+        ModelFolderError: the folder is not as it was planned with.
         LockedError: another run uses an NVMe path.
         UnusableDirectoryError: an NVMe path holds other files.
     """
     run, checkpoints = plan.run, plan.run.output_dir / CHECKPOINTS_NAME
-    tiers = make_tiers(plan, on_notice)
+    tiers = make_tiers(plan, on_notice, loader)
     try:
+        links = default_links([tier for tier in tiers if tier.name != FOLDER])
+        for tier in tiers:
+            if isinstance(tier, SourceTier):
+                links.append(tier.link_to(next(ram for ram in tiers if ram.name == "ram")))
         store = TieredStore(
             tiers,
             LRU() if run.eviction == "lru" else Belady(),
+            links=links,
             path=str(checkpoints),
             keep_generations=run.checkpoint.keep,
             on_full=run.tiers.on_full,
@@ -60,8 +72,10 @@ def open_store(
     return store
 
 
-def make_tiers(plan: Plan, on_notice: Callable[[str], None] | None = None) -> list[Tier]:
-    """Return the tiers of a run, fast to slow, with the planned capacities."""
+def make_tiers(
+    plan: Plan, on_notice: Callable[[str], None] | None = None, loader: WeightLoader | None = None
+) -> list[Tier]:
+    """Return the tiers of a run, fast to slow, with the planned capacities; without a loader not the model's folder."""
     specs = plan.run.tiers
     tiers: list[Tier] = []
     for name, budget in plan.budgets_by_tier.items():
@@ -70,6 +84,11 @@ def make_tiers(plan: Plan, on_notice: Callable[[str], None] | None = None) -> li
             tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
+        elif name == FOLDER:
+            if loader is not None:
+                tiers.append(
+                    SourceTier(_folder_source(plan, loader), name=FOLDER, path="file", num_threads=NUM_READERS)
+                )
         else:
             tiers.append(
                 NvmeTier(
@@ -88,12 +107,25 @@ def make_tiers(plan: Plan, on_notice: Callable[[str], None] | None = None) -> li
     return tiers
 
 
+def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
+    layouts = plan.graph.layouts.values()
+    wanted = {key: layout for layout in layouts if plan.program.blocks[key := weight_key(layout.name)].in_place}
+    ranges = layouts_in_place(loader, wanted.values())
+    for layout in wanted.values():
+        if layout.name not in ranges:
+            raise ModelFolderError(loader.origin.folder.path, f"has changed since it was planned with: {layout.name}")
+    return FolderSource(loader.origin.folder, wanted, ranges, plan.graph.dtype)
+
+
 def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
-    """Register the blocks of a plan at their homes: weights and optimizer state, or all others."""
+    """Register the blocks of a plan at their homes: weights and optimizer state, or all others.
+
+    Commits hold the first, but those that the model's folder has.
+    """
     for block in plan.program.blocks.values():
         if (block.kind in DURABLE_KINDS) == durable:
             home = plan.placement.homes[block.key]
-            store.register(block.key, (block.num_elements,), block.dtype, home=home, durable=durable)
+            store.register(block.key, (block.num_elements,), block.dtype, home=home, durable=block.is_saved)
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:
@@ -156,7 +188,7 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
     for key, block in plan.program.blocks.items():
         if plan.placement.homes[key] == "nvme":
             cut = plan_chunks(block.nbytes, tiers.rates, tiers.file_bytes)
-            sets = 1 + (spec.num_generations if block.kind in DURABLE_KINDS else 0)
+            sets = 1 + (spec.num_generations if block.is_saved else 0)
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if spec.is_on:

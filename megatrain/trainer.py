@@ -34,19 +34,19 @@ from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import check_losses
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
+from megatrain.engine.program import DURABLE_KINDS
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
 from megatrain.evaluation import Evaluator, load_evaluation_sets
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import check_target, export_model
+from megatrain.models.export import check_merge, check_target, export_adapter, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
-from megatrain.models.load import WeightLoader
+from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan.limits import refuse
-from megatrain.plan.placement import DURABLE_KINDS
 from megatrain.plan.planner import plan_run
 from megatrain.report.history import write_plan, write_summary
 from megatrain.run.activity import Activity
@@ -58,7 +58,7 @@ from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
 from megatrain.tiers import check_drives, open_store, register_blocks, reserve, set_schedule
-from megatrain.weights import RandomWeights, Weights, WeightSource
+from megatrain.weights import AdaptedWeights, RandomWeights, Weights, WeightSource
 from tiered import checksum
 
 if TYPE_CHECKING:
@@ -220,6 +220,8 @@ class Trainer:
         check_loggers(self._logging)
         check_writable(self.config)
         check_target(self.run.output_dir / FINAL_NAME)
+        if self.run.export.merge:
+            check_merge(self.plan.graph)
 
     def _load_data(self) -> None:
         """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
@@ -335,7 +337,10 @@ class Trainer:
         """
         run, plan = self.run, self.plan
         # Everything that can be refused is looked at before anything is allocated.
-        source = self._weight_source()
+        if run.model.hub is not None and not run.model.from_scratch:
+            fetch_weights(run.model.hub, lambda file: self.observer.on_message(str(file)))
+        loader = None if run.model.from_scratch else open_loader(run.model.folder, plan.graph)
+        source = self._weight_source(loader)
         if run.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
         check_drives(plan)
@@ -345,20 +350,21 @@ class Trainer:
         with (
             device_errors_explained(),
             deterministic_kernels(plan.device, model_type, enabled=run.is_deterministic),
-            open_store(plan, on_notice=notice, on_event=self.timeline.on_event) as self.store,
+            open_store(plan, on_notice=notice, on_event=self.timeline.on_event, loader=loader) as self.store,
         ):
             self.weights = Weights(self.store, plan, source, self.activity, notice)
             yield self
 
-    def _weight_source(self) -> WeightSource:
-        model = self.plan.graph.model
-        if self.run.model.from_scratch:
-            return RandomWeights(model, self.run.seed)
-        if self.run.model.hub is not None:
-            fetch_weights(self.run.model.hub, lambda file: self.observer.on_message(str(file)))
-        source = WeightLoader(self.run.model.folder, model)
-        if source.origin.carried.names:
-            self.observer.on_message(str(source.origin.carried))
+    def _weight_source(self, loader: WeightLoader | None) -> WeightSource:
+        graph, spec = self.plan.graph, self.run.model
+        if loader is None:
+            return RandomWeights(graph.model, self.run.seed)
+        if loader.origin.carried.names:
+            self.observer.on_message(str(loader.origin.carried))
+        if graph.adapters is None:
+            return loader
+        source = AdaptedWeights(graph, loader, self.run.seed, None if spec.lora is None else spec.lora.folder)
+        self.observer.on_message(str(source))
         return source
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
@@ -724,6 +730,16 @@ class Trainer:
         self.activity.begin("exporting the model")
         self.end_steps()  # its room serves the fp32 copy of the unit that is written
         run = self.run
+        if self.plan.graph.adapters is not None and not run.export.merge:
+            return export_adapter(
+                self.plan.graph,
+                self.weights.exported,
+                run.output_dir / FINAL_NAME,
+                base_model=run.model.name,
+                dtype=run.export.dtype or run.dtype,
+                copy_from=Path(run.model.tokenizer_folder),
+                record={"step": self.state.step},
+            )
         return export_model(
             self.plan.graph,
             self.weights.exported,

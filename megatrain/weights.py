@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.engine.program import kind_of_key, weight_key
+from megatrain.engine.program import BlockPlan, kind_of_key, weight_key
 from megatrain.engine.step import weight_is_split
+from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
+from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.initialize import Initializer
-from megatrain.models.layout import UnitLayout, entries_within
-from megatrain.plan.placement import DURABLE_KINDS
-from megatrain.precision import decode, encode, high_half
+from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
+from megatrain.plan.placement import FOLDER
+from megatrain.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.run.activity import Activity
 from tiered import GenerationReader
 from tiered.errors import CorruptBlockError, GenerationError
@@ -28,14 +31,12 @@ if TYPE_CHECKING:
 
     from megatrain.checkpoint.resume import Checkpoint
     from megatrain.models.export import ReadMaster
-    from megatrain.models.load import Origin
+    from megatrain.models.graph import ModelGraph
+    from megatrain.models.load import Origin, WeightLoader
     from megatrain.plan.plan import Plan
     from tiered import Lease, TieredStore
 
-__all__ = ["RandomWeights", "WeightSource", "Weights"]
-
-#: fp32 weights in memory at a time while blocks are filled: 64 MiB.
-MASTER_ELEMENTS = 16 << 20
+__all__ = ["AdaptedWeights", "RandomWeights", "WeightSource", "Weights"]
 
 
 class WeightSource(Protocol):
@@ -73,6 +74,81 @@ class RandomWeights:
 
     def load_buffers(self) -> None:
         """Nothing to do: the model made its buffers itself."""
+
+
+class AdaptedWeights:
+    """The weights of a model's folder, and those of the adapters on it.
+
+    Args:
+        graph: has adapters.
+        loader: of the model's own weights.
+        seed: of new adapters.
+        folder: of adapters to start from; None: they are new.
+
+    Raises:
+        AdapterError: those of the folder are of another model.
+    """
+
+    def __init__(self, graph: ModelGraph, loader: WeightLoader, seed: int, folder: str | None) -> None:
+        assert graph.adapters is not None
+        self._graph, self._adapters, self._loader, self._seed = graph, graph.adapters, loader, seed
+        self._entries = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
+        shapes = {name: self._entries[name].shape for name in graph.adapters.names}
+        self._folder = folder
+        self._given = None if folder is None else AdapterWeights(folder, graph.adapters, shapes)
+        self._plain: dict[str, UnitLayout] = {}  # layouts without adapters
+        self._last: tuple[str, Tensor] | None = None
+
+    def __str__(self) -> str:
+        numel = sum(self._entries[name].numel for name in self._adapters.names)
+        share = numel / self._graph.num_parameters
+        start = "new" if self._folder is None else f"from {self._folder}"
+        modules = f"{self._adapters.num_layers} module{'s' if self._adapters.num_layers != 1 else ''}"
+        return f"LoRA: {numel:,} trained parameters ({share:.2%}), adapters of {modules} ({start})"
+
+    @property
+    def origin(self) -> Origin:
+        """The model's folder."""
+        return self._loader.origin
+
+    def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
+        """Write elements of a layout's block into ``out``; see ``WeightSource``."""
+        mine = self._adapters.adapter_names if self._given is None else frozenset(self._adapters.names)
+        for entry, first, last in entries_within(layout, start, start + out.numel()):
+            if entry.name in mine:
+                place = out[entry.offset + first - start : entry.offset + last - start]
+                place.copy_(self._trained(entry).view(-1)[first:last])
+        if layout.name not in self._plain:
+            entries = tuple(entry for entry in layout.entries if entry.name not in mine)
+            self._plain[layout.name] = replace(layout, entries=entries)
+        if self._plain[layout.name].entries:
+            with self._graph.plain_model():
+                self._loader.read(self._plain[layout.name], start, out)
+
+    def _trained(self, entry: TensorEntry) -> Tensor:
+        """Return a tensor that the model's folder does not have; the last one is kept, for its next range."""
+        if self._last is None or self._last[0] != entry.name:
+            tensor = torch.zeros(entry.shape)
+            if self._given is not None:
+                self._given.fill({entry.name: tensor})
+            else:
+                modules = self._adapters.dora_modules([entry.name])
+                base = {module: self._base_weight(f"{module}.weight") for module in modules}
+                self._adapters.initialize({entry.name: tensor}, base, self._seed)
+            self._last = entry.name, tensor
+        return self._last[1]
+
+    def _base_weight(self, name: str) -> Tensor:
+        entry = replace(self._entries[self._graph.owner_of.get(name, name)], offset=0)
+        weight = torch.zeros(entry.shape)
+        with self._graph.plain_model():
+            self._loader.fill(UnitLayout("", (entry,), entry.numel, False), {entry.name: weight})
+        return weight
+
+    def load_buffers(self) -> None:
+        """Fill the persistent buffers of the model."""
+        with self._graph.plain_model():
+            self._loader.load_buffers()
 
 
 class Weights:
@@ -120,10 +196,13 @@ class Weights:
                 that the run began with.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
-        self.carried = self._carried_record(checkpoint)
+        self.carried = {**self._carried_record(checkpoint), **self._base_record(checkpoint)}
+        layouts = self._plan.graph.layouts.values()
         if checkpoint is None:
-            self._fill()
+            self._fill(list(layouts))
             self._zero_state()
+        else:
+            self._fill([layout for layout in layouts if self._weight(layout).in_folder])
         self.source.load_buffers()
         return checkpoint
 
@@ -148,7 +227,7 @@ class Weights:
             return
         reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
         for key, block in self._plan.program.blocks.items():
-            if block.kind in DURABLE_KINDS:
+            if block.is_saved:
                 with self._store.acquire(key, "ram", "w") as lease:
                     reader.read(key, lease.tensor)
                 self._evict(key)
@@ -167,13 +246,30 @@ class Weights:
             )
         return record
 
-    def _fill(self) -> None:
-        layouts = self._plan.graph.layouts.values()
+    def _base_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+        """Return what tells the folder's weights, of which a checkpoint has no copy, from others."""
+        origin = self.source.origin
+        if origin is None or not any(block.in_folder for block in self._plan.program.blocks.values()):
+            return {}
+        record = {BASE_CHECKSUM: origin.folder.fingerprint()}
+        before = {} if checkpoint is None else checkpoint.state.model
+        if before.get(BASE_CHECKSUM, record[BASE_CHECKSUM]) != record[BASE_CHECKSUM]:
+            raise CheckpointError(
+                f"{origin.folder.path}: its weights are no longer those that {checkpoint} began with, which holds what "
+                "was trained only. Bring the original files back, or name another output_dir"
+            )
+        return record
+
+    def _weight(self, layout: UnitLayout) -> BlockPlan:
+        return self._plan.program.blocks[weight_key(layout.name)]
+
+    def _fill(self, layouts: Sequence[UnitLayout]) -> None:
         doing = "making random weights" if self.source.origin is None else "loading weights"
         self._activity.begin(doing, num_bytes=self._durable_bytes)
         for number, layout in enumerate(layouts):
             self._activity.come_to(number, unit=layout.name, num_parts=len(layouts))
-            self._fill_layout(layout)
+            if self._plan.placement.homes[weight_key(layout.name)] != FOLDER:  # else it is read when it is used
+                self._fill_layout(layout)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
         weight = weight_key(layout.name)
@@ -228,7 +324,7 @@ class Weights:
 
     @property
     def _durable_bytes(self) -> int:
-        return sum(block.nbytes for block in self._plan.program.blocks.values() if block.kind in DURABLE_KINDS)
+        return sum(block.nbytes for block in self._plan.program.blocks.values() if block.is_saved)
 
     def _count(self, *keys: str) -> None:
         blocks = self._plan.program.blocks

@@ -68,6 +68,7 @@ RESTRICTED = {
     "lightning": ("megatrain/embed/integrations/lightning.py", "megatrain/embed/integrations/lightning_files.py"),
     "liger_kernel": ("megatrain/models/liger.py",),
     "numba": ("megatrain/optim/kernels.py",),
+    "peft": ("megatrain/models/adapters.py",),
     "greenlet": ("megatrain/engine/",),
     "triton": ("megatrain/optim/triton_kernels.py",),
     "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
+    from tiered.file_io import drop_cached, open_direct, read_all
     from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
     from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
     from tiered.links.route import default_links
+    from tiered.links.source import BlockSource, ReadPart, SourceTier
     from tiered.movement import route
     from tiered.policies import Candidate, EvictionPolicy
     from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         DescribingTier,
         Ledger,
         PausingTier,
+        ReadOnlyTier,
         Slot,
         StreamTier,
         Tier,
@@ -60,6 +63,9 @@ __all__ = [
     "may_open_driver",
     "probe_kvikio",
     "default_links",
+    "BlockSource",
+    "ReadPart",
+    "SourceTier",
     "route",
     "Candidate",
     "EvictionPolicy",
@@ -70,6 +76,7 @@ __all__ = [
     "DescribingTier",
     "Ledger",
     "PausingTier",
+    "ReadOnlyTier",
     "Slot",
     "StreamTier",
     "Tier",
@@ -89,6 +96,9 @@ __all__ = [
     "unlock_directory",
     "WearCounter",
     "dtype_from_name",
+    "drop_cached",
+    "open_direct",
+    "read_all",
     "HostSlab",
     "view_as",
     "DurableTier",
@@ -114,6 +124,10 @@ _HOMES = {
     "Meter": "links.base",
     "Orphan": "tiers.cleanup",
     "PausingTier": "tiers.base",
+    "ReadOnlyTier": "tiers.base",
+    "BlockSource": "links.source",
+    "ReadPart": "links.source",
+    "SourceTier": "links.source",
     "SNAPSHOT_FOLDER": "durable.manifest",
     "SimulatedChannel": "simulation",
     "SimulatedClock": "simulation",
@@ -133,6 +147,9 @@ _HOMES = {
     "check_rates": "tiers.stripe",
     "default_links": "links.route",
     "dtype_from_name": "tiers.layout",
+    "drop_cached": "file_io",
+    "open_direct": "file_io",
+    "read_all": "file_io",
     "files_below": "tiers.directory",
     "find_directories": "tiers.cleanup",
     "find_orphans": "tiers.cleanup",

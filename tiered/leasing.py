@@ -80,6 +80,10 @@ class Leasing:
         with self.movement.changed:
             self.check_open()
             targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]
+            for block, _, mode in targets:
+                if mode != "r" and block.spec.home in self.movement.read_only_tiers:
+                    text = f"block '{block.spec.key}' is at home in the read-only tier '{block.spec.home}'"
+                    raise LeaseError(f"{text}: a lease of mode '{mode}' is not possible")
             # Before the first wait: a wanted copy is no candidate for eviction, so what arrives for one target stays
             # while the next one is fetched.
             for _, copy, _ in targets:
@@ -352,7 +356,7 @@ class Leasing:
                 for copy in block.copies.values():
                     if not copy.is_home and copy.slot is not None:
                         self.movement.drop(copy)
-                if block.home.state is CopyState.CLEAN:
+                if block.home.state is CopyState.CLEAN and block.spec.home not in self.movement.read_only_tiers:
                     block.home.move(CopyState.STALE)
                 self.movement.unsaved.pop(block, None)
             self.movement.pump()

@@ -20,7 +20,7 @@ from tiered.prefetch import Travels, next_fetches
 from tiered.records import Block, Copy
 from tiered.schedule import NEVER, Access, Schedule
 from tiered.simulation import SimulatedClock
-from tiered.tiers.base import PausingTier, Slot, StreamTier, Tier
+from tiered.tiers.base import PausingTier, ReadOnlyTier, Slot, StreamTier, Tier
 from tiered.tiers.snapshots import DurableTier
 from tiered.transfer import Transfer, Waiting
 
@@ -33,6 +33,7 @@ class Movement:
         stream_tiers: by name, those on a device with streams.
         durable_tiers: by name, those whose files commits keep by links.
         pausing_tiers: those whose writes may wait for room.
+        read_only_tiers: names of those whose homes hold their contents from the start.
         time_s: the clock that stalls are measured with.
         now: the trainer's tick.
         schedule: the known future, or None.
@@ -62,6 +63,10 @@ class Movement:
         self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
         self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
+        self.read_only_tiers = {tier.name for tier in tiers if isinstance(tier, ReadOnlyTier) and tier.is_read_only}
+        # A read-only tier is beside the others: nothing passes it, and what is at home there has no nearer place.
+        writable = [name for name in self.order if name not in self.read_only_tiers]
+        self._distance = {name: len(self.order) for name in self.order} | {n: at for at, n in enumerate(writable)}
         self.links = {(link.src, link.dst): link for link in links}
         self.policy = policy
         self.counters = Counters()
@@ -143,9 +148,9 @@ class Movement:
         return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
-        here = self.order.index(tier)
+        here = self._distance[tier]
         valid = [copy for copy in block.copies.values() if copy.state.is_valid]
-        return min(valid, key=lambda copy: abs(self.order.index(copy.tier) - here), default=None)
+        return min(valid, key=lambda copy: abs(self._distance[copy.tier] - here), default=None)
 
     def _hop_towards(self, src: str, dst: str) -> str:
         """Return the tier from which ``dst`` is filled on the way from ``src``: ``src`` itself or a neighbour."""
@@ -386,7 +391,8 @@ class Movement:
         block = self.blocks.get(access.key)
         if block is None or (block.spec.home, access.tier) in self.links:
             return {}
-        return {name: self.tiers[name].slot_bytes(block.spec.nbytes) for name in stops(self.order, block, access)}
+        names = stops(self.order, block, access, self.links)
+        return {name: self.tiers[name].slot_bytes(block.spec.nbytes) for name in names}
 
     def _prefetch(self, access: Access) -> bool:
         """Start one fetch; False when room ran out, so that nothing later overtakes it."""
@@ -408,27 +414,31 @@ class Movement:
 
 
 def route(order: Sequence[str], src: str, dst: str, direct: Container[tuple[str, str]] = ()) -> list[tuple[str, str]]:
-    """Return the links that a copy takes: the direct one, else neighbour by neighbour. Plans use the same rule.
+    """Return the links that a copy takes: from each tier the one that goes furthest. Plans use the same rule.
 
     Args:
         order: names of the tiers, fast to slow.
         direct: pairs of tiers with a link between them; neighbours need not be named.
     """
-    if (src, dst) in direct:
-        return [(src, dst)]
-    a, b = order.index(src), order.index(dst)
-    step = 1 if b > a else -1
-    return [(order[i], order[i + step]) for i in range(a, b, step)]
+    here, end = order.index(src), order.index(dst)
+    step = 1 if end > here else -1
+    links = []
+    while here != end:
+        onward = (there for there in range(end, here, -step) if (order[here], order[there]) in direct)
+        there = next(onward, here + step)
+        links.append((order[here], order[there]))
+        here = there
+    return links
 
 
-def stops(order: Sequence[str], block: Block, access: Access) -> Sequence[str]:
+def stops(order: Sequence[str], block: Block, access: Access, direct: Container[tuple[str, str]] = ()) -> Sequence[str]:
     """Return the tiers between a block's home and an access in which it has or will have a copy on its way.
 
     Args:
         order: names of the tiers, fast to slow.
+        direct: as for ``route``.
     """
-    first, last = sorted((order.index(access.tier), order.index(block.spec.home)))
-    between = order[first + 1 : last]
+    between = [src for src, _ in route(order, block.spec.home, access.tier, direct)[1:]]
     target = block.copies.get(access.tier)
     if access.mode == "r" and target is not None and target.state.is_valid:  # it came by, and will not go back
         return [name for name in between if name in block.copies and block.copies[name].slot is not None]

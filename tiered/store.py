@@ -130,12 +130,12 @@ class TieredStore:
     def register(
         self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
     ) -> BlockSpec:
-        """Declare a block and reserve its home slot now.
+        """Declare a block and reserve its home slot now. At home in a ``ReadOnlyTier`` it has its contents already.
 
         Raises:
             CapacityError: the home tier has no room for it.
             TransferError: the machine refused the space (disk full).
-            ValueError: a key in use or malformed, or an unknown tier.
+            ValueError: a key in use or malformed, an unknown tier, or a durable block in a read-only one.
         """
         spec = BlockSpec(key, tuple(shape), dtype, home, durable)
         with self._changed:
@@ -143,12 +143,17 @@ class TieredStore:
             if key in self._blocks:
                 raise ValueError(f"block '{key}' is registered already")
             tier = self._leasing.tier(home)
+            if durable and home in self._movement.read_only_tiers:
+                raise ValueError(f"block '{key}': commits do not hold what is at home in '{home}'; write durable=False")
             block = Block(spec)
             slot = self._leasing.home_slot_locked(block, tier)
             block.home.slot = slot
             self._movement.home_bytes[home] += slot.slot_bytes
             if isinstance(tier, DescribingTier):
                 tier.describe(slot, spec.shape, dtype)
+            if home in self._movement.read_only_tiers:
+                block.home.move(CopyState.FILLING)
+                block.home.move(CopyState.CLEAN)
             self._movement.add(block)
         return spec
 

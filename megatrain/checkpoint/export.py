@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ from megatrain.config.resolve import resolve_export, resolve_model
 from megatrain.config.resolved import config_from_toml
 from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import ReadMaster, check_target, export_model
+from megatrain.models.export import ReadMaster, check_target, export_adapter, export_model
+from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.layout import UnitLayout
-from megatrain.models.load import WeightLoader
-from megatrain.precision import decode
+from megatrain.models.load import WeightLoader, open_loader
+from megatrain.precision import decode, high_half
 from tiered import GenerationReader, list_generations
 from tiered.errors import TieredError
 from tiered.ext import dtype_from_name
@@ -44,6 +46,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | None = None,
     model_folder: Path | str | None = None,
+    merge: bool | None = None,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: a few pieces of 16 MiB.
@@ -55,6 +58,7 @@ def export_checkpoint(
         dtype: of the weights; default: as the run's config says. fp32 gives the exact master weights.
         max_shard_size: weight bytes in one file; default: as the run's config says.
         model_folder: a copy of the model's folder, where the one of the run is gone.
+        merge: add adapters to the model's weights, or write them alone; default: as the run's config says.
 
     Returns:
         The absolute path of the finished folder.
@@ -72,19 +76,30 @@ def export_checkpoint(
     source = _Source(found, on_progress)
     folder = _model_folder(found, model, model_folder)
     graph = replace(model, folder=str(folder)).build(source.dtype)
-    source.check(graph, folder)
-    origin = None if model.from_scratch else WeightLoader(folder, graph.model).origin
+    loader = None if model.from_scratch else open_loader(folder, graph)
+    source.check(graph, folder, loader)
     # Where the model's folder was given anew, so is that of its tokenizer.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
+    copy_from = companions if companions.is_dir() else folder
+    if graph.adapters is not None and not (spec.merge if merge is None else merge):
+        return export_adapter(
+            graph,
+            source.weights,
+            out,
+            base_model=model.name if model_folder is None else str(folder),
+            dtype=dtype or spec.dtype or graph.dtype,
+            copy_from=copy_from,
+            record={"step": found.state.step},
+        )
     return export_model(
         graph,
         source.weights,
         out,
         dtype=dtype or spec.dtype or graph.dtype,
         max_shard_nbytes=max_shard_size or spec.max_shard_bytes,
-        copy_from=companions if companions.is_dir() else folder,
+        copy_from=copy_from,
         record={"step": found.state.step},
-        origin=origin,
+        origin=None if loader is None else loader.origin,
         carried_checksum=found.state.model.get(CARRIED_CHECKSUM),
         on_bytes=source.on_bytes,
     )
@@ -114,11 +129,20 @@ class _Source:
             raise CheckpointError(f"{found} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint")
         self.dtype = dtype_from_name(dtypes.pop())
 
-    def check(self, graph: ModelGraph, folder: Path) -> None:
-        """Raise ``CheckpointError`` unless the blocks are those of this model."""
+    def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
+        """Raise ``CheckpointError`` unless the blocks are those of this model.
+
+        Args:
+            loader: of frozen weights, which are in the folder only.
+        """
+        self._graph, self._loader = graph, loader
+        if loader is not None and BASE_CHECKSUM in self._found.state.model:
+            self._check_base(loader)
         expected = {weight_key(layout.name): layout.num_elements for layout in graph.layouts.values()}
         blocks = self._reader.blocks
         found = {key: record.shape[0] for key, record in blocks.items() if key.endswith("/weight")}
+        in_folder = set() if loader is None else {weight_key(x.name) for x in graph.layouts.values() if not x.trainable}
+        expected = {key: size for key, size in expected.items() if key in found or key not in in_folder}
         different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
         if different:
             key = different[0]
@@ -132,6 +156,9 @@ class _Source:
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield what reads a unit's fp32 master weights; a ``WeightSource``."""
         self._unit = layout.name
+        if weight_key(layout.name) not in self._reader.blocks:
+            yield partial(self._read_folder, layout)
+            return
         weight = weight_key(layout.name)
         lows = self._parts(state_key(layout.name, "low"))
 
@@ -185,6 +212,26 @@ class _Source:
             with self._explained():
                 self._kept[kind] = key, start, self._reader.read_range(key, start, stop)
         return self._kept[kind][2]
+
+    def _check_base(self, loader: WeightLoader) -> None:
+        folder = loader.origin.folder
+        if folder.fingerprint() != self._found.state.model[BASE_CHECKSUM]:
+            raise CheckpointError(
+                f"{folder.path}: its weights are not those that {self._found} began with, which holds what was trained "
+                "only. Bring the original files back, or name a copy of the folder: --model FOLDER"
+            )
+
+    def _read_folder(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
+        """Return a range of frozen weights, rounded to what the run computed with."""
+        assert self._loader is not None
+        master = torch.zeros(stop - start)
+        with self._graph.plain_model():
+            self._loader.read(layout, start, master)
+        if self.dtype != torch.float32:
+            high = torch.empty(stop - start, dtype=self.dtype)
+            high_half(master, high)
+            master.copy_(high)
+        return master
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

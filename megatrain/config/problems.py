@@ -332,6 +332,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_schedule(config),
         *_check_attention(config),
         *_check_kernels(config),
+        *_check_lora(config),
         *_check_checkpoint(config),
         *_check_tiers(config),
         *_check_emulated_gpu(config),
@@ -361,6 +362,10 @@ def find_warnings(config: RunConfig) -> list[str]:
                 warnings.append(f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}")
     if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
+    if config.export.merge and not config.lora.is_on:
+        warnings.append("export.merge has no effect without [lora]")
+    if config.lora.is_on and config.model.freeze:
+        warnings.append("model.freeze has little to do beside [lora], which trains adapters only")
     if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
         warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
     return warnings
@@ -558,6 +563,29 @@ def _check_kernels(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _check_lora(config: RunConfig) -> Iterator[Problem]:
+    table = config.lora
+    given = [name for name, field in type(table).model_fields.items() if getattr(table, name) != field.get_default()]
+    if not table.is_on:
+        if given:
+            yield Problem("lora.r", f"[lora] has {given[0]}, but no r", "Write r = 16, for example")
+        return
+    if table.adapter_name_or_path is not None:
+        own = [name for name in given if name not in ("adapter_name_or_path", "lora_dropout")]
+        if own:
+            yield Problem(
+                f"lora.{own[0]}",
+                f"lora.{own[0]} goes with new adapters; those of lora.adapter_name_or_path have their own settings",
+                "Leave one of the two out",
+            )
+    if config.model.train_from_scratch:
+        yield Problem(
+            "model.train_from_scratch",
+            "model.train_from_scratch = true with [lora]: adapters are trained on the weights of a folder",
+            "Leave one of the two out",
+        )
+
+
 def _check_checkpoint(config: RunConfig) -> Iterator[Problem]:
     table = config.checkpoint
     if table.save_strategy == "time" and table.save_interval is None:
@@ -602,6 +630,10 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
                 key,
                 f'{key} names "nvme", but there is no [[tiers.nvme]]',
                 'Write [[tiers.nvme]] and below it path = "state"',
+            )
+        if "folder" in wanted and (kind != "weights" or config.model.train_from_scratch):
+            yield Problem(
+                key, f'{key} names "folder", where only frozen weights of a model can be', 'Leave "folder" out'
             )
         if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')

@@ -17,6 +17,7 @@ from megatrain.data.sources import Source
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.evaluation import EvaluationSource, EvaluationSpec
+from megatrain.models.adapters import LoraSpec
 from megatrain.models.export import ExportSpec
 from megatrain.models.graph import ModelSpec
 from megatrain.models.hub import HubModel, locate
@@ -25,7 +26,7 @@ from megatrain.optim.factory import OptimizerSpec
 from megatrain.optim.lr import ScheduleSpec
 from megatrain.plan import machine
 from megatrain.plan.machine import DriveSpec, TierSpecs
-from megatrain.plan.placement import MIN_GENERATIONS, PlacementSpec
+from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
 from megatrain.plan.plan import BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Literal
 
-    from megatrain.config.schema import DatasetConfig, OptimizerConfig, RunConfig
+    from megatrain.config.schema import DatasetConfig, LoraConfig, OptimizerConfig, RunConfig
     from megatrain.plan.machine import PlannedMachine
 
 __all__ = [
@@ -118,6 +119,28 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         compile_backend=table.compile_backend if table.compile else None,
         use_liger_kernel=table.use_liger_kernel,
         mlp_rows=table.mlp_rows,
+        lora=_lora(config.lora),
+    )
+
+
+def _lora(table: LoraConfig) -> LoraSpec | None:
+    if not table.is_on:
+        return None
+    return LoraSpec(
+        r=table.r,
+        lora_alpha=table.lora_alpha,
+        lora_dropout=table.lora_dropout,
+        target_modules=table.target_modules if table.target_modules != "auto" else None,
+        target_parameters=table.target_parameters,
+        exclude_modules=table.exclude_modules or None,
+        modules_to_save=table.modules_to_save,
+        layers_to_transform=table.layers_to_transform,
+        rank_pattern=table.rank_pattern,
+        alpha_pattern=table.alpha_pattern,
+        use_rslora=table.use_rslora,
+        use_dora=table.use_dora,
+        init_lora_weights=table.init_lora_weights,
+        folder=table.adapter_name_or_path,
     )
 
 
@@ -273,10 +296,13 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
         "optimizer": table.optimizer,
     }
     default = [tier for tier in tiers if tier != "gpu"]
-    homes: dict[Kind, Sequence[str]] = {}
+    homes: dict[Kind | Literal["in place"], Sequence[str]] = {}
     for kind in KINDS:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
+    # Frozen weights are in the folder already: another drive would hold a second copy of them.
+    names = (*(tier for tier in default if tier != "nvme"), FOLDER) if table.weights == "auto" else table.weights
+    homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
 
 
@@ -312,7 +338,7 @@ def resolve_export(config: RunConfig) -> ExportSpec:
     """Return how the trained model is written."""
     table = config.export
     dtype = None if table.dtype == "auto" else getattr(torch, table.dtype)
-    return ExportSpec(dtype=dtype, max_shard_bytes=table.max_shard_size)
+    return ExportSpec(dtype=dtype, max_shard_bytes=table.max_shard_size, merge=table.merge)
 
 
 def resolve_evaluation(config: RunConfig) -> EvaluationSpec:

@@ -155,8 +155,8 @@ def _prefetch(value: object) -> object:
     return _plain_size(value)
 
 
-TierName = Literal["gpu", "ram", "nvme"]
-_TIER = {"type": "string", "enum": ["gpu", "ram", "nvme"]}
+TierName = Literal["gpu", "ram", "folder", "nvme"]
+_TIER = {"type": "string", "enum": ["gpu", "ram", "folder", "nvme"]}
 _REPORTS = ["jsonl", "tensorboard", "wandb"]
 AUTO_SIZE = Size("auto")
 
@@ -165,6 +165,13 @@ ConfigPath = Annotated[
     Path, BeforeValidator(_as_path), PlainSerializer(str), WithJsonSchema({"type": "string", "minLength": 1}), _path()
 ]
 ModelPath = Annotated[str, _path(name=r"[\w.-]+/[\w.-]+|[\w-]+")]
+AdapterPath = Annotated[str, Field(min_length=1), _path()]
+TargetModules = Annotated[
+    str | Annotated[tuple[str, ...], Field(min_length=1)],
+    BeforeValidator(_as_tuple),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+    _is_not("names no modules", 'Write a list of names: ["q_proj", "v_proj"], "all-linear" or "auto"'),
+]
 #: owner/name; what ends as files do is a file.
 DatasetPath = Annotated[str, _path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+")]
 TemplatePath = Annotated[str, _path("auto")]
@@ -301,6 +308,46 @@ class ModelConfig(Table):
     freeze: Listed[str] = key(
         'Globs of parameter names that stay as they are, e.g. ["model.embed_tokens.*"].', (), alters="yes"
     )
+
+
+class LoraConfig(Table, json_schema_extra=_all_alter("yes")):
+    """``[lora]``: small adapters that are trained in place of the model, with peft's names and files."""
+
+    r: int = key("Rank of the adapters, e.g. 16. 0: there are none, and the model itself is trained.", 0, ge=0)
+    lora_alpha: float = key("Adapters are scaled by lora_alpha / r.", 8.0, gt=0)
+    lora_dropout: float = key("Share of an adapter's inputs that is dropped.", 0.0, ge=0, lt=1)
+    target_modules: TargetModules = key(
+        'Modules with adapters: names or their ends, e.g. ["q_proj", "v_proj"]; "all-linear"; a regular expression of '
+        "whole names. auto: those that peft chooses for this kind of model.",
+        "auto",
+    )
+    target_parameters: Listed[str] = key(
+        "Parameters with adapters that are no module's weight, such as those of fused experts: "
+        '["mlp.experts.gate_up_proj"]. Not with lora_dropout.',
+        (),
+    )
+    exclude_modules: Listed[str] = key("Of those the ones without.", ())
+    modules_to_save: Listed[str] = key(
+        'Modules that are trained as a whole beside the adapters, and saved with them, e.g. ["lm_head"].', ()
+    )
+    layers_to_transform: Listed[int] = key("Numbers of the layers that get adapters. Default: all.", ())
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = key("Name of a module -> its own r.", {})
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = key("Name of a module -> its own lora_alpha.", {})
+    use_rslora: bool = key("Scale by lora_alpha / sqrt(r).", False)
+    use_dora: bool = key("DoRA: magnitudes of the rows of each weight are trained as well.", False)
+    init_lora_weights: Literal["gaussian"] | bool = key("true: Kaiming's rule for A, zeros for B.", True)
+    adapter_name_or_path: AdapterPath | None = key(
+        "Folder of an adapter, as peft or an earlier run wrote it, that training starts from. Its settings hold; only "
+        "lora_dropout is taken from here. Default: a new one.",
+        None,
+        alters="by contents",
+        same_name="LLaMA-Factory",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.r > 0 or self.adapter_name_or_path is not None
 
 
 class PrecisionConfig(Table, json_schema_extra=_all_alter("yes")):
@@ -624,6 +671,7 @@ class ExportConfig(Table, json_schema_extra=_all_alter("no")):
     format: Literal["safetensors"] = key("Config, tokenizer, shards and index.", "safetensors")
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto: the compute dtype.", "auto")
     max_shard_size: PlainSize = key('Largest file, e.g. "5GB".', 5 * 10**9, ge=1)
+    merge: bool = key("[lora]: write the model with its adapters added; false: the adapters alone.", False)
 
 
 class LoggingConfig(Table, json_schema_extra=_all_alter("no")):
@@ -712,7 +760,11 @@ class TiersConfig(Table, json_schema_extra=_all_alter("no")):
 class PlacementConfig(Table, json_schema_extra=_all_alter("no")):
     """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
 
-    weights: Preference = key("Parameters in the compute dtype.", "auto")
+    weights: Preference = key(
+        "Parameters in the compute dtype. Frozen ones may stay in the model's folder and be read from there each time: "
+        '"folder"; with auto all those do that have no room in RAM.',
+        "auto",
+    )
     gradients: Preference = key("Gradient sums.", "auto")
     optimizer: Preference = key("Optimizer state, and the low halves of bf16 parameters.", "auto")
     activations: Preference = key("Inputs of layers, kept for the recompute.", "auto")
@@ -783,6 +835,7 @@ class RunConfig(Table):
         same_name="transformers",
     )
     model: ModelConfig = key("What is trained.")
+    lora: LoraConfig = key("Adapters in place of the model.", default_factory=LoraConfig)
     precision: PrecisionConfig = key("Number formats.", default_factory=PrecisionConfig)
     data: DataConfig = key("Rows, masks and their arrangement.")
     training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)

@@ -156,10 +156,10 @@ def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Prob
     if whole.cut_weight is None:
         return None
     vocab_size = whole.losses[0][0][-1]
-    parameters = dict(graph.model.named_parameters())
+    shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
     units = (graph.units[index] for index in whole.called)
     others = {owner for unit in units for _, owner, _ in unit.params} - {whole.cut_weight}
-    if any(tuple(parameters[name].shape) != (vocab_size,) for name in others):
+    if any(shapes[name] != (vocab_size,) for name in others):
         return None
     num_columns = max(1, vocab_size // 2)
     half = _Probe(graph, candidates, num_columns)

@@ -13,7 +13,7 @@ both into the leases of a step; the engine asks for them through `BlockAccess` w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatrain.optim.base import StateKind
 
 __all__ = [
+    "DURABLE_KINDS",
     "KINDS",
     "BlockAccess",
     "BlockPlan",
@@ -145,6 +146,9 @@ Stays = Mapping[tuple[int, str], int]
 #: (key, mode) of blocks that are leased together.
 Group = tuple[tuple[str, Mode], ...]
 
+#: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
+DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
+
 #: Order in which kinds are shown, and preferred for the faster tier where they save equally many bytes.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
@@ -155,6 +159,8 @@ class BlockPlan:
 
     Attributes:
         part_of: key that all parts together would have; empty: it is no part.
+        in_folder: it is never written, and the model's folder has its contents: no checkpoint needs to hold it.
+        in_place: and it can be read from there each time that it is used: its home may be the folder.
     """
 
     key: str
@@ -162,6 +168,8 @@ class BlockPlan:
     num_elements: int
     dtype: torch.dtype
     part_of: str = ""
+    in_folder: bool = False
+    in_place: bool = False
 
     @property
     def whole(self) -> str:
@@ -171,6 +179,11 @@ class BlockPlan:
     @property
     def nbytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint holds it."""
+        return self.kind in DURABLE_KINDS and not self.in_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +402,8 @@ class ProgramBuilder:
         updates_in_compute_tier: see ``StepProgram``.
         updates_beside_device: where a device computes, the host updates a layer while the next one is computed. Takes
             one more layer's gradients where updates are not deferred.
+        frozen_in_folder: see ``BlockPlan.in_folder``; False: the model has no folder with weights.
+        in_place: names of layouts, see ``BlockPlan.in_place``.
     """
 
     def __init__(
@@ -405,7 +420,10 @@ class ProgramBuilder:
         defer_updates: bool = True,
         updates_in_compute_tier: bool = False,
         updates_beside_device: bool = True,
+        frozen_in_folder: bool = False,
+        in_place: Collection[str] = (),
     ) -> None:
+        self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
         self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
@@ -441,7 +459,15 @@ class ProgramBuilder:
 
     def _parameter_blocks(self) -> Iterator[BlockPlan]:
         for layout in self._graph.layouts.values():
-            yield BlockPlan(weight_key(layout.name), "weights", layout.num_elements, self._compute_dtype)
+            in_folder = self._frozen_in_folder and not layout.trainable
+            yield BlockPlan(
+                weight_key(layout.name),
+                "weights",
+                layout.num_elements,
+                self._compute_dtype,
+                in_folder=in_folder,
+                in_place=in_folder and layout.name in self._in_place,
+            )
             if not self._is_trained(layout):
                 continue
             for kind in self._state_kinds:

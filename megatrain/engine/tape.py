@@ -240,7 +240,8 @@ class TapeStore:
         if use.release is Release.DISCARD:
             self._store.discard(key)
         elif use.release is not Release.HOME:
-            passed_ram = tier == "gpu" and self._homes[key] == "nvme" and not self._store.is_linked("nvme", "gpu")
+            home = self._homes[key]
+            passed_ram = tier == "gpu" and home not in ("ram", "gpu") and not self._store.is_linked(home, "gpu")
             if passed_ram and not use.was_pinned:
                 # The copy in RAM, on the way between drive and GPU, first: while it is there, the prefetcher could
                 # fetch the next use from it. A pinned copy left none: one in RAM then was fetched for a use there.

@@ -8,11 +8,12 @@ conversion, where it does more than stack, join, cut and turn them.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -23,6 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megatrain.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_PREFIX
 from megatrain.models.checkpoint_names import Conversion, plan_export, tied_groups
 from megatrain.models.folder import (
     INDEX_FILE,
@@ -30,11 +32,14 @@ from megatrain.models.folder import (
     SINGLE_FILE,
     ModelFolder,
     ModelFolderError,
+    TensorFile,
+    Tensors,
     dtype_name,
     read_config_json,
     some,
     tensor_bytes,
 )
+from megatrain.models.layout import entries_within
 from megatrain.models.regions import Region, gather
 from megatrain.models.skeleton import dtypes_when_loaded
 from tiered.units import format_size
@@ -44,7 +49,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from megatrain.models.layout import UnitLayout
+    from megatrain.models.adapters import Adapters
+    from megatrain.models.layout import TensorEntry, UnitLayout
     from megatrain.models.load import Origin
 
 __all__ = [
@@ -57,7 +63,9 @@ __all__ = [
     "ShardPlan",
     "ShardWriter",
     "WeightSource",
+    "check_merge",
     "check_target",
+    "export_adapter",
     "export_model",
     "plan_shards",
 ]
@@ -70,10 +78,12 @@ class ExportSpec:
     Attributes:
         dtype: of the weights; None: the one that layers compute in.
         max_shard_bytes: weights in one file, at most.
+        merge: adapters are added to the model's weights; else they alone are written.
     """
 
     dtype: torch.dtype | None
     max_shard_bytes: int
+    merge: bool = False
 
 
 #: Bytes of the widest number that is read for one that is written.
@@ -212,14 +222,17 @@ class ShardWriter:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that verify reads the drive
 
-    def verify(self) -> None:
-        """Read headers and every tensor back and compare the checksums. Needs ``config.json`` in the folder.
+    def verify(self, folder: Tensors | None = None) -> None:
+        """Read headers and every tensor back and compare the checksums.
+
+        Args:
+            folder: what was written, opened anew; default: a model's folder, which needs its ``config.json`` by then.
 
         Raises:
             DamagedShardError: the drive gave back something else; names the tensor.
             ModelFolderError: a header is damaged.
         """
-        folder = ModelFolder(self._folder)
+        folder = folder or ModelFolder(self._folder)
         for name, expected in self._tensors.items():
             record = folder.records.get(name)
             if record is None or record.shape != tuple(expected.shape) or record.dtype != expected.dtype:
@@ -283,6 +296,9 @@ class ExportedGraph(Protocol):
     @property
     def layouts(self) -> Mapping[str, UnitLayout]: ...
 
+    @property
+    def adapters(self) -> Adapters | None: ...
+
 
 def export_model(
     graph: ExportedGraph,
@@ -298,7 +314,7 @@ def export_model(
     carried_checksum: str | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
-    """Write the model as a Hugging Face folder that ``from_pretrained`` opens.
+    """Write the model as a Hugging Face folder that ``from_pretrained`` opens; adapters are merged into its weights.
 
     With an ``origin`` it has all tensors of that folder under their names, its config and its class: what is trained in
     ``dtype``, the rest byte by byte as it is there.
@@ -327,6 +343,38 @@ def export_model(
     """
     out = Path(out_dir).absolute()
     check_target(out)
+    if graph.adapters is not None:
+        check_merge(graph)
+        source = _merging(graph, graph.adapters, source)
+    with nullcontext() if graph.adapters is None else graph.adapters.detached():
+        return _export_model(
+            graph,
+            source,
+            out,
+            dtype,
+            max_shard_nbytes,
+            tokenizer,
+            copy_from,
+            record,
+            origin,
+            carried_checksum,
+            on_bytes,
+        )
+
+
+def _export_model(
+    graph: ExportedGraph,
+    source: WeightSource,
+    out: Path,
+    dtype: torch.dtype,
+    max_shard_nbytes: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    copy_from: Path | str | None,
+    record: Mapping[str, int] | None,
+    origin: Origin | None,
+    carried_checksum: str | None,
+    on_bytes: OnBytes,
+) -> Path:
     model = graph.model
     steps, inputs = _plan(model, dtype, origin)
     layout_of = _layouts_by_name(graph)
@@ -360,6 +408,127 @@ def export_model(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
     return out
+
+
+def export_adapter(
+    graph: ExportedGraph,
+    source: WeightSource,
+    out_dir: Path | str,
+    *,
+    base_model: str,
+    dtype: torch.dtype = torch.bfloat16,
+    copy_from: Path | str | None = None,
+    record: Mapping[str, int] | None = None,
+) -> Path:
+    """Write the adapters of a graph as a folder that peft opens, with the tokenizer's files beside them.
+
+    Args:
+        graph: has adapters.
+        source: gives the master weights of one layout at a time.
+        out_dir: as in `export_model`.
+        base_model: folder or hub name of the model that the adapters belong to, for ``adapter_config.json``.
+        dtype: of the adapters.
+        copy_from: the folder of the tokenizer.
+        record: more keys for ``export.json``.
+
+    Returns:
+        The absolute path of the finished folder.
+
+    Raises:
+        ExportError: as `export_model`.
+    """
+    adapters = graph.adapters
+    assert adapters is not None
+    out = Path(out_dir).absolute()
+    check_target(out)
+    layouts = [layout for layout in graph.layouts.values() if layout.trainable]
+    shapes = {entry.name: entry.shape for layout in layouts for entry in layout.entries}
+    tensors = {f"{FILE_PREFIX}{name}": torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    shards = [_plan_file(ADAPTER_WEIGHTS, list(tensors), tensors)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(out, shards[0].nbytes)
+    partial = _fresh_sibling(out, "partial")
+    try:
+        writer = ShardWriter(partial, shards, tensors)
+        for layout in layouts:
+            with source(layout) as read:
+                for entry in layout.entries:
+                    writer.write(f"{FILE_PREFIX}{entry.name}", functools.partial(_moved, read, entry.offset))
+        settings = json.dumps(adapters.settings(base_model), indent=2, sort_keys=True)
+        (partial / ADAPTER_CONFIG).write_text(settings + "\n", encoding="utf-8")
+        _copy_files([] if copy_from is None else [Path(copy_from)], _TOKENIZER_FILES, partial)
+        writer.finish()
+        writer.verify(TensorFile(partial / ADAPTER_WEIGHTS))
+        _write_record(partial, dtype, writer.checksums, record or {})
+        _put_in_place(partial, out)
+    except (OSError, DamagedShardError) as error:
+        raise ExportError(f"{out} was not written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _moved(read: ReadMaster, offset: int, start: int, stop: int) -> Tensor:
+    return read(offset + start, offset + stop)
+
+
+def check_merge(graph: ExportedGraph) -> None:
+    """Refuse adapters that cannot be merged into the model's weights. Writes nothing.
+
+    Raises:
+        ExportTargetError: a module with an adapter shares its weight with another module.
+    """
+    adapters = graph.adapters
+    if adapters is None:
+        return
+    with adapters.detached():
+        shared = {name: names for names in tied_groups(graph.model) for name in names}
+    for weight in adapters.weights:
+        others = [name for name in shared.get(weight, ()) if name != weight]
+        if others:
+            raise ExportTargetError(
+                f"the adapter of {weight} cannot be merged: {others[0]} is the same tensor, and would change with it. "
+                "Export the adapter alone (export.merge = false), or leave that module out"
+            )
+
+
+def _merging(graph: ExportedGraph, adapters: Adapters, source: WeightSource) -> WeightSource:
+    """Return a source of weights with the adapters added; it needs the RAM of one weight more."""
+    layout_of = {entry.name: layout for layout in graph.layouts.values() for entry in layout.entries}
+    entry_of = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
+
+    @contextmanager
+    def merged(layout: UnitLayout) -> Iterator[ReadMaster]:
+        adapted = {entry.name: adapters.of_weight(entry.name) for entry in layout.entries}
+        others = {layout_of[name].name: layout_of[name] for names in adapted.values() for name in names}
+        with ExitStack() as stack:
+            read = stack.enter_context(source(layout))
+            readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
+            last: dict[str, Tensor] = {}  # one weight at a time
+
+            def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
+                return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
+
+            def weight(entry: TensorEntry) -> Tensor:
+                if entry.name not in last:
+                    last.clear()
+                    tensors = {
+                        name: whole(entry_of[name], readers[layout_of[name].name]) for name in adapted[entry.name]
+                    }
+                    last[entry.name] = adapters.merged(entry.name, whole(entry, read), tensors).view(-1)
+                return last[entry.name]
+
+            def read_merged(start: int, stop: int) -> Tensor:
+                out = read(start, stop)
+                for entry, first, end in entries_within(layout, start, stop):
+                    if adapted[entry.name]:
+                        out = out.clone()  # it may be the block itself
+                        out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
+                return out
+
+            yield read_merged
+
+    return merged
 
 
 def _plan(
@@ -505,6 +674,7 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, orig
         return
     values = read_config_json(origin.folder.path)
     values.setdefault("architectures", [type(model).__name__])
+    values.pop("quantization_config", None)  # what is written is not quantized
     _set_dtype(values, dtype)
     for key in model.config.sub_configs:
         if isinstance(values.get(key), dict) and getattr(model.config, key) is model.config.get_text_config():

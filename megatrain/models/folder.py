@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
+
+from megatrain.models.quantized import METHODS, Decoder, QuantizationError, find_decoders, method_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import PretrainedConfig
 
@@ -24,6 +27,13 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PIECE_BYTES = 16 << 20  # how much of a tensor is in flight while its dtype changes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+#: Key of ``RunState.model``: ``ModelFolder.fingerprint`` of weights that no checkpoint holds.
+BASE_CHECKSUM = "base_xxh3_64"
+_NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # of a fingerprint
+PLAIN_ADVICE = (
+    "De-quantize it with transformers (from_pretrained with dequantize=True, then save_pretrained), or take the "
+    "original model"
+)
 _AGAIN = "Copy or download the model again"
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -40,7 +50,10 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
+_QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class ModelFolderError(Exception):
@@ -57,7 +70,11 @@ class ModelFolderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where one tensor of a checkpoint lies: ``nbytes`` bytes at ``offset`` of ``file``."""
+    """Where one tensor of a checkpoint lies: ``nbytes`` bytes at ``offset`` of ``file``.
+
+    With a ``decoder`` it is quantized: ``nbytes`` and ``offset`` are then those of the fp32 numbers it stands for, in
+    the order in which they are decoded.
+    """
 
     name: str
     file: Path
@@ -65,6 +82,7 @@ class TensorRecord:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    decoder: Decoder | None = None
 
     @property
     def numel(self) -> int:
@@ -122,15 +140,20 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
     values = _read_json_object(path, f"Give {inner[0]}" if inner else "Give a Hugging Face model folder")
-    if "quantization_config" in values:
-        table = values["quantization_config"]
-        method = table.get("quant_method", "unknown method") if isinstance(table, dict) else "unknown method"
+    table = quantization_of(values)
+    if table is not None and method_of(table) not in METHODS:
         raise ModelFolderError(
             path,
-            f"the model is quantized ({method}); full-precision training needs its plain weights. De-quantize it with "
-            "transformers (from_pretrained with dequantize=True, then save_pretrained), or take the original model",
+            f"the model is quantized ({method_of(table) or 'unknown method'}), which is not read here; with [lora] "
+            f"{', '.join(METHODS.values())} are. {PLAIN_ADVICE}",
         )
     return values
+
+
+def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the quantization that a ``config.json`` names, or None."""
+    table = values.get("quantization_config")
+    return None if table is None else table if isinstance(table, dict) else {}
 
 
 def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
@@ -145,82 +168,29 @@ def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
     return values
 
 
-class ModelFolder:
-    """The tensors of a safetensors folder, by the names they have in the files.
-
-    Args:
-        path: a folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
+class Tensors:
+    """Tensors in safetensors files, read one at a time.
 
     Attributes:
-        path: the folder.
         records: name -> where it lies, in the order of the files.
+        stored: those of the files; others than ``records`` where weights are quantized.
         largest_piece_nbytes: the most bytes this object has held at once besides what callers gave it.
-
-    Raises:
-        ModelFolderError: a file is missing, cut off or damaged, or the folder has no safetensors.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        read_config_json(self.path)
-        self.records: dict[str, TensorRecord] = {}
+    def __init__(self, records: dict[str, TensorRecord]) -> None:
+        self.records = self.stored = records
         self.largest_piece_nbytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        if (self.path / SINGLE_FILE).is_file():
-            self.records = _read_header(self.path / SINGLE_FILE)
-        elif (self.path / INDEX_FILE).is_file():
-            self._read_shards()
-        else:
-            self._refuse()
-
-    def _read_shards(self) -> None:
-        index = self.path / INDEX_FILE
-        weight_map = _read_json_object(index, "Copy or download it again").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFolderError(index, "has no weight_map. Copy or download it again")
-        names = sorted({str(name) for name in weight_map.values()})
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ModelFolderError(index, f"names files outside of the folder: {some(outside)}. {_AGAIN}")
-        missing = [name for name in names if not (self.path / name).is_file()]
-        if missing:
-            raise ModelFolderError(
-                self.path,
-                f"{len(missing)} of {len(names)} shards are missing: {some(missing)}. Copy or download them again",
-            )
-        for name in names:
-            self.records.update(_read_header(self.path / name))
-        absent = sorted(set(weight_map) - set(self.records))
-        if absent:
-            text = f"lists {len(absent)} tensors that no shard holds: {some(absent)}. {_AGAIN}"
-            raise ModelFolderError(index, text)
-
-    def _refuse(self) -> None:
-        names = sorted(path.name for path in self.path.iterdir())
-        if any(name.startswith("adapter_") for name in names):
-            raise ModelFolderError(
-                self.path,
-                "holds an adapter, not a model. Give the folder of its base model, or merge the two with peft "
-                "(merge_and_unload, then save_pretrained)",
-            )
-        shards = [name for name in names if name.endswith(".safetensors")]
-        if shards:
-            raise ModelFolderError(self.path, f"has {some(shards)} but no {INDEX_FILE}. Copy or download it again")
-        if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-            raise ModelFolderError(
-                self.path,
-                "has weights in pickle files only; this program reads safetensors only. Convert them with "
-                "transformers: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)",
-            )
-        if any(name.endswith(".gguf") for name in names):
-            raise ModelFolderError(self.path, "is a GGUF model; take the Hugging Face folder of the original model")
-        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. {_AGAIN}")
 
     def read(self, name: str) -> torch.Tensor:
         """Return tensor ``name`` in new memory, in the dtype that it has in the file."""
         record = self.records[name]
-        tensor = torch.empty(record.shape, dtype=record.dtype)
         self.largest_piece_nbytes = max(self.largest_piece_nbytes, record.nbytes)
+        if record.decoder is not None and record.decoder.is_transposed:
+            turned = torch.empty(record.decoder.shape, dtype=record.dtype)
+            self._read_bytes(record, 0, turned)
+            return turned.transpose(-1, -2).contiguous()
+        tensor = torch.empty(record.shape, dtype=record.dtype)
         self._read_bytes(record, 0, tensor)
         return tensor
 
@@ -250,6 +220,12 @@ class ModelFolder:
             self._read_bytes(record, start * record.dtype.itemsize, piece)
             yield start, piece
 
+    def read_stored(self, name: str, first: int, nbytes: int) -> torch.Tensor:
+        """Return some bytes of a tensor in the files, in new memory."""
+        part = torch.empty(nbytes, dtype=torch.uint8)
+        self._read_bytes(self.stored[name], first, part)
+        return part
+
     def _read_bytes(
         self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor, *, ahead: bool = False
     ) -> None:
@@ -259,6 +235,10 @@ class ModelFolder:
             ahead: let the kernel fetch as many bytes behind them.
         """
         if destination.numel() == 0:
+            return
+        if record.decoder is not None:
+            first = (record.offset + skip_nbytes) // record.dtype.itemsize
+            destination.view(-1).copy_(record.decoder.decode(first, destination.numel(), self.read_stored))
             return
         memory = tensor_bytes(destination)
         start, done = record.offset + skip_nbytes, 0
@@ -273,6 +253,130 @@ class ModelFolder:
                     done += count
         except OSError as error:
             raise ModelFolderError(record.file, f"cannot be read: {error}") from error
+
+
+class TensorFile(Tensors):
+    """The tensors of one safetensors file.
+
+    Raises:
+        ModelFolderError: it is missing, cut off or damaged.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(_read_header(Path(path)))
+
+
+class ModelFolder(Tensors):
+    """The tensors of a safetensors folder, by the names they have in the files.
+
+    Args:
+        path: a folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
+
+    Attributes:
+        path: the folder.
+
+    Raises:
+        ModelFolderError: a file is missing, cut off or damaged, or the folder has no safetensors.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        read_config_json(self.path)
+        super().__init__({})
+        if (self.path / SINGLE_FILE).is_file():
+            self.records = _read_header(self.path / SINGLE_FILE)
+        elif (self.path / INDEX_FILE).is_file():
+            self._read_shards()
+        else:
+            self._refuse()
+        self.stored = self.records
+        if table := quantization_of(read_config_json(self.path)):
+            self._decode(table)
+        left = [record for record in self.records.values() if record.dtype in _QUANTIZED_DTYPES]
+        if left:
+            raise ModelFolderError(
+                left[0].file,
+                f"tensor {left[0].name} has dtype {dtype_name(left[0].dtype)}, which is not a plain one, and "
+                "config.json does not say how it is quantized. Take the original model in float32, bfloat16 or float16",
+            )
+
+    def _decode(self, table: Mapping[str, Any]) -> None:
+        """Put the numbers that quantized weights stand for in the place of what the files have of them."""
+        shapes = {name: (record.shape, dtype_name(record.dtype)) for name, record in self.stored.items()}
+        try:
+            decoders = find_decoders(shapes, table, self.read_stored)
+        except (QuantizationError, ValueError, KeyError) as error:
+            raise ModelFolderError(
+                self.path, f"its quantized weights cannot be read: {error}. {PLAIN_ADVICE}"
+            ) from error
+        parts = {part for decoder in decoders.values() for part in decoder.parts}
+        self.records = {name: record for name, record in self.stored.items() if name not in parts}
+        for name, decoder in decoders.items():
+            shape = decoder.shape
+            if decoder.is_transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            file = self.stored[decoder.parts[0]].file
+            self.records[name] = TensorRecord(name, file, torch.float32, shape, 0, 4 * math.prod(shape), decoder)
+
+    def fingerprint(self) -> str:
+        """Return a checksum of the headers of all files, and of samples of the tensors: 4 KiB at most 4096 places.
+
+        It tells a model from another one of the same shape, in seconds whatever the size; not a few changed bytes.
+        """
+        digest = xxhash.xxh3_64()
+        records = sorted(self.stored.values(), key=lambda record: record.name)
+        for record in records:
+            digest.update(f"{record.name} {dtype_name(record.dtype)} {list(record.shape)}\n".encode())
+        step = max(1, -(-len(records) // _NUM_SAMPLES))
+        for record in records[::step]:
+            nbytes = min(_SAMPLE_BYTES, record.nbytes)
+            sample = torch.empty(nbytes, dtype=torch.uint8)
+            self._read_bytes(record, (record.nbytes - nbytes) // 2, sample)
+            digest.update(tensor_bytes(sample) if nbytes else b"")
+        return digest.hexdigest()
+
+    def _read_shards(self) -> None:
+        index = self.path / INDEX_FILE
+        weight_map = _read_json_object(index, "Copy or download it again").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFolderError(index, "has no weight_map. Copy or download it again")
+        names = sorted({str(name) for name in weight_map.values()})
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ModelFolderError(index, f"names files outside of the folder: {some(outside)}. {_AGAIN}")
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise ModelFolderError(
+                self.path,
+                f"{len(missing)} of {len(names)} shards are missing: {some(missing)}. Copy or download them again",
+            )
+        for name in names:
+            self.records.update(_read_header(self.path / name))
+        absent = sorted(set(weight_map) - set(self.records))
+        if absent:
+            text = f"lists {len(absent)} tensors that no shard holds: {some(absent)}. {_AGAIN}"
+            raise ModelFolderError(index, text)
+
+    def _refuse(self) -> None:
+        names = sorted(path.name for path in self.path.iterdir())
+        if any(name.startswith("adapter_") for name in names):
+            raise ModelFolderError(
+                self.path,
+                "holds an adapter, not a model. Give the folder of its base model; to train the adapter on, name its "
+                "folder too: lora.adapter_name_or_path",
+            )
+        shards = [name for name in names if name.endswith(".safetensors")]
+        if shards:
+            raise ModelFolderError(self.path, f"has {some(shards)} but no {INDEX_FILE}. Copy or download it again")
+        if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+            raise ModelFolderError(
+                self.path,
+                "has weights in pickle files only; this program reads safetensors only. Convert them with "
+                "transformers: AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(NEW_FOLDER)",
+            )
+        if any(name.endswith(".gguf") for name in names):
+            raise ModelFolderError(self.path, "is a GGUF model; take the Hugging Face folder of the original model")
+        raise ModelFolderError(self.path, f"has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. {_AGAIN}")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

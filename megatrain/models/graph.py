@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
 from megatrain.models.carried import carried_modules
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.layout import UnitLayout, build_layouts, in_parts
@@ -52,6 +54,7 @@ class ModelSpec:
         compile_backend: of torch.compile for the layers; None: they are not compiled.
         use_liger_kernel: norms, gated MLPs and cross entropy by liger-kernel.
         mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
+        lora: adapters that are trained in place of the model; None: there are none.
     """
 
     folder: str
@@ -64,6 +67,7 @@ class ModelSpec:
     use_liger_kernel: bool = False
     mlp_rows: int = 0
     hub: HubModel | None = None
+    lora: LoraSpec | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +82,7 @@ class ModelSpec:
             freeze=self.freeze,
             dtype=dtype,
             text_only=self.from_scratch,
+            lora=self.lora,
         )
 
 
@@ -103,7 +108,7 @@ def find_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, UnitKind]
         if id(module) in layer_ids:
             found.append((path, module, "layer"))
             return
-        if any(parameter is not None for parameter in module._parameters.values()):
+        if any(parameter is not None for parameter in module._parameters.values()) or _has_adapter(module):
             if layer_ids.isdisjoint(map(id, module.modules())):
                 found.append((path, module, "resident"))
                 return
@@ -113,6 +118,11 @@ def find_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, UnitKind]
 
     visit("", model)
     return found
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    """Return whether a module is a layer of peft's around one of the model's: its parameters are used together."""
+    return isinstance(module._modules.get("base_layer"), nn.Module)
 
 
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -213,6 +223,7 @@ class ModelGraph:
         layouts: Block groups by name; one or two (`<unit>`, `<unit>.frozen`) for every unit that owns parameters.
         owner_of: Other name of a tied parameter -> name under which its owner's layout has it.
         dtype: What the skeleton computes in.
+        adapters: LoRA layers of the skeleton, or None. Names of layouts are those of the model without them.
     """
 
     config: PretrainedConfig
@@ -221,6 +232,11 @@ class ModelGraph:
     layouts: Mapping[str, UnitLayout]
     owner_of: Mapping[str, str]
     dtype: torch.dtype
+    adapters: Adapters | None = None
+
+    def plain_model(self) -> AbstractContextManager[None]:
+        """Return a context in which the model is as in its folder: no adapters in it, and none in its names."""
+        return nullcontext() if self.adapters is None else self.adapters.detached()
 
     @property
     def num_parameters(self) -> int:
@@ -246,6 +262,7 @@ def build_graph(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     text_only: bool = False,
+    lora: LoraSpec | None = None,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -256,12 +273,14 @@ def build_graph(
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
         text_only: Take the causal language model where the folder is of a class that reads images as well.
+        lora: Adapters to train; the model's own weights are frozen then.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights.
         FreezeError: a pattern matches nothing, or everything is frozen.
+        AdapterError: the model has no place for such adapters.
     """
-    config = resolve_config(config_or_folder, trust_remote_code=trust_remote_code)
+    config = resolve_config(config_or_folder, trust_remote_code=trust_remote_code, takes_quantized=lora is not None)
     model = build_skeleton(
         resolve_config(config, trust_remote_code=trust_remote_code),
         attn_implementation=attn_implementation,
@@ -269,7 +288,8 @@ def build_graph(
         dtype=dtype,
         text_only=text_only,
     )
-    return graph_of(model, config, freeze=freeze, dtype=dtype)
+    adapters = None if lora is None else add_adapters(model, lora)
+    return graph_of(model, config, freeze=freeze, dtype=dtype, adapters=adapters)
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -286,10 +306,17 @@ def num_learned_positions(graph: ModelGraph) -> int | None:
 
 
 def graph_of(
-    model: PreTrainedModel, config: PretrainedConfig, *, freeze: Sequence[str], dtype: torch.dtype
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    *,
+    freeze: Sequence[str],
+    dtype: torch.dtype,
+    adapters: Adapters | None = None,
 ) -> ModelGraph:
     """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`."""
     names = _names_by_parameter(model)
+    if adapters is not None:
+        names = [(parameter, [adapters.plain_name(name) for name in aliases]) for parameter, aliases in names]
     _freeze(model, names, freeze)
     owner = {id(parameter): aliases[0] for parameter, aliases in names}
     units: list[Unit] = []
@@ -311,7 +338,7 @@ def graph_of(
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
     assert len(layout_of) == len(names), (len(layout_of), len(names), type(model).__name__)
     layouts = {layout.name: layout for layout in in_parts(layouts.values())}
-    return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype)
+    return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype, adapters)
 
 
 def _names_by_parameter(model: PreTrainedModel) -> list[tuple[nn.Parameter, list[str]]]:

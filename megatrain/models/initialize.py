@@ -78,11 +78,11 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _bound(model, bound):
         with initialization.guard_torch_init_functions():
             for name, module, owner in _modules_of(model, bound):
-                torch.manual_seed(_seed(seed, name))
+                torch.manual_seed(name_seed(seed, name))
                 cast("Any", owner)._init_weights(module)
         for name in sorted(name for name, tensor in bound.items() if _has_nan(tensor)):
             module_name, _, leaf = name.rpartition(".")
-            torch.manual_seed(_seed(seed, module_name))
+            torch.manual_seed(name_seed(seed, module_name))
             _reset(model.get_submodule(module_name), leaf)
     without_rule = sorted(name for name, tensor in tensors.items() if _has_nan(tensor))
     if without_rule:
@@ -314,8 +314,8 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
             initialization.guard_torch_init_functions(),
         ):
             for name, module, owner in _modules_of(model, bound):
-                recorder.begin(_seed(seed, name))
-                torch.manual_seed(_seed(seed, name))
+                recorder.begin(name_seed(seed, name))
+                torch.manual_seed(name_seed(seed, name))
                 with recorder:
                     cast("Any", owner)._init_weights(module)
     except (RuntimeError, NotImplementedError):
@@ -328,7 +328,8 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
     return _Rules(operations)
 
 
-def _seed(seed: int, name: str) -> int:
+def name_seed(seed: int, name: str) -> int:
+    """Return the seed of what has this name, for a seed of the run."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 

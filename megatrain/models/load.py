@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import TensorEntry, UnitLayout
 
 
@@ -49,6 +50,15 @@ class Origin:
     plan: LoadPlan
     carried: CarriedTensors
     trained: tuple[str, ...]
+
+
+def open_loader(folder: Path | str, graph: ModelGraph) -> WeightLoader:
+    """Return the loader of a graph's own weights; adapters are not among them. Raises as `WeightLoader`.
+
+    What it does with the model has to be inside ``graph.plain_model()``.
+    """
+    with graph.plain_model():
+        return WeightLoader(folder, graph.model)
 
 
 class WeightLoader:
@@ -153,6 +163,32 @@ class WeightLoader:
             self._absent = layout, Initializer(self._model, absent, seed=0)
         return self._absent[1]
 
+    def regions(self, name: str) -> Sequence[Region] | None:
+        """Return what of the folder's tensors makes a parameter; nothing is read.
+
+        Returns:
+            None where they are not merely moved, or where the folder has none.
+        """
+        step = self._step(name)
+        if step is None:
+            return None
+        regions = self._regions_of(step)
+        return None if regions is None else regions[self._target(step, name)]
+
+    def _target(self, step: Conversion, name: str) -> str:
+        found: str = next(alias for alias in (name, *self._aliases.get(name, ())) if alias in step.targets)
+        return found
+
+    def _regions_of(self, step: Conversion) -> Mapping[str, Sequence[Region]] | None:
+        if id(step) not in self._regions:
+            self._regions[id(step)] = step.regions(self._model)
+        return self._regions[id(step)]
+
+    def _is_turned(self, step: Conversion) -> bool:
+        """Return whether a source is quantized in another order than the model's: it is read as a whole."""
+        decoders = (self._folder.records[source].decoder for source in step.source_names)
+        return any(decoder is not None and decoder.is_transposed for decoder in decoders)
+
     def load_buffers(self) -> None:
         """Put the persistent buffers of the folder into the model, in the dtypes that the model gave them."""
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
@@ -176,10 +212,7 @@ class WeightLoader:
 
     def _run(self, step: Conversion, name: str, start: int, out: Tensor) -> None:
         """Make the elements from ``start`` on of a tensor of the model that ``step`` makes."""
-        target = next(alias for alias in (name, *self._aliases.get(name, ())) if alias in step.targets)
-        if id(step) not in self._regions:
-            self._regions[id(step)] = step.regions(self._model)
-        regions = self._regions[id(step)]
+        target, regions = self._target(step, name), None if self._is_turned(step) else self._regions_of(step)
         if regions is not None:
             largest = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
             gather(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))

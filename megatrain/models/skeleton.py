@@ -12,6 +12,7 @@ from torch import nn
 
 from megatrain.models.carried import detach_non_text_modules, reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.folder import PLAIN_ADVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,8 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["build_skeleton", "dtypes_when_loaded", "resolve_config", "rows_are_documents"]
 
 
-def resolve_config(config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool) -> PretrainedConfig:
+def resolve_config(
+    config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, takes_quantized: bool = False
+) -> PretrainedConfig:
     """Return a configuration of our own: read from a folder, or copied from the one given.
+
+    Args:
+        config_or_folder: As in `build_graph`.
+        trust_remote_code: As in `build_graph`.
+        takes_quantized: The weights are frozen, and read as the numbers that they stand for; what is returned says
+            nothing of their quantization.
 
     Raises:
         UnsupportedModelError: the weights are quantized.
@@ -33,14 +42,16 @@ def resolve_config(config_or_folder: PretrainedConfig | Path | str, *, trust_rem
     else:
         config = copy.deepcopy(config_or_folder)
     quantization = getattr(config, "quantization_config", None)
-    if quantization:
+    if quantization and takes_quantized:
+        del config.quantization_config
+    elif quantization:
         method = (
             quantization.get("quant_method", "?") if isinstance(quantization, dict) else type(quantization).__name__
         )
         raise UnsupportedModelError(
             str(config.model_type),
             f"its weights are quantized ({method}), and full-parameter training needs floating-point weights. "
-            "Take the original model, or de-quantize it and remove quantization_config from config.json",
+            f"Train adapters: [lora]. Or {PLAIN_ADVICE[0].lower()}{PLAIN_ADVICE[1:]}",
         )
     return config
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.engine.program import DURABLE_KINDS
 from megatrain.engine.trace import step_flops
 from megatrain.optim.base import bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
@@ -23,7 +24,7 @@ from megatrain.plan.machine import (
     file_system_of,
     weight_file_bytes,
 )
-from megatrain.plan.placement import DURABLE_KINDS, Traffic
+from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
 
 if TYPE_CHECKING:
@@ -108,8 +109,14 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")
     masters = [block for block in durable if block.kind == "weights" or block.key.endswith("/low")]
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
-    folder_bytes = 0 if run.model.from_scratch else weight_file_bytes(run.model.folder)
-    exported = plan.graph.num_parameters * (run.export.dtype or run.dtype).itemsize
+    weights = [block for block in durable if block.kind == "weights"]
+    in_place = sum(block.num_elements for block in weights if homes[block.key] == FOLDER)
+    loaded = 1 - in_place / max(1, sum(block.num_elements for block in weights))  # the rest is read when it is used
+    folder_bytes = 0 if run.model.from_scratch else int(loaded * weight_file_bytes(run.model.folder))
+    layouts = plan.graph.layouts.values()
+    is_adapter = plan.graph.adapters is not None and not run.export.merge
+    num_exported = sum(layout.num_parameters for layout in layouts if layout.trainable or not is_adapter)
+    exported = num_exported * (run.export.dtype or run.dtype).itemsize
 
     def seconds(read: Mapping[Path, float], written: Mapping[Path, float]) -> float | None:
         return None if machine is None else _drive_seconds(read, written, machine)
@@ -308,6 +315,9 @@ class _Costs:
         read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
         if read or _into_nvme(traffic):
             seconds["nvme"] = self._nvme_s(read, _into_nvme(traffic))
+        if from_folder := traffic.get(f"{FOLDER}->ram", 0):
+            drive = self._machine.drives.get(file_system_of(Path(self._plan.run.model.folder)).key)
+            seconds[FOLDER] = None if drive is None else nvme_seconds(from_folder, 0, drive)
         gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
@@ -369,7 +379,9 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
         paths = ", ".join(costs.unmeasured_paths)
         notes.append(f"times           drive of {paths} not measured: {_ADVICE}")
         notes.extend(_striping(costs.shape))
-    others = [name for name in unmeasured if name != "nvme"]
+    if FOLDER in unmeasured:
+        notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
+    others = [name for name in unmeasured if name not in ("nvme", FOLDER)]
     if others:
         notes.append(f"times           not measured: {', '.join(others)}; so no prediction of the step")
     if loaded.origin:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatrain.engine.program import activations_of, keeping_graphs, layouts_of_unit, uses_of_layouts, weight_key
-from megatrain.plan.placement import DoesNotFitError, PlacementSolver
+from megatrain.plan.placement import DoesNotFitError, Homes, PlacementSolver
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
 
-    from megatrain.engine.program import Kind, StepProgram, VisitTrace
+    from megatrain.engine.program import StepProgram, VisitTrace
     from megatrain.models.graph import ModelGraph
-    from megatrain.plan.placement import Placement, TierBudget
+    from megatrain.plan.placement import Homes, Placement, TierBudget
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class GraphKeeper:
         trace: VisitTrace,
         program: StepProgram,
         budgets: Mapping[str, TierBudget],
-        allowed: Mapping[Kind, Sequence[str]],
+        allowed: Homes,
         num_together: int,
     ) -> None:
         self._graph, self._trace, self._program = graph, trace, program

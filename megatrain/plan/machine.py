@@ -27,7 +27,7 @@ from megatrain.config.sizes import Size
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.graph import ModelGraph, ModelSpec
-from megatrain.models.load import WeightLoader
+from megatrain.models.load import open_loader
 from tiered.ext import (
     KvikioProbe,
     files_below,
@@ -818,7 +818,7 @@ def carried_tensors(model: ModelSpec, graph: ModelGraph) -> str:
     if model.from_scratch:
         return ""
     try:
-        carried = WeightLoader(model.folder, graph.model).origin.carried
+        carried = open_loader(model.folder, graph).origin.carried
     except (ModelFolderError, OSError):
         return ""  # `check` says what is wrong
     return f"{carried}; they take no memory" if carried.names else ""

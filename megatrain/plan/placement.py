@@ -8,12 +8,16 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
+from typing import Literal
 
-from megatrain.engine.program import KINDS, BlockPlan, Kind, Stays, StepProgram
+from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import Access, Tape, compile_step, follow
 from tiered import Mode
 from tiered.ext import route
 from tiered.units import format_size
+
+#: Kind of blocks -> tiers that may be their home, preferred first. ``in place``: of weights that a folder has.
+Homes = Mapping[Kind | Literal["in place"], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,20 @@ class PlacementSpec:
         residents: kinds whose blocks the planner may put into the compute tier, where that is not RAM.
     """
 
-    homes: Mapping[Kind, Sequence[str]]
+    homes: Homes
     residents: frozenset[Kind]
+
+
+#: Name of the tier that is the model's folder.
+FOLDER = "folder"
+
+
+def _route(order: Sequence[str], src: str, dst: str, direct: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the links that a copy takes, as in the store: the model's folder is read into RAM, nothing goes there."""
+    others = [name for name in order if name != FOLDER]
+    if src == FOLDER:
+        return [] if dst == FOLDER else [(FOLDER, "ram"), *route(others, "ram", dst, direct)]
+    return route(others, src, dst, direct)
 
 
 class Traffic:
@@ -74,15 +90,16 @@ class Traffic:
         return moved
 
     def _count(self, tape: Tape, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
-        pairs = [(a, b) for a in self._order for b in self._order if a != b]
-        moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in route(self._order, src, dst, self._direct)}
+        ends = [name for name in self._order if name != FOLDER]
+        pairs = [(a, b) for a in self._order for b in ends if a != b and (a != FOLDER or b == "ram")]
+        moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in _route(self._order, src, dst, self._direct)}
         for key, src, dst in tape.transfers(self._homes):
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
         return moved
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
-        for a, b in route(self._order, src, dst, self._direct):
+        for a, b in _route(self._order, src, dst, self._direct):
             moved[f"{a}->{b}"] += self._blocks[key].nbytes
 
 
@@ -336,8 +353,6 @@ class ResidentChooser:
         return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)
 
 
-#: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
-DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 #: Fewest generations that a run which saves needs room for: the last one, and the one being written.
 MIN_GENERATIONS = 2
 #: Bytes that a slot of a tier takes for contents of so many bytes.
@@ -411,7 +426,7 @@ class TierBudget:
 
     def generation_bytes(self, block: BlockPlan) -> int:
         """Return what the generations of a block take that is at home here."""
-        return self.generations * self.slot_bytes(block.nbytes) if block.kind in DURABLE_KINDS else 0
+        return self.generations * self.slot_bytes(block.nbytes) if block.is_saved else 0
 
 
 @dataclass(frozen=True)
@@ -480,7 +495,7 @@ class PlacementSolver:
         self,
         program: StepProgram,
         tiers: Sequence[TierBudget],
-        allowed: Mapping[Kind, Sequence[str]],
+        allowed: Homes,
         open_bytes: Mapping[str, int] | None = None,
         stay_share: float = 0.0,
     ) -> None:
@@ -531,7 +546,7 @@ class PlacementSolver:
 
     def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> tuple[_Fill, bool]:
         """Return every block's home, those first in ``order`` moved up first, and whether copies fit side by side."""
-        homes = {key: self._slowest(block.kind) for key, block in self._program.blocks.items()}
+        homes = {key: max(self._homes(b), key=self._order.index) for key, b in self._program.blocks.items()}
         state = _Fill(self, homes)
         for ahead in (True, False):
             if state.overfull(ahead=ahead) in (None, self._order[-1]):
@@ -540,7 +555,7 @@ class PlacementSolver:
         for block in sorted(self._program.blocks.values(), key=order):
             if self._is_resident(block, homes):
                 continue
-            for tier in self._allowed[block.kind]:
+            for tier in self._homes(block):
                 if tier == homes[block.key] or state.try_move([block.key], tier, ahead=ahead):
                     break
         self._spare_the_drive(state, ahead=ahead)
@@ -585,8 +600,9 @@ class PlacementSolver:
         """Return the bytes of a tier that no home may take besides what the ticks need."""
         return self._open_bytes.get(tier, 0)
 
-    def _slowest(self, kind: Kind) -> str:
-        return max(self._allowed[kind], key=self._order.index)
+    def _homes(self, block: BlockPlan) -> Sequence[str]:
+        """Return the tiers that may be the home of a block, preferred first."""
+        return self._allowed["in place" if block.in_place and FOLDER in self._tiers else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
         """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
@@ -594,13 +610,13 @@ class PlacementSolver:
 
     def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
         """Blocks with generations first: these take their bytes several times."""
-        return (block.kind not in DURABLE_KINDS, *self._promotion_key(block))
+        return (not block.is_saved, *self._promotion_key(block))
 
     def stops(self, home: str, used_in: str) -> frozenset[str]:
         """Return the tiers in which a use of a block needs room, its home left out."""
         found = self._stops.get((home, used_in))
         if found is None:
-            found = frozenset({used_in, *(b for _, b in route(self._order, home, used_in, self._direct))})
+            found = frozenset({used_in, *(b for _, b in _route(self._order, home, used_in, self._direct))})
             self._stops[home, used_in] = found
         return found
 

@@ -19,7 +19,6 @@ from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
 from megatrain.plan.limits import Objection
 from megatrain.plan.placement import (
-    DURABLE_KINDS,
     Placement,
     TierBudget,
 )
@@ -364,7 +363,7 @@ class Plan:
     def checkpoint_bytes_in_output_dir(self) -> int:
         """Bytes of one checkpoint that are written to ``output_dir``: of durable blocks at home in no file tier."""
         homes, blocks = self.placement.homes, self.program.blocks.values()
-        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] != "nvme")
+        return sum(b.nbytes for b in blocks if b.is_saved and homes[b.key] != "nvme")
 
     @property
     def guesses(self) -> Sequence[str]:
@@ -375,7 +374,7 @@ class Plan:
     def checkpoint_bytes_on_drives(self) -> int:
         """Bytes of one checkpoint that stay on the drives, and that a whole copy of it writes to ``output_dir``."""
         homes, blocks = self.placement.homes, self.program.blocks.values()
-        return sum(b.nbytes for b in blocks if b.kind in DURABLE_KINDS and homes[b.key] == "nvme")
+        return sum(b.nbytes for b in blocks if b.is_saved and homes[b.key] == "nvme")
 
     @property
     def device_updates(self) -> Sequence[Tick]:

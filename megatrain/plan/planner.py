@@ -22,7 +22,10 @@ from megatrain.engine.program import (
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
+from megatrain.models.folder import ModelFolderError
+from megatrain.models.in_place import buffer_bytes, layouts_in_place
 from megatrain.models.liger import check_liger_kernels
+from megatrain.models.load import open_loader
 from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -32,6 +35,7 @@ from megatrain.plan.kept import GraphKeeper, weights_stay
 from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
+    FOLDER,
     DoesNotFitError,
     PlacementSolver,
     Residency,
@@ -40,6 +44,7 @@ from megatrain.plan.placement import (
 from megatrain.plan.plan import Plan
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
+from megatrain.precision import MASTER_ELEMENTS
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from megatrain.models.graph import ModelGraph
+    from megatrain.models.in_place import FileRange
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
@@ -80,6 +86,7 @@ def plan_run(
         ModelFolderError: the model cannot be trained.
         UnsupportedModelError: the model cannot be trained.
         FreezeError: the model cannot be trained.
+        AdapterError: it has no place for such adapters.
         ParameterGroupError: a group of the optimizer names no parameter.
     """
     subject = _look_at(run, padded, like)
@@ -127,6 +134,7 @@ class _Subject:
         host_updates: why none are made there although there is a GPU tier, or "".
         compute_tier: where layers run.
         packing_warning: as in ``Plan``.
+        in_place: ranges of the frozen layouts that may stay in the model's folder, by name.
     """
 
     run: RunSpec
@@ -137,6 +145,7 @@ class _Subject:
     host_updates: str
     compute_tier: str
     packing_warning: str
+    in_place: Mapping[str, tuple[FileRange, ...]]
 
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
@@ -154,7 +163,9 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
-    return _Subject(run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning)
+    return _Subject(
+        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, _find_in_place(run, graph)
+    )
 
 
 def _place(
@@ -187,7 +198,8 @@ def _place(
             parts = parts_without_room(trace)
             budgets = budgets_with(parts)
         program = replace(program, kept_parts=parts)
-        known = with_residents(budgets, run, program, profile.machine if is_cuda else None)
+        known = with_folder(budgets, program, buffer_bytes(subject.in_place.values(), graph.dtype))
+        known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
         return keeper.solve(run.keep_graphs)
 
@@ -239,6 +251,34 @@ def _make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
+def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRange, ...]]:
+    """Return the frozen layouts that may stay in the model's folder, as far as the config lets them."""
+    frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
+    if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
+        return {}
+    try:
+        return layouts_in_place(open_loader(run.model.folder, graph), frozen)
+    except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
+        return {layout.name: () for layout in frozen}
+
+
+def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
+    """Return the budgets with the model's folder as a tier after RAM, if blocks may live there.
+
+    Args:
+        reader_bytes: RAM of those that read it.
+    """
+    nbytes = sum(block.nbytes for block in program.blocks.values() if block.in_place)
+    if not nbytes:
+        return dict(budgets)
+    ram = budgets["ram"]
+    ram = replace(ram, workspace_bytes=ram.workspace_bytes + reader_bytes)
+    folder = TierBudget(FOLDER, nbytes, lambda n: n)
+    order = [name for name in budgets if name != "nvme"]
+    found = {**{name: budgets[name] for name in order}, "ram": ram, FOLDER: folder}
+    return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
+
+
 def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bool) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
@@ -253,6 +293,8 @@ def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bo
         defer_updates=run.optimizer.defers_updates,
         updates_in_compute_tier=subject.on_device is not None,
         updates_beside_device=updates_beside_device,
+        frozen_in_folder=not run.model.from_scratch,
+        in_place=subject.in_place,
     ).build()
     return sharing_gradients(program)
 
@@ -423,6 +465,8 @@ def filling_bytes(program: StepProgram) -> int:
             parts = [block.nbytes]
             if block.dtype.itemsize == 2:
                 low = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
-                parts += [4 * block.num_elements, max((program.blocks[part].nbytes for part in low), default=0)]
+                # What is read in place comes a range at a time, and has no part that is updated.
+                num_elements = min(block.num_elements, MASTER_ELEMENTS) if block.in_place else block.num_elements
+                parts += [4 * num_elements, max((program.blocks[part].nbytes for part in low), default=0)]
             most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
     return most

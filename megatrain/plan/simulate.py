@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token, tick_flops
+from megatrain.plan.placement import FOLDER
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
@@ -47,6 +48,7 @@ class SimulatedRates:
     computing_s_per_nvme_byte: float = 0.0
     seconds_per_nvme_copy: float = 0.0
     gpu_update_params_per_s: float | None = None
+    folder_bytes_per_s: float = 1e12
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -61,6 +63,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
     return SimulatedRates(
         nvme_bytes_per_s=on_nvme / seconds["nvme"] if "nvme" in seconds else 1e12,
+        folder_bytes_per_s=traffic[f"{FOLDER}->ram"] / seconds[FOLDER] if FOLDER in seconds else 1e12,
         flops_per_s=flops / seconds["compute"],
         update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
         gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if seconds.get("gpu optimizer") else None,
@@ -135,7 +138,7 @@ class _Replay:
         self._flops = tick_flops(plan)
         self._drive: SimulatedChannel | None = None
         tiers = [
-            SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name != "nvme")
+            SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name not in ("nvme", FOLDER))
             for name, budget in plan.budgets_by_tier.items()
         ]
         self.store = TieredStore(tiers, Belady(), self._links(), clock=self.clock)
@@ -143,7 +146,7 @@ class _Replay:
         for block in plan.program.blocks.values():
             self.store.register(block.key, (block.num_elements,), block.dtype, home=homes[block.key])
         for key in plan.program.blocks:
-            tier = "ram" if homes[key] == "nvme" else homes[key]
+            tier = "ram" if homes[key] in ("nvme", FOLDER) else homes[key]
             with self.store.acquire(key, tier, "w"):
                 pass
             if homes[key] != tier:
@@ -163,6 +166,9 @@ class _Replay:
             links += [SimulatedLink("nvme", "ram", drive), SimulatedLink("ram", "nvme", drive, priority=1)]
             for src, dst in sorted(self._plan.placement.direct):  # at the drive's pace: the bus is faster
                 links.append(SimulatedLink(src, dst, drive, priority=int(dst == "nvme")))
+        if FOLDER in tiers:
+            folder = SimulatedChannel(self.clock, self._rates.folder_bytes_per_s)
+            links += [SimulatedLink(FOLDER, "ram", folder), SimulatedLink("ram", FOLDER, folder)]
         if "gpu" in tiers:
             for src, dst in (("ram", "gpu"), ("gpu", "ram")):
                 links.append(SimulatedLink(src, dst, SimulatedChannel(self.clock, self._rates.bus_bytes_per_s)))

@@ -18,7 +18,6 @@ from megatrain.plan.machine import DriveSpec
 from megatrain.plan.placement import DoesNotFitError, WayOut
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Kind
     from megatrain.plan.plan import RunSpec
 
 __all__ = ["with_ways_out"]
@@ -64,7 +63,7 @@ def _changes(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 def _with_drive(run: RunSpec) -> RunSpec:
     """Return the run with a drive for every kind of block whose home the planner chooses."""
-    homes: dict[Kind, list[str]] = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
+    homes = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
     for kind in run.placement.residents:
         homes[kind].append("nvme")
     drive = DriveSpec(run.output_dir / "nvme", Size("0B", nbytes=0))

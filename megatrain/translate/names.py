@@ -201,8 +201,21 @@ _SHARED = _of(_TRANSFORMERS, {
 _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "model_name_or_path": _path("model.model_name_or_path"),
     "stage": _rule("task", '"sft" or "pretrain"; its "pt" is "pretrain"'),
-    "finetuning_type": _rule("model.freeze", "every parameter that is not frozen is trained"),
+    "finetuning_type": _rule("lora.r", "lora is r > 0; else every parameter that is not frozen is trained"),
     "quantization_bit": _rule(),
+    "lora_rank": _rule("lora.r"),
+    "lora_alpha": _rule("lora.lora_alpha"),
+    "lora_dropout": _rule("lora.lora_dropout"),
+    "lora_target": _rule("lora.target_modules", '"all" is "all-linear"'),
+    "lora_parameters": _rule("lora.target_parameters"),
+    "additional_target": _rule("lora.modules_to_save"),
+    "use_rslora": _rule("lora.use_rslora"),
+    "use_dora": _rule("lora.use_dora"),
+    "adapter_name_or_path": _rule("lora.adapter_name_or_path"),
+    "create_new_adapter": _rule(),
+    **_each("pissa_init pissa_iter pissa_convert", _lost("adapters start as peft's default does", "", None)),
+    **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
+    **_each("double_quantization quantization_type quantization_method", _rule()),
     "flash_attn": _rule("model.attn_implementation"),
     "attn": _rule("model.attn_implementation"),
     "pure_bf16": _rule("precision.compute_dtype", 'write compute_dtype = "bfloat16"'),
@@ -271,7 +284,19 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "lr_scheduler": _same("optimizer.lr_scheduler_type"),
     "cosine_min_lr_ratio": _rule("optimizer.lr_scheduler_kwargs", "min_lr_rate of cosine_with_min_lr"),
     **_each("lr_groups embedding_lr", _lost(_GROUPS)),
-    "loraplus_lr_ratio": _rule(),
+    **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
+    "lora_r": _rule("lora.r"),
+    "lora_target_linear": _rule("lora.target_modules", 'true is "all-linear"'),
+    "lora_target_modules": _rule("lora.target_modules"),
+    "lora_target_parameters": _rule("lora.target_parameters"),
+    "lora_modules_to_save": _rule("lora.modules_to_save"),
+    "lora_model_dir": _rule("lora.adapter_name_or_path"),
+    "peft_use_dora": _rule("lora.use_dora"),
+    "peft_use_rslora": _rule("lora.use_rslora"),
+    "peft_layers_to_transform": _rule("lora.layers_to_transform"),
+    "peft_init_lora_weights": _rule("lora.init_lora_weights"),
+    **_each("merge_lora", _lost("write export.merge = true", "export.merge")),
+    "lora_fan_in_fan_out": _unneeded("peft sees from the module which way its weight lies"),
     "evals_per_epoch": _lost("write a number of steps into evaluation.eval_steps"),
     "saves_per_epoch": _rule("checkpoint.save_strategy", '1 is "epoch"; else count steps in save_steps'),
     "save_first_step": _unneeded("checkpoints are always whole"),
@@ -290,8 +315,7 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
         flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp plugins unsloth_cross_entropy_loss
         dataloader_num_workers sample_packing_group_size sample_packing_bin_size lora_mlp_kernel lora_qkv_kernel
         lora_o_kernel use_kernels experts_implementation""", _unneeded(SPEED)),
-    **_each("""adapter load_in_8bit load_in_4bit rl strict debug lora_r lora_alpha lora_dropout lora_target_linear
-        lora_target_modules lora_fan_in_fan_out lora_modules_to_save peft_use_dora""", _rule()),
+    **_each("adapter load_in_8bit load_in_4bit rl strict debug lora_alpha lora_dropout", _rule()),
 })  # fmt: skip
 
 _OF_TRL = _of(_TRL, {
@@ -317,8 +341,12 @@ _OF_TRL = _of(_TRL, {
     **_each("dataset_splits dataset_configs streaming dataset_streaming", _rule()),
     "dataset_kwargs": _lost("see [[data.train]]"),
     "dataset_batch_size": _unneeded(SPEED),
-    **_each("""use_peft load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout lora_target_modules lora_task_type
-        lora_modules_to_save""", _rule()),
+    "lora_r": _rule("lora.r"),
+    "lora_target_modules": _rule("lora.target_modules"),
+    "lora_target_parameters": _rule("lora.target_parameters"),
+    "lora_modules_to_save": _rule("lora.modules_to_save"),
+    **_each("""use_peft load_in_4bit load_in_8bit lora_alpha lora_dropout lora_task_type use_rslora use_dora
+        bnb_4bit_quant_type use_bnb_nested_quant""", _rule()),
 })  # fmt: skip
 
 _OF_DEEPSPEED = _of(_DEEPSPEED, {

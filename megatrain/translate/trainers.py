@@ -264,10 +264,44 @@ def fill_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
         draft.put("optimizer.weight_decay_exclude", ["*.bias", "*norm*"], note=f"as in {draft.source.title}")
 
 
-def _refuse_lora(draft: Draft, asked: str, remedy: str) -> TranslationError:
-    return draft.refuse(
-        f"{asked} is not supported: here all parameters are trained, those of model.freeze excepted", remedy
-    )
+def _put_lora(draft: Draft, names: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
+    """Fill ``[lora]`` of a draft.
+
+    Args:
+        names: our key in ``[lora]`` -> theirs.
+        defaults: of their tool, by our key.
+    """
+    values = draft.source.values
+    theirs = names.get("adapter_name_or_path", "")
+    if folder := values.get(theirs):
+        paths = [part.strip() for part in str(folder).split(",")] if not isinstance(folder, list) else folder
+        draft.put_path("lora.adapter_name_or_path", paths[-1], theirs)
+        if len(paths) > 1:
+            draft.lose(theirs, "adapters are not stacked: merge the others into the model first", paths[:-1])
+        names = {ours: name for ours, name in names.items() if ours == "lora_dropout"}  # it has its own settings
+        defaults = {}
+    for ours, name in names.items():
+        value = values.get(name)
+        if ours in _LORA_LISTS and isinstance(value, str) and value != "all-linear":
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if ours == "target_modules" and value in (["all"], True):
+            value = "all-linear"
+        if value is not None and value is not False and value != []:
+            draft.put(f"lora.{ours}", value, name)
+    for ours, value in defaults.items():
+        if f"lora.{ours}" not in draft.entries:
+            draft.put(f"lora.{ours}", value, note=f"{draft.source.title}'s default")
+
+
+def _keep_precision(draft: Draft, *names: str) -> None:
+    """List what quantizes the model under the adapters as lost: it is streamed as it is in its folder."""
+    for name in names:
+        if draft.source.values.get(name):
+            why = "the model under the adapters keeps the precision of its folder: it is streamed"
+            draft.lose(name, why, draft.source.values[name])
+
+
+_LORA_LISTS = ("target_modules", "modules_to_save", "target_parameters")
 
 
 def _refuse_quantized(draft: Draft, *names: str) -> None:
@@ -276,7 +310,6 @@ def _refuse_quantized(draft: Draft, *names: str) -> None:
             raise draft.refuse(f"{name}: quantized weights cannot be trained in full precision", "Remove it")
 
 
-_REMOVE_ADAPTER = "Remove the key from that file to translate it as full training"
 _OUR_TASKS = 'There are "sft" and "pretrain"'
 
 # LLaMA-Factory: data sets by their names in dataset_info.json.
@@ -308,14 +341,21 @@ def translate_llama_factory(draft: Draft) -> None:
     """Fill a draft from a file of LLaMA-Factory.
 
     Raises:
-        TranslationError: It asks for LoRA, preference training or anything else that is not supported here.
+        TranslationError: It asks for preference training or anything else that is not supported here.
     """
     values = draft.source.values
     _refuse_stages(draft)
     is_pretraining = values.get("stage") == "pt"
     draft.put("task", "pretrain" if is_pretraining else "sft", "stage")
-    trained = {name: value for name, value in values.items() if not name.startswith(("lora_", "generating"))}
+    has_lora = values.get("finetuning_type", "lora") == "lora"
+    trained = {
+        name: value
+        for name, value in values.items()
+        if not name.startswith("generating") and (has_lora or not name.startswith("lora_"))
+    }
     draft.translate_keys(_LLAMA_FACTORY_RULES, trained)
+    if has_lora:
+        _llama_factory_lora(draft)
     draft.fill_in_model()
     _packing(draft, is_pretraining)
     if not is_pretraining:
@@ -334,11 +374,31 @@ def _refuse_stages(draft: Draft) -> None:
         kind = _OTHER_STAGES.get(str(stage), f"stage: {stage}")
         raise draft.refuse(f"{kind} is not supported here", _OUR_TASKS)
     kind = values.get("finetuning_type", "lora")
-    if kind != "full":
-        said = f"finetuning_type: {kind}" if "finetuning_type" in values else "LLaMA-Factory's default is LoRA, which"
-        remedy = "Write finetuning_type: full into that file to translate it as full training"
-        raise _refuse_lora(draft, said, remedy)
-    _refuse_quantized(draft, "quantization_bit")
+    if kind not in ("full", "lora"):
+        raise draft.refuse(f"finetuning_type: {kind} is not supported here", 'There are "full" and "lora"')
+    if kind == "full":
+        _refuse_quantized(draft, "quantization_bit")
+
+
+def _llama_factory_lora(draft: Draft) -> None:
+    values = draft.source.values
+    rank = values.get("lora_rank", 8)
+    alpha = 2 * rank if isinstance(rank, int) else 16
+    names = {
+        "adapter_name_or_path": "adapter_name_or_path",
+        "r": "lora_rank",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "target_modules": "lora_target",
+        "target_parameters": "lora_parameters",
+        "modules_to_save": "additional_target",
+        "use_rslora": "use_rslora",
+        "use_dora": "use_dora",
+    }
+    _put_lora(draft, names, {"r": 8, "lora_alpha": alpha, "target_modules": "all-linear"})
+    if values.get("create_new_adapter"):
+        draft.lose("create_new_adapter", "merge the adapter first: megatrain-tier export --merge")
+    _keep_precision(draft, "quantization_bit")
 
 
 def _packing(draft: Draft, is_pretraining: bool) -> None:
@@ -494,7 +554,7 @@ def translate_axolotl(draft: Draft) -> None:
     """Fill a draft from a file of Axolotl.
 
     Raises:
-        TranslationError: It asks for LoRA, quantized weights or reinforcement learning.
+        TranslationError: It asks for other adapters than LoRA, for quantized weights or reinforcement learning.
     """
     values = draft.source.values
     _refuse_adapters(draft)
@@ -505,6 +565,8 @@ def translate_axolotl(draft: Draft) -> None:
     is_pretraining = bool(plain) or (bool(sources) and all(_format(source) == "text" for source in sources))
     draft.put("task", "pretrain" if is_pretraining else "sft", "pretraining_dataset" if plain else "")
     draft.translate_keys(_AXOLOTL_RULES, values)
+    if values.get("adapter"):
+        _axolotl_lora(draft)
     _axolotl_combinations(draft)
     if not is_pretraining:
         theirs = "train_on_inputs" if "train_on_inputs" in values else ""
@@ -520,11 +582,34 @@ def translate_axolotl(draft: Draft) -> None:
     fill_defaults(draft, _AXOLOTL_DEFAULTS)
 
 
+def _axolotl_lora(draft: Draft) -> None:
+    names = {
+        "adapter_name_or_path": "lora_model_dir",
+        "r": "lora_r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+        "target_modules": "lora_target_modules",
+        "target_parameters": "lora_target_parameters",
+        "modules_to_save": "lora_modules_to_save",
+        "layers_to_transform": "peft_layers_to_transform",
+        "init_lora_weights": "peft_init_lora_weights",
+        "use_rslora": "peft_use_rslora",
+        "use_dora": "peft_use_dora",
+    }
+    _put_lora(draft, names, {"r": 8})
+    if draft.source.values.get("lora_target_linear") and "lora.adapter_name_or_path" not in draft.entries:
+        draft.put("lora.target_modules", "all-linear", "lora_target_linear")
+    _keep_precision(draft, "load_in_4bit", "load_in_8bit")
+
+
 def _refuse_adapters(draft: Draft) -> None:
     values = draft.source.values
-    if adapter := values.get("adapter"):
-        raise _refuse_lora(draft, f"adapter: {adapter}", _REMOVE_ADAPTER)
-    _refuse_quantized(draft, "load_in_4bit", "load_in_8bit", "gptq")
+    adapter = values.get("adapter")
+    if adapter not in (None, "", "lora", "qlora"):
+        raise draft.refuse(f"adapter: {adapter} is not supported here", 'There are "lora" and "qlora"')
+    if not adapter:
+        _refuse_quantized(draft, "load_in_4bit", "load_in_8bit")
+    _refuse_quantized(draft, "gptq")
     if kind := values.get("rl") or values.get("reward_model") or values.get("process_reward_model"):
         name = str(kind).upper() if isinstance(kind, str) else "reward model training"
         raise draft.refuse(f"{name} is not supported here", _OUR_TASKS)
@@ -675,12 +760,18 @@ def translate_trl(draft: Draft) -> None:
     """Fill a draft from a file of TRL.
 
     Raises:
-        TranslationError: It asks for LoRA or quantized weights, or belongs to another trainer than SFTTrainer.
+        TranslationError: It asks for quantized weights, or belongs to another trainer than SFTTrainer.
     """
     values = draft.source.values
     _refuse_other_trainers(draft)
     draft.put("task", "sft")
     draft.translate_keys(_SHARED_RULES, values)
+    if values.get("use_peft"):
+        names = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+        names |= {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+        names |= {"target_parameters": "lora_target_parameters"}
+        _put_lora(draft, names, {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05})
+        _keep_precision(draft, "load_in_4bit", "load_in_8bit")
     draft.fill_in_model()
     if "output_dir" not in draft.entries:
         draft.put_path("output_dir", "trainer_output", note="TRL's default")
@@ -697,9 +788,8 @@ def translate_trl(draft: Draft) -> None:
 
 def _refuse_other_trainers(draft: Draft) -> None:
     values = draft.source.values
-    if values.get("use_peft"):
-        raise _refuse_lora(draft, "use_peft (LoRA)", _REMOVE_ADAPTER)
-    _refuse_quantized(draft, "load_in_4bit", "load_in_8bit")
+    if not values.get("use_peft"):
+        _refuse_quantized(draft, "load_in_4bit", "load_in_8bit")
     for name, kind in _OTHER_TRAINERS.items():
         if values.get(name) is not None:
             raise draft.refuse(f"`{name}` is of {kind}, which is not supported here", _OUR_TASKS)

@@ -71,7 +71,7 @@ def test_what_is_to_be_filled_in(tmp_path: Path) -> None:
     [
         ("x: [", (), "this is not YAML"),
         ("x: 1", (), "whose config is this"),
-        ("base_model: a\nadapter: lora\n", (), "adapter: lora is not supported"),
+        ("base_model: a\nrl: dpo\n", (), "DPO is not supported"),
         (TEXT, ("--from", "nemo"), "'nemo' is not one of"),
         (TEXT, ("-o", "nowhere/ours.toml"), "there is no such folder"),
     ],

@@ -146,6 +146,13 @@ class PausingTier(Tier, Protocol):
         ...
 
 
+@runtime_checkable
+class ReadOnlyTier(Tier, Protocol):
+    """A tier whose home slots hold their contents from the start, and are never written."""
+
+    is_read_only: bool
+
+
 class Ledger:
     """What slots and reservations take of a tier's capacity. Thread-safe.
 

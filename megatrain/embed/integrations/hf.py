@@ -44,6 +44,9 @@ class TierTrainerMixin:
     that kind, with the trainer's own parameter groups, and clips by the exact norm. Checkpoints name a generation of
     the store, which is kept as long as the checkpoint's folder; resuming restores weights and state from it.
 
+    With adapters of peft: pass ``peft_config`` and ``store`` with an ordinary model; or make the adapters first
+    (``get_peft_model``) and offload what comes of it.
+
     Args:
         store: of the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
         optimizer_options: of the optimizer, besides those of the arguments, e.g. ``{"offload_gradients": True}``.
@@ -62,6 +65,8 @@ class TierTrainerMixin:
         **options: Any,
     ) -> None:
         self._store, self._tier_options = store, dict(optimizer_options or {})
+        if options.get("peft_config") is not None:
+            _check_adapters_come_first(options.get("model", positional[0] if positional else None))
         super().__init__(*positional, **options)
         self._store = _store_of(self.model) or store
         if self._store is None:
@@ -136,6 +141,16 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         """Make the updates that are due."""
         if model is not None and (found := offloaded_module(model)) is not None:
             found.finish_updates()
+
+
+def _check_adapters_come_first(model: Any) -> None:
+    """Refuse adapters for a model whose layers are in a store already: peft would put its own around them unseen."""
+    if offloaded_module(model) is not None:
+        raise OffloadError(
+            "peft_config with an offloaded model: make the adapters first. Write model = peft.get_peft_model(model, "
+            "peft_config), then megatrain.offload(model, store), and leave peft_config out; or pass the ordinary model "
+            "with peft_config and store=store"
+        )
 
 
 def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:

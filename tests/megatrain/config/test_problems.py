@@ -240,3 +240,21 @@ def test_keys_without_effect_beside_another_value_are_warned_of(tmp_path: Path) 
         "model.compile_backend has no effect with compile = false",
         'optimizer.adam_epsilon has no effect with optim = "lion"',
     )
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ("lora_alpha = 4", "[lora] has lora_alpha, but no r"),
+        ('r = 4\nadapter_name_or_path = "a"', "lora.r goes with new adapters"),
+    ],
+)
+def test_adapters(tmp_path: Path, lora: str, words: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'
+        f"[lora]\n{lora}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert words in str(caught.value)

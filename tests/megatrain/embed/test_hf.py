@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import megatrain as mt
+from megatrain.embed.partition import OffloadError
 from oracles.tiered_run import write_tiny_model
 from tiered import GenerationReader, TieredStore
 
@@ -167,6 +168,47 @@ def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
     for name in ("rmsprop", "adamw_torch_8bit"):
         with pytest.raises(ValueError, match=f'optim="{name}" has no tiered optimizer'):
             trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
+
+
+def test_adapters_of_peft_with_sft_trainer(folder: Path, tmp_path: Path, stores: Stores) -> None:
+    """``peft_config`` and a store give what the plain trainer gives; so do adapters that were made first."""
+    from datasets import Dataset
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"text": f"the whale swims in sea number {number}"} for number in range(8)])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def train(kind: type[Any], name: str, model: Any, **options: Any) -> tuple[Any, list[float]]:
+        arguments = SFTConfig(
+            str(tmp_path / name), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+            use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, save_strategy="no", max_length=32,
+        )  # fmt: skip
+        trainer = kind(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, **options)
+        trainer.train()
+        return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder)
+
+    tiered = mt.hf.offloaded(SFTTrainer)
+    _, plain = train(SFTTrainer, "plain", model(), peft_config=settings)
+    trainer, found = train(tiered, "store", model(), peft_config=settings, store=stores())
+    assert found == pytest.approx(plain, rel=1e-6)
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
+    assert isinstance(PeftModel.from_pretrained(model(), tmp_path / "adapter"), PeftModel)
+    torch.manual_seed(3)
+    first, _ = train(SFTTrainer, "first", get_peft_model(model(), settings))
+    torch.manual_seed(3)
+    adapted = mt.offload(get_peft_model(model(), settings), stores())
+    second, _ = train(tiered, "second", adapted)
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    with pytest.raises(OffloadError, match="make the adapters first"):
+        train(tiered, "late", mt.offload(model(), stores()), peft_config=settings)
 
 
 def test_refuses_a_model_without_a_store(folder: Path, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class Graph:
 
     model: PreTrainedModel
     layouts: dict[str, UnitLayout]
+    adapters: None = None
 
 
 def build_model(family: str, seed: int = 0) -> PreTrainedModel:

@@ -360,17 +360,59 @@ def test_megatrain(tmp_path: Path) -> None:
     assert {"memory", "model.device", "dataset.num_workers", "logging.enable_timing"} <= unneeded(translation)
 
 
+LORA: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "LLaMA-Factory": (
+        "model_name_or_path: a\noutput_dir: o\nfinetuning_type: lora\nlora_rank: 16\nlora_target: all\nuse_dora: true\n"
+        "additional_target: lm_head,norm\nquantization_bit: 4\npissa_init: true\n",
+        {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "modules_to_save": ("lm_head", "norm"),
+         "use_dora": True},
+        ["pissa_init", "quantization_bit"],
+    ),
+    "LLaMA-Factory's default": (
+        "model_name_or_path: a\noutput_dir: o\nstage: sft\ncutoff_len: 5\nlora_target: q_proj,v_proj\nlora_alpha: 4\n",
+        {"r": 8, "lora_alpha": 4.0, "target_modules": ("q_proj", "v_proj")},
+        [],
+    ),
+    "LLaMA-Factory, an adapter": (
+        "model_name_or_path: a\noutput_dir: o\nstage: sft\nlora_rank: 16\nadapter_name_or_path: x,y\n"
+        "lora_dropout: 0.1\n",
+        {"adapter_name_or_path": "y", "lora_dropout": 0.1, "r": 0},
+        ["adapter_name_or_path"],
+    ),
+    "Axolotl": (
+        "base_model: a\nadapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_alpha: 16\nlora_dropout: 0.05\n"
+        "lora_target_linear: true\nlora_modules_to_save: [embed_tokens, lm_head]\n",
+        {"r": 32, "lora_alpha": 16.0, "lora_dropout": 0.05, "target_modules": "all-linear",
+         "modules_to_save": ("embed_tokens", "lm_head")},
+        ["load_in_4bit"],
+    ),
+    "TRL": (
+        "model_name_or_path: a\ndataset_name: b\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj, k_proj]\n",
+        {"r": 4, "lora_alpha": 32.0, "lora_dropout": 0.05, "target_modules": ("q_proj", "k_proj")},
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(LORA))
+def test_lora(tmp_path: Path, case: str) -> None:
+    text, expected, gone = LORA[case]
+    (tmp_path / "theirs.yaml").write_text(text)
+    translation, config = translate(tmp_path, yaml.safe_load(text))
+    found = config.lora.model_dump()
+    shown = {key: Path(found[key]).name if key == "adapter_name_or_path" else found[key] for key in expected}
+    assert shown == expected and config.lora.is_on
+    assert sorted(lost(translation)) == gone
+
+
 REFUSED = {
-    "LoRA": ("model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n", "finetuning_type: lora is not supported"),
-    "LoRA by default": ("model_name_or_path: a\nstage: sft\ncutoff_len: 5\n", "default is LoRA, which is not"),
     "freeze": ("model_name_or_path: a\nfinetuning_type: freeze\n", "finetuning_type: freeze is not supported"),
     "DPO": ("model_name_or_path: a\nstage: dpo\nfinetuning_type: full\n", "DPO is not supported"),
     "quantized": ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "quantized weights"),
-    "adapter": ("base_model: a\nadapter: qlora\n", "adapter: qlora is not supported"),
+    "adapter": ("base_model: a\nadapter: llama-adapter\n", "adapter: llama-adapter is not supported"),
     "4 bit": ("base_model: a\nload_in_4bit: true\n", "load_in_4bit"),
     "rl": ("base_model: a\nrl: dpo\n", "DPO is not supported"),
     "reward model": ("base_model: a\nreward_model: true\n", "reward model training is not supported"),
-    "peft": ("model_name_or_path: a\ndataset_name: b\nuse_peft: true\n", "use_peft"),
     "TRL DPO": ("model_name_or_path: a\ndataset_name: b\nbeta: 0.1\n", "preference training"),
     "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
     "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must hold"),

@@ -1,0 +1,496 @@
+"""LoRA: adapters in a model whose own weights stay as they are; folders of adapters as peft writes and reads them.
+
+peft itself puts its layers into the skeleton, so their forwards (scaling, dropout, DoRA) and the rules that choose
+modules are its own. The engine streams their weights like all others: a unit has a trained block (the adapters) and a
+frozen one (the model's weights). Names are those of the model without adapters; an adapter's are those of its file:
+``model.layers.0.self_attn.q_proj.weight`` beside ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.models.folder import ModelFolderError, TensorFile, some
+from megatrain.models.initialize import name_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "AdapterError",
+    "AdapterWeights",
+    "Adapters",
+    "LoraSpec",
+    "add_adapters",
+    "read_adapter_settings",
+]
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: What peft puts before the model's names in the file of an adapter.
+FILE_PREFIX = "base_model.model."
+_LONGEST_REASON = 300
+_NAME = "default"  # of the adapter inside peft's layers
+
+
+class AdapterError(Exception):
+    """Adapters cannot be made as asked for, or a folder of them cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Which adapters are trained, in peft's words.
+
+    Attributes:
+        target_modules: names, or ends of names, of the modules that get adapters; one text: "all-linear", or a regular
+            expression over whole names; None: those that peft knows for the model's type.
+        modules_to_save: names, or ends of names, of modules that are trained as a whole and saved with the adapters.
+        layers_to_transform: numbers of the layers that get adapters; none: all.
+        target_parameters: ends of names of parameters, not modules, that get adapters: weights of fused experts.
+        init_lora_weights: True: A by Kaiming's rule, B zero; "gaussian": A normal with deviation 1/r, B zero.
+        folder: an adapter's folder that training starts from; all else but ``lora_dropout`` is then what it says.
+    """
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None
+    exclude_modules: tuple[str, ...] | str | None = None
+    modules_to_save: tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    init_lora_weights: bool | str = True
+    target_parameters: tuple[str, ...] = ()
+    folder: str | None = None
+
+    def peft_config(self) -> Any:
+        """Return peft's ``LoraConfig``.
+
+        Raises:
+            AdapterError: peft is not there, the settings are none that it takes, or the folder has no usable ones.
+        """
+        peft = _peft()
+        if self.folder is not None:
+            config = read_adapter_settings(self.folder)
+            config.lora_dropout = self.lora_dropout
+            config.inference_mode = False
+            return config
+
+        def as_list(value: tuple[Any, ...] | str | None) -> Any:
+            return list(value) if isinstance(value, tuple) else value
+
+        try:
+            return peft.LoraConfig(
+                task_type="CAUSAL_LM",
+                r=self.r,
+                lora_alpha=int(self.lora_alpha) if float(self.lora_alpha).is_integer() else self.lora_alpha,
+                lora_dropout=self.lora_dropout,
+                target_modules=as_list(self.target_modules),
+                exclude_modules=as_list(self.exclude_modules),
+                modules_to_save=list(self.modules_to_save) or None,
+                layers_to_transform=list(self.layers_to_transform) or None,
+                rank_pattern=dict(self.rank_pattern),
+                alpha_pattern=dict(self.alpha_pattern),
+                use_rslora=self.use_rslora,
+                use_dora=self.use_dora,
+                init_lora_weights=self.init_lora_weights,
+                target_parameters=list(self.target_parameters) or None,
+            )
+        except (ValueError, TypeError) as error:
+            raise AdapterError(f"[lora]: peft refuses these settings: {_one_line(error)}") from error
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise AdapterError(
+            f"[lora] needs the package peft ({error}). Install it: pip install 'megatrain-tier[lora]'"
+        ) from error
+    return peft
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(re.sub(r"\(\s*\(.*\)\s*\)", "", str(error), flags=re.DOTALL).split()).rstrip(".")  # no module trees
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A peft layer in the model: ``parent._modules[leaf]`` is ``layer``, around ``base``.
+
+    Between the two there may be others: experts have a layer for each of their weights, one around the other.
+    """
+
+    path: str
+    parent: nn.Module
+    leaf: str
+    layer: Any
+    base: nn.Module
+
+
+class Adapters:
+    """The LoRA layers of one skeleton, and the names of all its tensors.
+
+    Attributes:
+        config: peft's ``LoraConfig``, with the modules that it chose.
+        names: of the trained tensors, as the graph's layouts have them: adapters, and modules that are saved whole.
+        num_layers: modules that have adapters.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Any) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        self.config = config
+        self._places: list[_Place] = []
+        self._layers: dict[str, Any] = {}  # all of them, by path
+        self._by_weight: dict[str, str] = {}  # the model's weight -> path of the layer that adapts it
+        for path, module in model.named_modules():
+            if not isinstance(module, LoraLayer):
+                continue
+            parent_path, _, leaf = path.rpartition(".")
+            if leaf != "base_layer":
+                parent = model.get_submodule(parent_path)
+                self._places.append(_Place(path, parent, leaf, module, module.get_base_layer()))
+            self._layers[path] = module
+            self._by_weight[f"{self._places[-1].path}.{getattr(module, 'parameter_name', 'weight')}"] = path
+        self.num_layers = len(self._layers)
+        self._paths = {place.path for place in self._places}
+        self.names = tuple(self.plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
+        self.adapter_names = frozenset(name for name in self.names if self.layer_of(name) is not None)
+
+    def plain_name(self, name: str) -> str:
+        """Return the name of a tensor in the model without adapters, or in an adapter's file (without its prefix)."""
+        parts = name.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            path = ".".join(parts[:end])
+            if path in self._paths:
+                depth = next(number for number, part in enumerate(parts[end:]) if part != "base_layer")
+                rest = parts[end + depth :]
+                if not rest[0].startswith("lora_"):
+                    return ".".join([path, *rest])
+                if rest[0] == "lora_magnitude_vector":
+                    rest = rest[:1]
+                return ".".join([path, *["base_layer"] * depth, *(part for part in rest if part != _NAME)])
+        return name
+
+    def layer_of(self, name: str) -> Any:
+        """Return the peft layer that an adapter's tensor belongs to; None: it is one of the model's own."""
+        path, _, rest = name.rpartition(".lora_")
+        return self._layers.get(path) if rest else None
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Take the adapters out of the model: names and modules are those of the model as it is in its folder."""
+        for place in self._places:
+            place.parent._modules[place.leaf] = place.base
+        try:
+            yield
+        finally:
+            for place in self._places:
+                place.parent._modules[place.leaf] = place.layer
+
+    # -- weights of new adapters -----------------------------------------------------------------------------------
+
+    def initialize(self, views: Mapping[str, Tensor], base: Mapping[str, Tensor], seed: int) -> None:
+        """Fill tensors of adapters with the weights that training starts from, by peft's rules.
+
+        The numbers depend on the seed and the names alone.
+
+        Args:
+            views: name -> fp32 tensor of its shape; written completely.
+            base: by name of a module that has DoRA: its own weight, fp32.
+        """
+        for name, view in views.items():
+            kind = name.rpartition(".lora_")[2].partition(".")[0]
+            generator = torch.Generator().manual_seed(name_seed(seed, name))
+            with torch.no_grad():
+                if kind == "A" and self.config.init_lora_weights == "gaussian":
+                    view.normal_(std=1 / view.shape[0], generator=generator)
+                elif kind == "A":
+                    nn.init.kaiming_uniform_(view, a=math.sqrt(5), generator=generator)
+                elif kind == "embedding_B":
+                    view.normal_(generator=generator)
+                elif kind == "magnitude_vector":
+                    layer = self.layer_of(name)
+                    weight = base[name.rpartition(".lora_")[0]]
+                    # B is zero: the norm of what the module starts as is that of its own weight.
+                    rows = weight.T if getattr(layer, "fan_in_fan_out", False) else weight
+                    view.copy_(torch.linalg.norm(rows, dim=1))
+                else:
+                    view.zero_()
+
+    def dora_modules(self, names: Sequence[str]) -> list[str]:
+        """Return the modules whose own weight `initialize` needs for tensors of these names."""
+        return [name.rpartition(".lora_")[0] for name in names if name.endswith(".lora_magnitude_vector")]
+
+    # -- merging -----------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the model's weights that have adapters."""
+        return tuple(self._by_weight)
+
+    def of_weight(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors that adapt a weight; none: it has no adapter."""
+        path = self._by_weight.get(name)
+        if path is None:
+            return ()
+        own = self._layers[path].named_parameters(prefix=path)
+        return tuple(self.plain_name(each) for each, _ in own if not each.startswith(f"{path}.base_layer."))
+
+    def merged(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return a weight with its adapter added, as peft's ``merge_and_unload`` computes it, in fp32.
+
+        Args:
+            name: of a weight that has an adapter.
+            weight: the model's own.
+            tensors: those of ``of_weight``, by name.
+        """
+        path = self._by_weight[name]
+        layer = self._layers[path]
+        slots: list[tuple[dict[str, Any], str, Tensor]] = [
+            (layer.get_base_layer()._parameters, name.rpartition(".")[2], weight.detach().float().clone())
+        ]
+        for local, _ in layer.named_parameters():
+            if not local.startswith("base_layer."):
+                inner, _, leaf = local.rpartition(".")
+                value = tensors[self.plain_name(f"{path}.{local}")].float()
+                slots.append((layer.get_submodule(inner)._parameters, leaf, value))
+        before = [registry[leaf] for registry, leaf, _ in slots]
+        try:
+            for registry, leaf, value in slots:
+                registry[leaf] = nn.Parameter(value, requires_grad=False)
+            with torch.no_grad():
+                layer.merge()
+                registry, leaf, _ = slots[0]
+                merged: Tensor = registry[leaf].data
+        finally:
+            for (registry, leaf, _), value in zip(slots, before, strict=True):
+                registry[leaf] = value
+            layer.merged_adapters.clear()
+            layer._caches.clear()
+        return merged
+
+    def settings(self, base_model: str) -> dict[str, Any]:
+        """Return the contents of ``adapter_config.json``.
+
+        Args:
+            base_model: folder or hub name of the model.
+        """
+        values: dict[str, Any] = self.config.to_dict()
+        values.update(base_model_name_or_path=base_model, inference_mode=True)
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that have adapters."""
+        return tuple(place.path for place in self._places)
+
+
+def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Adapters:
+    """Put LoRA layers into a skeleton; its own weights are frozen, but those of ``modules_to_save``.
+
+    Raises:
+        AdapterError: nothing matches, a module takes no adapters, or what was asked for is not supported.
+    """
+    peft = _peft()
+    config = spec.peft_config()
+    _check_supported(config, model)
+    saved_modules = list(config.modules_to_save or ())
+    config.modules_to_save = None  # done below, without a second copy of the module
+    where = f"lora.adapter_name_or_path ({spec.folder})" if spec.folder else "lora.target_modules"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about tied weights and its own use of transformers
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise AdapterError(
+                f"{where}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
+            ) from error
+    vars(model).pop("peft_config", None)  # transformers would take it for a model that peft looks after
+    config.modules_to_save = saved_modules or None
+    adapters = Adapters(model, config)
+    for path, layer in adapters._layers.items():
+        base, adapts_parameter = layer.get_base_layer(), hasattr(layer, "parameter_name")
+        if not (adapts_parameter or isinstance(base, nn.Linear | nn.Embedding) or _is_conv1d(base)):
+            raise AdapterError(
+                f"{where}: {path} is a {type(base).__name__}; adapters are for linear layers and embeddings. Leave it "
+                "out"
+            )
+        if layer.lora_variant and isinstance(base, nn.Embedding):
+            raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
+        if adapts_parameter:
+            layer.__dict__["forward"] = partial(_with_adapted_parameter, layer)
+        for name, parameter in layer.named_parameters():
+            if not name.startswith("base_layer."):
+                parameter.data = parameter.data.to(model.dtype)
+    _train_whole(model, saved_modules, adapters)
+    return Adapters(model, config)
+
+
+def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the module inside a peft layer that adapts one of its parameters: the forward of ``ParamWrapper``.
+
+    peft's own registers a parametrization for the time, which wants the parameter to be one: here it is a leased view.
+    """
+    parameters, name = layer.get_base_layer()._parameters, layer.parameter_name
+    own = parameters[name]
+    if layer.num_experts > 1:
+        left, right, scaling = layer.get_delta_factors(_NAME)
+        parameters[name] = torch.baddbmm(own, left, right, alpha=scaling)
+    else:
+        parameters[name] = own + layer.get_delta_weight(_NAME)
+    try:
+        return layer.base_layer(*args, **kwargs)
+    finally:
+        parameters[name] = own
+
+
+def _check_supported(config: Any, model: PreTrainedModel) -> None:
+    """Refuse by name what peft can do and this program cannot."""
+    kinds = {
+        "bias": config.bias != "none",
+        "lora_bias": config.lora_bias,
+        "trainable_token_indices": config.trainable_token_indices is not None,
+        "layer_replication": config.layer_replication is not None,
+        "alora_invocation_tokens": config.alora_invocation_tokens is not None,
+        "use_qalora": config.use_qalora,
+    }
+    for name in ("use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config"):
+        kinds[name] = getattr(config, name, None) is not None
+    used = [name for name, is_used in kinds.items() if is_used]
+    if used:
+        raise AdapterError(f"[lora]: {some(used)} of peft is not supported. Leave it out")
+    if not (isinstance(config.init_lora_weights, bool) or config.init_lora_weights == "gaussian"):
+        raise AdapterError(
+            f'lora.init_lora_weights = {config.init_lora_weights!r} is not supported. Write true or "gaussian"; or '
+            "make the adapter's start with peft and name its folder: lora.adapter_name_or_path"
+        )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _modules_to_choose_from(model: PreTrainedModel) -> str:
+    ends = {
+        name.rpartition(".")[2]: None for name, m in model.named_modules() if isinstance(m, nn.Linear) or _is_conv1d(m)
+    }
+    return some(list(ends), limit=8)
+
+
+def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapters) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for each in wanted:
+        found = [(path, m) for path, m in model.named_modules() if path.endswith(each)]
+        if not found:
+            raise AdapterError(f"lora.modules_to_save: no module's name ends in '{each}'. There is e.g. lm_head")
+        for path, module in found:
+            if any(other == path or other.startswith(f"{path}.") for other in adapters.modules):
+                raise AdapterError(f"lora.modules_to_save: {path} has adapters as well. Leave it out of one of the two")
+            for parameter in module.parameters():
+                others = [name for name in names[id(parameter)] if not name.startswith(f"{path}.")]
+                if others:
+                    raise AdapterError(
+                        f"lora.modules_to_save: {path} shares its weight with {others[0]}, which would be trained with "
+                        "it and not be saved. Leave it out, or give it adapters: lora.target_modules"
+                    )
+                parameter.requires_grad_(True)
+
+
+# -- folders of adapters -----------------------------------------------------------------------------------------------
+
+
+def read_adapter_settings(folder: Path | str) -> Any:
+    """Return peft's ``LoraConfig`` of an adapter's folder.
+
+    Raises:
+        AdapterError: there is none, or it is of another kind than LoRA.
+    """
+    peft = _peft()
+    path = Path(folder, ADAPTER_CONFIG)
+    where = "lora.adapter_name_or_path: "
+    if not Path(folder).is_dir():
+        raise AdapterError(f"{where}{folder} is not a folder. Name one with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise AdapterError(f"{where}{path} is missing. Name a folder that peft wrote") from None
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{where}{path} cannot be read as JSON ({error}). Copy it again") from error
+    kind = values.get("peft_type") if isinstance(values, dict) else None
+    if kind != "LORA":
+        raise AdapterError(f"{where}{path} is an adapter of type {kind!r}; this program trains LoRA")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return peft.LoraConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError) as error:
+        raise AdapterError(f"{where}{path}: peft cannot use it: {_one_line(error)}. Copy it again") from error
+
+
+_OLD_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
+
+
+class AdapterWeights:
+    """The tensors of an adapter's folder, by the names of `Adapters`.
+
+    Raises:
+        AdapterError: they are not those of these adapters: of another model, or settings that are not theirs.
+    """
+
+    def __init__(self, folder: Path | str, adapters: Adapters, shapes: Mapping[str, Sequence[int]]) -> None:
+        where = f"lora.adapter_name_or_path: {Path(folder, ADAPTER_WEIGHTS)}"
+        if not Path(folder, ADAPTER_WEIGHTS).is_file():
+            has_pickle = Path(folder, "adapter_model.bin").is_file()
+            advice = " It has a pickle file, which is not read: save it again with a newer peft" if has_pickle else ""
+            raise AdapterError(f"{where} is missing.{advice or ' Name a folder that peft wrote'}")
+        try:
+            self._file = TensorFile(Path(folder, ADAPTER_WEIGHTS))
+        except ModelFolderError as error:
+            raise AdapterError(f"lora.adapter_name_or_path: {error}") from error
+        self._name_in_file = {
+            _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
+            for name in self._file.records
+        }
+        missing = sorted(set(adapters.names) - set(self._name_in_file))
+        unknown = sorted(set(self._name_in_file) - set(adapters.names))
+        if missing or unknown:
+            text = f"{len(missing)} tensors are missing: {some(missing, 3)}" if missing else ""
+            text += "; " if missing and unknown else ""
+            text += f"{len(unknown)} have no place in the model: {some(unknown, 3)}" if unknown else ""
+            raise AdapterError(f"{where}: {text}. Is it an adapter of this model?")
+        for name in adapters.names:
+            record = self._file.records[self._name_in_file[name]]
+            if tuple(record.shape) != tuple(shapes[name]):
+                raise AdapterError(
+                    f"{where}: {name} has the shape {list(record.shape)}, the model's is {list(shapes[name])}. "
+                    "Is it an adapter of this model?"
+                )
+
+    def fill(self, views: Mapping[str, Tensor]) -> None:
+        """Copy tensors into their views (CPU, any floating dtype)."""
+        for name, view in views.items():
+            view.copy_(self._file.read(self._name_in_file[name]))
+            if not bool(torch.isfinite(view).all()):
+                raise AdapterError(f"lora.adapter_name_or_path: {name} holds infinite values or NaN")

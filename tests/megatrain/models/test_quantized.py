@@ -1,0 +1,155 @@
+"""Quantized folders under [lora]: the numbers that they stand for, the bits of a plain folder with those numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatrain.models.adapters import LoraSpec
+from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.folder import ModelFolder, ModelFolderError
+from megatrain.models.graph import build_graph
+from megatrain.models.in_place import FolderSource, layouts_in_place
+from megatrain.models.layout import views
+from megatrain.models.load import open_loader
+from oracles.quantize import fp8, mxfp4, nf4, write_quantized
+from oracles.tiered_run import config_text, run_config, write_tiny_model
+from tests.megatrain.models.tiny import FAMILIES, build_model_of
+
+Parts = tuple[dict[str, Tensor], Tensor]
+BLOCK = 48  # divides no size of the model
+METHODS: dict[str, tuple[dict[str, object], Callable[[Tensor], Parts]]] = {
+    "fp8": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+        lambda weight: fp8(weight, BLOCK),
+    ),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
+    "nested nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda weight: nf4(weight, nested=True)),
+}
+
+
+def quantized_and_plain(folder: Path, method: str) -> tuple[Path, Path]:
+    """Write a folder with quantized layers, and one with the numbers that these stand for."""
+    table, quantize = METHODS[method]
+    source, quantized, plain = write_tiny_model(folder / "source"), folder / "quantized", folder / "plain"
+    tensors = load_file(source / "model.safetensors")
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        parts[name], tensors[name] = quantize(tensors[name])
+    write_quantized(source, quantized, table, parts)
+    shutil.copytree(source, plain)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, plain / "model.safetensors", metadata={"format": "pt"})
+    return quantized, plain
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_any_part_of_a_weight_is_what_it_stands_for(tmp_path: Path, method: str) -> None:
+    quantized, plain = quantized_and_plain(tmp_path, method)
+    folder, expected = ModelFolder(quantized), load_file(plain / "model.safetensors")
+    assert set(folder.records) == set(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(folder.read(name), weight, rtol=0, atol=0)
+    name = "model.layers.0.mlp.down_proj.weight"
+    decoder, flat = folder.records[name].decoder, expected[name].reshape(-1)
+    assert decoder is not None
+    for first, count in ((0, 1), (1, 130), (47, 2), (flat.numel() - 5, 5), (1000, 3001)):
+        assert torch.equal(decoder.decode(first, count, folder.read_stored), flat[first : first + count])
+
+
+@pytest.mark.parametrize(("method", "home"), [("fp8", "ram"), ("fp8", "folder"), ("nested nf4", "folder")])
+def test_a_run_gives_the_bits_of_the_plain_folder(tmp_path: Path, method: str, home: str) -> None:
+    runs = []
+    for model in quantized_and_plain(tmp_path, method):
+        text = config_text(
+            tmp_path / model.name,
+            model,
+            nvme=0,
+            placement=f'weights = ["{home}"]',
+            precision='compute_dtype = "bfloat16"',
+        )
+        text = text.replace("[training]", '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]', 1)
+        runs.append(run_config(text, tmp_path / model.name, num_steps=2))
+    runs[0].assert_as_planned()
+    runs[0].assert_same(runs[1])
+
+
+def test_mxfp4_is_decoded_as_transformers_does(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(3, 64, 40, generator=generator)
+    parts, meant = mxfp4(weight)
+    theirs = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=torch.float32)
+    assert torch.equal(theirs, meant)
+    save_file({f"experts.gate{end}": tensor for end, tensor in parts.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    folder = ModelFolder(tmp_path)
+    assert list(folder.records) == ["experts.gate"]
+    assert torch.equal(folder.read("experts.gate"), meant)
+
+
+def test_fp8_is_decoded_as_transformers_does(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight = torch.randn(96, 144, generator=torch.Generator().manual_seed(2))
+    parts, meant = fp8(weight, BLOCK)
+    theirs = Fp8Dequantize(None)._dequantize_one(parts[""], parts["_scale_inv"], torch.float32)
+    torch.testing.assert_close(theirs, meant, rtol=0, atol=0)
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    quantized, _ = quantized_and_plain(tmp_path, "fp8")
+    with pytest.raises(UnsupportedModelError, match=r"quantized \(.*Train adapters: \[lora\]"):
+        build_graph(quantized)
+    path = quantized / "config.json"
+    values = json.loads(path.read_text())
+
+    def refusal(table: dict[str, object]) -> str:
+        path.write_text(json.dumps({**values, "quantization_config": table}))
+        with pytest.raises(ModelFolderError) as caught:
+            ModelFolder(quantized)
+        return str(caught.value)
+
+    assert "quantized (gptq), which is not read here; with [lora]" in refusal({"quant_method": "gptq"})
+    assert "without scales of blocks" in refusal({"quant_method": "fp8"})
+    assert "not F32 [" in refusal({"quant_method": "fp8", "weight_block_size": [16, 16]})
+    path.write_text(json.dumps({key: value for key, value in values.items() if key != "quantization_config"}))
+    with pytest.raises(ModelFolderError, match=r"dtype F8_E4M3, .* does not say how it is quantized"):
+        ModelFolder(quantized)
+
+
+def test_experts_of_gpt_oss_are_read_in_place(tmp_path: Path) -> None:
+    """A block that is put together from packed, transposed experts is that of the plain folder."""
+    values = {**FAMILIES["gpt_oss"][1], "intermediate_size": 64}
+    model = build_model_of(AutoConfig.for_model("gpt_oss", **values))
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    tensors = model.state_dict()
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        parts[name], tensors[name] = mxfp4(tensors[name])
+    model.load_state_dict(tensors)
+    model.save_pretrained(plain)
+    write_quantized(plain, quantized, {"quant_method": "mxfp4"}, parts)
+    blocks = []
+    for folder in (plain, quantized):
+        graph = build_graph(folder, lora=LoraSpec(r=2, lora_alpha=2, target_modules=("q_proj",)))
+        layout = graph.layouts["model.layers.1.frozen"]
+        loader = open_loader(folder, graph)
+        filled = torch.zeros(layout.num_elements)
+        with graph.plain_model():
+            loader.fill(layout, views(filled, layout))
+        source = FolderSource(loader.origin.folder, {"a": layout}, layouts_in_place(loader, [layout]), torch.float32)
+        read = torch.full((layout.num_elements,), 7.0)
+        for part in source.parts("a"):
+            part(read.view(torch.uint8))
+        assert torch.equal(read, filled)
+        blocks.append(read)
+    assert torch.equal(blocks[0], blocks[1])

@@ -1,0 +1,117 @@
+"""LoRA: loss and every gradient are those of peft on the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.forward import LayerRunner, StepLoss
+from megatrain.models.adapters import LoraSpec
+from megatrain.models.graph import build_graph
+from oracles.families import padded_batches, tiny_config
+from oracles.huggingface import Reference, train_step
+from oracles.memory_access import MemoryAccess
+from oracles.peft_model import parameters_by_name, peft_model, plain_name
+
+SEED = 11
+LINEAR = ("q_proj", "v_proj", "down_proj")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def streamed(
+    config: Any, spec: LoraSpec, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, order: Any
+) -> tuple[StepLoss, dict[str, torch.Tensor]]:
+    graph = build_graph(config, lora=spec, dtype=dtype)
+    access = MemoryAccess(graph, dict(weights), dtype)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=dtype, order=order)
+    loss = runner.forward_backward(padded_batches(), seed=SEED)
+    return loss, access.finish()
+
+
+def compare(family: str, spec: LoraSpec, dtype: torch.dtype = torch.float32, **values: Any) -> None:
+    """Compare with peft, and the two orders with each other bit for bit."""
+    config = tiny_config(family, **values)
+    settings = {
+        "r": spec.r,
+        "lora_alpha": spec.lora_alpha,
+        "lora_dropout": spec.lora_dropout,
+        "target_modules": list(spec.target_modules) if isinstance(spec.target_modules, tuple) else spec.target_modules,
+        "modules_to_save": list(spec.modules_to_save) or None,
+        "use_rslora": spec.use_rslora,
+        "use_dora": spec.use_dora,
+        "rank_pattern": dict(spec.rank_pattern),
+        "target_parameters": list(spec.target_parameters) or None,
+    }
+    model = peft_model(config, settings, dtype)
+    expected = train_step(model, padded_batches(), SEED)
+    gradients = {plain_name(name): gradient for name, gradient in expected.gradients.items()}
+    loss, found = streamed(config, spec, parameters_by_name(model), dtype, "layer")
+    _assert_equal(Reference(expected.loss, gradients), loss, found, 1e-5 if dtype == torch.float32 else 3e-2)
+    again, others = streamed(config, spec, parameters_by_name(model), dtype, "micro_batch")
+    assert again == loss
+    assert all(torch.equal(others[name], found[name]) for name in found)
+
+
+def _assert_equal(expected: Reference, loss: StepLoss, found: Mapping[str, torch.Tensor], tolerance: float) -> None:
+    assert loss.loss == pytest.approx(expected.loss, rel=min(1e-6, tolerance) if tolerance < 1e-4 else 1e-3)
+    assert set(found) == set(expected.gradients)
+    assert all(float(gradient.abs().max()) > 0 for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        error = (found[name] - gradient).abs().max()
+        assert error <= tolerance * gradient.abs().max(), (name, float(error), float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_adapters_of_all_linear_layers(family: str) -> None:
+    compare(family, LoraSpec(r=4, lora_alpha=8, target_modules="all-linear"), tied=False)
+
+
+def test_conv1d_of_gpt2() -> None:
+    compare("gpt2", LoraSpec(r=4, lora_alpha=8, target_modules=("c_attn", "c_fc")))
+
+
+def test_the_modules_that_peft_chooses() -> None:
+    compare("llama", LoraSpec(r=4, lora_alpha=8))
+
+
+def test_dropout_draws_the_same_numbers() -> None:
+    compare("llama", LoraSpec(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=LINEAR))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head(tied: bool) -> None:
+    modules = ("embed_tokens", "q_proj", "lm_head")
+    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=modules), tied=tied)
+
+
+def test_modules_to_save_are_trained_whole() -> None:
+    compare(
+        "llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, modules_to_save=("lm_head", "norm")), tied=False
+    )
+
+
+def test_rslora_and_own_ranks() -> None:
+    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, use_rslora=True, rank_pattern={"q_proj": 2}))
+
+
+def test_dora() -> None:
+    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, use_dora=True))
+
+
+def test_bfloat16() -> None:
+    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR), torch.bfloat16)
+
+
+def test_adapters_of_fused_experts() -> None:
+    names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    compare("qwen3_moe", LoraSpec(r=4, lora_alpha=8, target_modules=("q_proj",), target_parameters=names), tied=False)

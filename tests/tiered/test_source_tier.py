@@ -1,0 +1,131 @@
+"""A read-only tier: contents from the start, copies on demand, no writes, errors of one part for the whole block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tiered import NvmeTier, RamTier, TieredStore, TransferError
+from tiered.block import CopyState
+from tiered.errors import LeaseError
+from tiered.ext import ReadPart, SourceTier, default_links, route
+from tiered.tiers.gpu import GpuTier
+from tiered.units import MiB
+
+SIZE = 5000
+
+
+class Numbers:
+    """Blocks of bytes that are all ``value``, read in two halves."""
+
+    def __init__(self, values: dict[str, int]) -> None:
+        self.values = values
+        self.block_bytes = dict.fromkeys(values, SIZE)
+        self.num_reads = 0
+        self.fails = False
+
+    def parts(self, key: str) -> Sequence[ReadPart]:
+        def fill(into: torch.Tensor, start: int, stop: int) -> None:
+            if self.fails and start:
+                raise OSError(5, "the drive is gone")
+            into[start:stop] = self.values[key]
+
+        self.num_reads += 1
+        return [lambda into: fill(into, 0, SIZE // 2), lambda into: fill(into, SIZE // 2, SIZE)]
+
+
+def open_store(source: Numbers, *tiers: object) -> TieredStore:
+    """Return a store with the source between RAM and what is slower."""
+    ram = next(tier for tier in tiers if isinstance(tier, RamTier))
+    tier = SourceTier(source)
+    at = tiers.index(ram) + 1
+    links = [*default_links(list(tiers)), tier.link_to(ram)]  # type: ignore[arg-type]
+    store = TieredStore([*tiers[:at], tier, *tiers[at:]], links=links)  # type: ignore[list-item]
+    for key in source.values:
+        store.register(key, (SIZE,), torch.uint8, home="source", durable=False)
+    return store
+
+
+def test_contents_are_there_from_the_start_and_read_again_after_an_eviction() -> None:
+    source = Numbers({"a": 3, "b": 4})
+    with open_store(source, RamTier(MiB)) as store:
+        assert store.where("a") == {"source": CopyState.CLEAN}
+        for _ in range(2):
+            with store.acquire("a", "ram") as lease:
+                assert bool((lease.tensor == 3).all())
+            store.evict("a", "ram")
+        assert source.num_reads == 2
+        assert store.stats().links["source->ram"].num_bytes == 2 * SIZE
+        assert store.stats().tiers["source"].home_bytes == 2 * SIZE
+
+
+def test_a_copy_makes_room_without_being_written_back() -> None:
+    source = Numbers({str(number): number for number in range(6)})
+    with open_store(source, RamTier(2 * 8192)) as store:
+        for number in range(6):
+            with store.acquire(str(number), "ram", timeout_s=10) as lease:
+                assert bool((lease.tensor == number).all())
+        assert store.stats().evictions_dirty == 0
+
+
+@pytest.mark.parametrize("mode", ["w", "rw"])
+def test_writing_is_refused(mode: str) -> None:
+    with (
+        open_store(Numbers({"a": 3}), RamTier(MiB)) as store,
+        pytest.raises(LeaseError, match="read-only tier 'source'"),
+    ):
+        store.acquire("a", "ram", mode)  # type: ignore[arg-type]
+
+
+def test_a_durable_block_is_refused_and_one_that_the_source_lacks() -> None:
+    with open_store(Numbers({"a": 3}), RamTier(MiB)) as store:
+        with pytest.raises(ValueError, match="durable=False"):
+            store.register("x", (SIZE,), torch.uint8, home="source")
+        store.unregister("a")
+        with pytest.raises(ValueError, match="no bytes of block 'x'"):
+            store.register("x", (SIZE,), torch.uint8, home="source", durable=False)
+
+
+def test_discarded_contents_come_back() -> None:
+    with open_store(Numbers({"a": 3}), RamTier(MiB)) as store:
+        store.acquire("a", "ram").release()
+        store.discard("a")
+        with store.acquire("a", "ram", timeout_s=10) as lease:
+            assert bool((lease.tensor == 3).all())
+
+
+def test_a_part_that_fails_fails_the_fetch_and_the_next_one_may_succeed() -> None:
+    source = Numbers({"a": 3})
+    with open_store(source, RamTier(MiB)) as store:
+        source.fails = True
+        with pytest.raises(TransferError, match=r"block 'a' could not be read.*the drive is gone"):
+            store.acquire("a", "ram", timeout_s=10)
+        source.fails = False
+        with store.acquire("a", "ram", timeout_s=10) as lease:
+            assert bool((lease.tensor == 3).all())
+
+
+def test_beside_a_drive_neither_is_passed(tmp_path: object) -> None:
+    """Homes on the drive move as ever, those of the source go by way of RAM, and the drive never holds them."""
+    source = Numbers({"a": 3})
+    tiers = (GpuTier(MiB, device="cpu"), RamTier(MiB), NvmeTier([str(tmp_path)], MiB))
+    with open_store(source, *tiers) as store:
+        store.register("n", (SIZE,), torch.uint8, home="nvme")
+        with store.acquire("n", "gpu", "w") as lease:
+            lease.tensor.fill_(9)
+        store.evict("n", "gpu")
+        with store.acquire_many([("a", "gpu", "r"), ("n", "gpu", "r")], timeout_s=20) as leases:
+            assert bool((leases.of("a").tensor == 3).all()) and bool((leases.of("n").tensor == 9).all())
+        moved = {name: link.num_bytes for name, link in store.stats().links.items()}
+        assert moved["source->ram"] == SIZE and moved["ram->nvme"] == moved["nvme->ram"] == SIZE
+
+
+def test_route_takes_from_each_tier_the_link_that_goes_furthest() -> None:
+    order = ["gpu", "ram", "source", "nvme"]
+    links = {("source", "ram"), ("nvme", "ram"), ("ram", "nvme")}
+    assert route(order, "source", "gpu", links) == [("source", "ram"), ("ram", "gpu")]
+    assert route(order, "nvme", "gpu", links) == [("nvme", "ram"), ("ram", "gpu")]
+    assert route(order, "gpu", "nvme", links) == [("gpu", "ram"), ("ram", "nvme")]
+    assert route(order, "nvme", "gpu", links | {("nvme", "gpu")}) == [("nvme", "gpu")]
