@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from tiered import Event, Schedule, Tier
 
-__all__ = ["check_drives", "make_tiers", "open_store", "register_blocks", "reserve", "set_schedule"]
+__all__ = ["check_drives", "keep_buffers", "make_tiers", "open_store", "register_blocks", "reserve", "set_schedule"]
 
 
 def open_store(
@@ -101,6 +101,12 @@ def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> 
     for tier, count in nbytes.items():
         if count:
             store.reserve(tier, sign * count)
+
+
+def keep_buffers(store: TieredStore, plan: Plan) -> None:
+    """Make the buffers that copies use in steps. Call it when all blocks are registered and workspace is reserved."""
+    for tier, counts in plan.placement.buffers.items():
+        store.keep_buffers(tier, counts)
 
 
 def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:

@@ -57,7 +57,7 @@ from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
-from megatrain.tiers import check_drives, open_store, register_blocks, reserve, set_schedule
+from megatrain.tiers import check_drives, keep_buffers, open_store, register_blocks, reserve, set_schedule
 from megatrain.weights import RandomWeights, Weights, WeightSource
 from tiered import checksum
 
@@ -384,6 +384,7 @@ class Trainer:
         # that fits also starts.
         register_blocks(self.store, self.plan, durable=False)
         reserve(self.store, placement.workspace_bytes)
+        keep_buffers(self.store, self.plan)
         return checkpoint
 
     @contextmanager

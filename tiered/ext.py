@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tiered.policies import Candidate, EvictionPolicy
     from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
     from tiered.tiers.base import (
+        BufferTier,
         DescribingTier,
         Ledger,
         PausingTier,
@@ -67,6 +68,7 @@ __all__ = [
     "SimulatedClock",
     "SimulatedLink",
     "SimulatedTier",
+    "BufferTier",
     "DescribingTier",
     "Ledger",
     "PausingTier",
@@ -100,6 +102,7 @@ __all__ = [
 
 #: Imported when they are first asked for: most need torch, which takes seconds.
 _HOMES = {
+    "BufferTier": "tiers.base",
     "Candidate": "policies",
     "DescribingTier": "tiers.base",
     "DurableTier": "tiers.snapshots",

@@ -368,6 +368,7 @@ class Leasing:
                 if self.movement.pinned_bytes[tier] + need > self._room_for_copies(tier):
                     raise self._capacity_error(tier, need, f"to pin '{key}'")
                 self.movement.pinned_bytes[tier] += need
+                self.movement.pinned_buffers[tier, need] += 1
             copy.pins += 1
 
     def unpin(self, key: str, tier: str) -> None:
@@ -379,7 +380,9 @@ class Leasing:
                 raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
             copy.pins -= 1
             if not copy.is_home and copy.pins == 0:
-                self.movement.pinned_bytes[tier] -= self.tier(tier).slot_bytes(block.spec.nbytes)
+                slot_bytes = self.tier(tier).slot_bytes(block.spec.nbytes)
+                self.movement.pinned_bytes[tier] -= slot_bytes
+                self.movement.pinned_buffers[tier, slot_bytes] -= 1
             self.movement.pump()
             self.movement.changed.notify_all()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from tiered.block import CopyState
@@ -20,7 +21,7 @@ from tiered.prefetch import Travels, next_fetches
 from tiered.records import Block, Copy
 from tiered.schedule import NEVER, Access, Schedule
 from tiered.simulation import SimulatedClock
-from tiered.tiers.base import PausingTier, Slot, StreamTier, Tier
+from tiered.tiers.base import BufferTier, PausingTier, Slot, StreamTier, Tier
 from tiered.tiers.snapshots import DurableTier
 from tiered.transfer import Transfer, Waiting
 
@@ -33,12 +34,16 @@ class Movement:
         stream_tiers: by name, those on a device with streams.
         durable_tiers: by name, those whose files commits keep by links.
         pausing_tiers: those whose writes may wait for room.
+        buffer_tiers: by name, those that keep buffers of exact sizes.
         time_s: the clock that stalls are measured with.
         now: the trainer's tick.
         schedule: the known future, or None.
         home_bytes: by tier, of home slots.
         reserved_bytes: by tier, of reservations.
         pinned_bytes: by tier, what pinned copies take once they are there.
+        copy_buffers: tier -> bytes of a slot -> how many buffers of it are kept for copies. No copy takes the room of
+            buffers of another size in such a tier, as long as there is another way.
+        pinned_buffers: by (tier, bytes of a slot), the pinned copies.
         failed_write_backs: errors of write-backs; raised to callers that wait for room while one is added.
         unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
     """
@@ -62,6 +67,7 @@ class Movement:
         self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
         self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
+        self.buffer_tiers = {tier.name: tier for tier in tiers if isinstance(tier, BufferTier)}
         self.links = {(link.src, link.dst): link for link in links}
         self.policy = policy
         self.counters = Counters()
@@ -73,7 +79,10 @@ class Movement:
         self.home_bytes = dict.fromkeys(self.order, 0)
         self.pinned_bytes = dict.fromkeys(self.order, 0)
         self.reserved_bytes = dict.fromkeys(self.order, 0)
+        self.copy_buffers: dict[str, Mapping[int, int]] = {}
+        self.pinned_buffers = Counter[tuple[str, int]]()
         self._relayed_bytes = dict.fromkeys(self.order, 0)  # write-backs that pass through a tier now
+        self._relayed_buffers = Counter[tuple[str, int]]()
         self.failed_write_backs: list[BaseException] = []
         self.unsaved: dict[Block, BaseException] = {}
         self._max_inflight_bytes = max_inflight_bytes
@@ -194,7 +203,7 @@ class Movement:
         if middle is not None and not middle.state.is_valid:
             if middle.state is CopyState.FILLING:  # a fetch of these very bytes: send them on from there
                 return Waiting("fill", middle.transfer)
-            middle.slot = self.make_room(block, hop, for_use=self.now, demand=True)
+            middle.slot = self.make_room(block, hop, for_use=self.now, demand=True, waits=False)
             if middle.slot is None:
                 return self.no_room(block, hop)
         copy.move(CopyState.DRAINING)
@@ -204,6 +213,7 @@ class Movement:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
             self._relayed_bytes[middle.tier] += middle.slot_bytes
+            self._relayed_buffers[middle.tier, middle.slot_bytes] += 1
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
         # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
@@ -253,6 +263,7 @@ class Movement:
     def _end_relay(self, block: Block, middle: Copy, transfer: Transfer) -> None:
         """Release the copy that a write-back went through; one that was made for it is evicted."""
         self._relayed_bytes[middle.tier] -= middle.slot_bytes
+        self._relayed_buffers[middle.tier, middle.slot_bytes] -= 1
         middle.readers -= 1
         if middle.state is CopyState.FILLING and transfer.error is not None:
             self._release_slot(middle)
@@ -264,10 +275,27 @@ class Movement:
 
     # -- making room -------------------------------------------------------------------------------------------
 
-    def make_room(self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False) -> Slot | None:
-        """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet."""
+    def make_room(
+        self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False, waits: bool = True
+    ) -> Slot | None:
+        """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet.
+
+        Args:
+            block: that gets it.
+            tier: of the slot.
+            for_use: as for ``bring``.
+            demand: as for ``bring``.
+            home: it is the block's home slot.
+            waits: the caller asks again when a copy has left; else a buffer of another size rather makes way.
+        """
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
+        keeps_to_size = not home and tier in self.copy_buffers
+        if keeps_to_size and not self._make_buffer(block, tier, for_use=for_use, demand=demand):
+            is_near = waits and self._leaving(block, tier) is not None
+            if is_near or not demand:
+                return None
+            # No buffer of this size comes back by itself: one of another size has to go after all.
         slot = owner.allocate(nbytes, name=name, home=home)
         if slot is not None:
             return slot
@@ -276,7 +304,7 @@ class Movement:
             if copy.drop_when_clean and copy.state is CopyState.DRAINING:
                 missing -= copy.slot_bytes
         evictable = {b.spec.key: (b, c) for b, c in self._copies(tier) if self._may_evict(b, c)}
-        for candidate in self.policy.rank([self._candidate(b, c) for b, c in evictable.values()], self.now):
+        for candidate in self._ranked(evictable):
             if missing <= 0:
                 break
             if not demand and candidate.next_use <= for_use:
@@ -286,9 +314,46 @@ class Movement:
             self.evict(victim_block, victim)
         return owner.allocate(nbytes, name=name, home=home)
 
+    def _make_buffer(self, block: Block, tier: str, *, for_use: int, demand: bool) -> bool:
+        """Evict a copy of the same size, if there is no buffer for it; return whether there is one now."""
+        owner, nbytes = self.buffer_tiers[tier], block.spec.nbytes
+        if owner.has_buffer(nbytes):
+            return True
+        if self._leaving(block, tier) is not None:
+            return False
+        slot_bytes = self.tiers[tier].slot_bytes(nbytes)
+        copies = [(b, c) for b, c in self._copies(tier) if c.slot_bytes == slot_bytes and self._may_evict(b, c)]
+        evictable = {b.spec.key: (b, c) for b, c in copies}
+        victim = next((each for each in self._ranked(evictable) if demand or each.next_use > for_use), None)
+        if victim is not None:
+            self.evict(*evictable[victim.key])
+        return owner.has_buffer(nbytes)
+
+    def _leaving(self, block: Block, tier: str) -> Copy | None:
+        """Return a copy on its way out, if there is one whose buffer ``block`` could have."""
+        slot_bytes = self.tiers[tier].slot_bytes(block.spec.nbytes)
+        for _, copy in self._copies(tier):
+            if copy.drop_when_clean and copy.state is CopyState.DRAINING and copy.slot_bytes == slot_bytes:
+                return copy
+        return None
+
     def no_room(self, block: Block, tier: str) -> Waiting:
         """Return the reason to wait after ``make_room`` found none."""
+        leaving = self._leaving(block, tier) if tier in self.copy_buffers else None
+        if leaving is not None:
+            return Waiting("drain", leaving.transfer)
         return Waiting("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
+
+    def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
+        """Make and keep buffers for copies; see ``TieredStore.keep_buffers``."""
+        owner = self.buffer_tiers.get(tier)
+        if owner is None:
+            return
+        self.copy_buffers.pop(tier, None)
+        if counts:
+            self.copy_buffers[tier] = dict(counts)
+        homes = Counter(copy.slot_bytes for _, copy in self._copies(tier) if copy.is_home)
+        owner.keep_buffers({size: homes[size] + count for size, count in counts.items()})
 
     def evict(self, block: Block, copy: Copy) -> None:
         """Drop a copy, writing it back first if it is DIRTY (then it goes when the write ended)."""
@@ -345,6 +410,9 @@ class Movement:
         self._num_uses += 1
         copy.last_use = self._num_uses
 
+    def _ranked(self, evictable: Mapping[str, tuple[Block, Copy]]) -> Sequence[Candidate]:
+        return self.policy.rank([self._candidate(block, copy) for block, copy in evictable.values()], self.now)
+
     def _candidate(self, block: Block, copy: Copy) -> Candidate:
         key, next_use = block.spec.key, NEVER
         if self.schedule is not None:
@@ -365,7 +433,12 @@ class Movement:
             room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
             passing = self._passing if len(self.order) > 2 else None
             travels = self._travels.among(self.blocks)
-            for access in next_fetches(travels, self.now, self.lookahead_bytes, room, self._inspect, passing):
+            buffers = {
+                (tier, size): count - self.pinned_buffers[tier, size] - self._relayed_buffers[tier, size]
+                for tier, counts in self.copy_buffers.items()
+                for size, count in counts.items()
+            }
+            for access in next_fetches(travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers):
                 if self._inflight_bytes >= self._max_inflight_bytes:
                     return
                 if not self._prefetch(access):

@@ -42,6 +42,7 @@ def next_fetches(
     room_bytes: Mapping[str, int],
     inspect: Callable[[Access], tuple[bool, int]],
     passing: Callable[[Access], Mapping[str, int]] | None = None,
+    buffers: Mapping[tuple[str, int], int] | None = None,
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
 
@@ -59,10 +60,11 @@ def next_fetches(
         inspect: returns for an access whether its copy is there or on its way, and its size (0: needs no slot).
         passing: returns for an access the room it needs in tiers between its tier and the block's home; None: there are
             none.
+        buffers: by (tier, size), how many copies of a size have a buffer; sizes that are not named share the bytes.
     """
     if lookahead_bytes == 0:
         return
-    room = _Room(room_bytes, passing)
+    room = _Room(room_bytes, passing, buffers)
     ahead_bytes = 0
     settled: set[str] = set()
     for access in schedule.at(now):
@@ -96,9 +98,12 @@ class _Room:
     """
 
     def __init__(
-        self, room_bytes: Mapping[str, int], passing: Callable[[Access], Mapping[str, int]] | None = None
+        self,
+        room_bytes: Mapping[str, int],
+        passing: Callable[[Access], Mapping[str, int]] | None = None,
+        buffers: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        self._left, self._passing = dict(room_bytes), passing
+        self._left, self._passing, self._buffers = dict(room_bytes), passing, dict(buffers or {})
         self.counted: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
@@ -108,4 +113,6 @@ class _Room:
             if (access.key, tier) not in self.counted:
                 self.counted.add((access.key, tier))
                 self._left[tier] -= need_bytes
-        return all(self._left[tier] >= 0 for tier in needs)
+                if (tier, need_bytes) in self._buffers:
+                    self._buffers[tier, need_bytes] -= 1
+        return all(self._left[tier] >= 0 and self._buffers.get((tier, n), 0) >= 0 for tier, n in needs.items())

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from tiered.links.base import LinkUsage
 from tiered.tiers.base import Ledger, Slot, TierUsage
+from tiered.tiers.pool import SlabPool
 from tiered.transfer import Transfer
 from tiered.units import MiB
 
@@ -59,11 +60,14 @@ class SimulatedClock(threading.Condition):
 
 
 class SimulatedTier:
-    """A tier that only counts.
+    """A tier that only counts: an addressable one its buffers as well.
 
     Args:
         slot_bytes: size of a slot for contents of so many bytes.
         addressable: False: reached only through links.
+
+    Attributes:
+        num_drops: buffers that were given back for those of other sizes.
     """
 
     alignment_bytes = 1
@@ -74,20 +78,32 @@ class SimulatedTier:
     ) -> None:
         self.name, self.capacity_bytes, self.slot_bytes = name, capacity_bytes, slot_bytes
         self.device = torch.device("cpu") if addressable else None
+        self.num_drops = 0
         self._ledger = Ledger(name, capacity_bytes)
+        self._pool = SlabPool(self._ledger, make=lambda nbytes: nbytes, drop=self._drop)
+
+    def _drop(self, buffer: int) -> None:
+        self.num_drops += self.device is not None  # a file makes no other way
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         slot_bytes = self.slot_bytes(nbytes)
-        return Slot(self.name, nbytes, slot_bytes, None) if self._ledger.take(slot_bytes) else None
+        buffer = self._pool.take(slot_bytes)
+        return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def free(self, slot: Slot) -> None:
-        self._ledger.give(slot.slot_bytes)
+        self._pool.give(slot.slot_bytes, slot.slot_bytes)
+
+    def keep_buffers(self, counts: Mapping[int, int]) -> None:
+        self._pool.keep(counts)
+
+    def has_buffer(self, nbytes: int) -> bool:
+        return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
     def reserve(self, nbytes: int) -> None:
-        self._ledger.reserve(nbytes)
+        self._pool.reserve(nbytes)
 
     def sync(self) -> None:
         pass

@@ -247,6 +247,25 @@ class TieredStore:
         """
         self._leasing.reserve(tier, nbytes)
 
+    def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
+        """Make buffers for the copies of a tier now, so that no later lease or fetch allocates; a tier may ignore it.
+
+        Copies then keep to buffers of their own size: the prefetcher fetches nothing that has none, and a lease waits
+        for one that is on its way out rather than have one of another size given back. If nothing else helps, one is
+        given back after all: what fits the free bytes is always given. Call it when all homes are registered.
+
+        Args:
+            counts: bytes of a slot -> how many copies of that size may be there at once. Empty: as before any call.
+
+        Raises:
+            ValueError: there is no such tier.
+            TransferError: the machine has less memory than the tier's capacity.
+        """
+        with self._changed:
+            self._leasing.check_open()
+            self._leasing.tier(tier)
+            self._movement.keep_buffers(tier, counts)
+
     def evict(self, key: str, tier: str) -> Transfer:
         """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
 

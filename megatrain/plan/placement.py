@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
-from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -110,17 +111,21 @@ def choose_stays(
     homes: Mapping[str, str],
     slot_bytes: Mapping[str, Callable[[int], int]],
     room: Mapping[str, Sequence[int]],
+    buffers: Mapping[str, BufferRoom] | None = None,
 ) -> Stays:
     """Return the stays that fit, those that take room for the shortest time first.
 
     Args:
         slot_bytes: by tier, the size of a slot for contents of so many bytes.
         room: tier -> for every tick, the bytes that stays may take there.
+        buffers: by tier, the buffers that they must leave room for; filled.
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}
     for stay in sorted(_possible(program, homes, slot_bytes), key=lambda stay: (len(stay.held), stay.start)):
-        if all(left[stay.tier][tick] >= stay.nbytes for tick in stay.held):
+        if not all(left[stay.tier][tick] >= stay.nbytes for tick in stay.held):
+            continue
+        if buffers is None or stay.tier not in buffers or buffers[stay.tier].add(stay, len(program.ticks)):
             for tick in stay.held:
                 left[stay.tier][tick] -= stay.nbytes
             chosen[stay.start, stay.key] = stay.stop
@@ -152,6 +157,99 @@ def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
         for key, mode in tick.uses:
             uses.setdefault(key, []).append((number, mode))
     return uses
+
+
+@dataclass(slots=True)
+class TickCopies:
+    """The copies of one tick in a tier: key -> bytes of its slot.
+
+    Attributes:
+        held: for the whole tick, or staying until a later one.
+        passing: groups that come one after the other.
+    """
+
+    held: dict[str, int]
+    passing: list[dict[str, int]]
+
+
+def _counts_of_windows(copies: Sequence[TickCopies], num_ticks: int) -> dict[int, list[int]]:
+    """Return size -> for every tick, how many buffers so many ticks from there on need, the next step's included.
+
+    What is held is there together; of what passes, as many groups as there are ticks, so that the next one arrives
+    while one is used.
+    """
+    in_group = Counter[int]()
+    for of_tick in copies:
+        for group in of_tick.passing:
+            for size, count in Counter(group.values()).items():
+                in_group[size] = max(in_group[size], count)
+    found = {size: [0] * len(copies) for size in in_group}
+    for of_tick in copies:
+        found.update((size, [0] * len(copies)) for size in of_tick.held.values() if size not in found)
+    present, counts = Counter[tuple[bool, str]](), Counter[tuple[bool, int]]()
+
+    def uses(number: int) -> Iterator[tuple[bool, str, int]]:
+        of_tick = copies[number % len(copies)]
+        for passes, group in ((False, of_tick.held), *((True, group) for group in of_tick.passing)):
+            for key, size in group.items():
+                yield passes, key, size
+
+    for number in range(len(copies) + num_ticks - 1):
+        for passes, key, size in uses(number):
+            counts[passes, size] += not present[passes, key]
+            present[passes, key] += 1
+        start = number - num_ticks + 1
+        if start >= 0:
+            for size, of_windows in found.items():
+                of_windows[start] = counts[False, size] + min(counts[True, size], num_ticks * in_group[size])
+            for passes, key, size in uses(start):
+                present[passes, key] -= 1
+                counts[passes, size] -= not present[passes, key]
+    return found
+
+
+def _largest_counts(copies: Sequence[TickCopies], num_ticks: int) -> dict[int, int]:
+    """Return size -> the most buffers that so many ticks in a row need."""
+    return {size: max(counts) for size, counts in _counts_of_windows(copies, num_ticks).items()}
+
+
+def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
+    """Return the first ticks of the pairs that have one of these."""
+    return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
+
+
+class BufferRoom:
+    """Room for the copies of any two ticks in a row, each size in buffers of its own.
+
+    Args:
+        copies: of every tick.
+        room_bytes: that there are for them.
+    """
+
+    def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
+        self._counts = _counts_of_windows(copies, 2)
+        self._most = {size: max(counts) for size, counts in self._counts.items()}
+        self._left_bytes = room_bytes - sum(size * count for size, count in self._most.items())
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is missing of the room; 0: they fit."""
+        return max(0, -self._left_bytes)
+
+    def add(self, stay: Stay, num_ticks: int) -> bool:
+        """Add a copy that stays, if there is room for its buffer; say whether it was added."""
+        used = {stay.start, stay.stop} - {*stay.held}  # where it is counted already
+        windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)
+        counts = self._counts.setdefault(stay.nbytes, [0] * num_ticks)
+        before = self._most.get(stay.nbytes, 0)
+        most = max([before, *(counts[number] + 1 for number in windows)])
+        if (most - before) * stay.nbytes > self._left_bytes:
+            return False
+        for number in windows:
+            counts[number] += 1
+        self._most[stay.nbytes] = most
+        self._left_bytes -= (most - before) * stay.nbytes
+        return True
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -432,6 +530,9 @@ class Placement:
         stays: copies that wait for their next use.
         generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
         direct: pairs of tiers that are no neighbours and have a link between them.
+        buffers: tier -> bytes of a slot -> how many copies of that size have a buffer, made before the first step. In
+            a tier that is not named buffers of one size give way to those of another, if there are copies at all.
+        missing_bytes: tier of a run on a GPU -> what it would need more for buffers that no other size takes.
     """
 
     homes: Mapping[str, str]
@@ -446,6 +547,8 @@ class Placement:
     stays: Stays = field(default_factory=dict)
     generation_bytes: Mapping[str, int] = field(default_factory=dict)
     direct: frozenset[tuple[str, str]] = frozenset()
+    buffers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    missing_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
         """Return the contents that each link moves in a run of ``num_steps`` steps, at least 1."""
@@ -643,8 +746,14 @@ class PlacementSolver:
             home_bytes[home][block.kind] += self._tiers[home].slot_bytes(block.nbytes)
         slot_bytes = {name: tier.slot_bytes for name, tier in self._tiers.items()}
         room = {name: state.room_for_stays(name, self._stay_share) for name in self._order}
-        stays = choose_stays(self._program, state.homes, slot_bytes, room)
+        # On a CPU alone a buffer that gives way costs page faults, and less than the room that none does.
+        kept = [name for name in ("gpu", "ram") if self._program.compute_tier == "gpu"]
+        apart = {name: BufferRoom(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept}
+        missing = {name: each.missing_bytes for name, each in apart.items() if each.missing_bytes}
+        apart = {name: each for name, each in apart.items() if name not in missing}
+        stays = choose_stays(self._program, state.homes, slot_bytes, room, apart)
         traffic = Traffic(self._program, self._order, state.homes, stays, self._direct)
+        buffers = {name: state.choose_buffers(name, stays) for name in apart}
         return Placement(
             homes=state.homes,
             home_bytes=home_bytes,
@@ -658,6 +767,8 @@ class PlacementSolver:
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
             generation_bytes={name: state.generation_bytes(name) for name in self._order},
             direct=self._direct,
+            buffers={name: counts for name, counts in buffers.items() if counts},
+            missing_bytes=missing,
         )
 
 
@@ -722,6 +833,52 @@ class _Fill:
         spare = max(0, int(share * (self._tiers[tier].capacity_bytes - self.peak(tier, ahead=True))))
         most = max(pairs, default=0)
         return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
+
+    def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
+        """Return how many buffers of each size copies should have: all of as many ticks in a row as there is room for.
+
+        What is left then goes to the sizes that move most. The copies of two ticks fit, or there are none.
+        """
+        copies, room = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
+        windows = range(2, len(copies) + 1)
+
+        def total(num_ticks: int) -> int:
+            return sum(size * count for size, count in _largest_counts(copies, num_ticks).items())
+
+        num_ticks = max(2, windows.start + bisect.bisect_right(windows, room, key=total) - 1)
+        chosen, most = _largest_counts(copies, num_ticks), _largest_counts(copies, len(copies))
+        left = room - sum(size * count for size, count in chosen.items())
+        moved = Counter[int]()
+        for of_tick in copies:
+            for group in (of_tick.held, *of_tick.passing):
+                for size in group.values():
+                    moved[size] += size
+        for size, _ in moved.most_common():
+            more = min(left // size, most[size] - chosen[size])
+            chosen[size] += more
+            left -= more * size
+        return chosen
+
+    def room_for_copies(self, tier: str) -> int:
+        """Return the bytes of a tier that neither homes nor workspace nor generations take."""
+        taken = self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self._generation_bytes[tier]
+        return self._tiers[tier].capacity_bytes - taken
+
+    def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
+        """Return the copies in ``tier`` of what each tick uses that is not at home, and of what stays there."""
+        by_tick = []
+        for tick, used_in in zip(self._ticks, self._used_in, strict=True):
+            slots = [
+                {key: size for key, _ in group if (size := self._passes_through(tier, used_in, key))}
+                for group in (tick.held, *tick.passing)
+            ]
+            by_tick.append(TickCopies(slots[0], [group for group in slots[1:] if group]))
+        for (start, key), stop in (stays or {}).items():
+            if self._used_in[start] == tier:
+                nbytes = self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes)
+                for number in range(start, stop + (1 if stop > start else 1 + len(by_tick))):
+                    by_tick[number % len(by_tick)].held[key] = nbytes
+        return by_tick
 
     def overfull(self, *, ahead: bool) -> str | None:
         """Return the first tier, fast to slow, that cannot hold its share."""

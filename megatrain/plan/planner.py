@@ -33,6 +33,7 @@ from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
     DoesNotFitError,
+    Placement,
     PlacementSolver,
     Residency,
     TierBudget,
@@ -44,7 +45,7 @@ from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from megatrain.models.graph import ModelGraph
     from megatrain.optim.base import Optimizer
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
 #: Share of the open room that copies may take which wait for their next use (docs/decisions/0009-stays.md).
 STAY_SHARE = 0.9
+_NUM_TRIES = 4
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
 
@@ -270,19 +272,39 @@ def _on_device(optimizer: Optimizer, device: torch.device, compute_tier: str) ->
 def with_open_room(plan: Plan) -> Iterator[Plan]:
     """Yield the plan with more and more of RAM and GPU memory kept open to copies, the usual share first.
 
-    Homes save traffic; open room lets copies be fetched further ahead. Neither changes a number of the run.
+    Homes save traffic; open room lets copies be fetched further ahead. Neither changes a number of the run. In a run on
+    a GPU copies of each size get buffers of their own, if there can be room for these beside the homes
+    (docs/decisions/0025-buffers-made-before-the-first-step.md).
     """
     budgets = list(plan.budgets_by_tier.values())
     for share in OPEN_SHARES:
         room = {tier: int(share * plan.budgets[tier]) for tier in {"ram", plan.program.compute_tier}}
         try:
-            placement = PlacementSolver(plan.program, budgets, plan.run.placement.homes, room, STAY_SHARE).solve()
+            placement = _with_buffers(plan, budgets, room)
         except DoesNotFitError:  # the drive has no room for what RAM keeps open
             continue
         if weights_stay(plan.graph, plan.trace, plan.program, placement.homes):
             yield replace(plan, placement=placement)
     if plan.program.kept:
         yield plan
+
+
+def _with_buffers(plan: Plan, budgets: Sequence[TierBudget], room: Mapping[str, int]) -> Placement:
+    """Return the placement that keeps at least so much room open; more where buffers of each size need it."""
+
+    def solve(open_bytes: Mapping[str, int]) -> Placement:
+        return PlacementSolver(plan.program, budgets, plan.run.placement.homes, open_bytes, STAY_SHARE).solve()
+
+    first = placement = solve(room)
+    for _ in range(_NUM_TRIES):  # what moves away from one tier may bring copies of another size into it
+        if not placement.missing_bytes:
+            return placement
+        room = {tier: nbytes + placement.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
+        try:
+            placement = solve(room)
+        except DoesNotFitError:
+            break
+    return first if placement.missing_bytes else placement
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:

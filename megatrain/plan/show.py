@@ -79,6 +79,11 @@ def _moves(plan: Plan) -> tuple[str, ...]:
         updates += (f"output_dir comes to hold {count} whole copies of checkpoints, {size} each: save_copy",)
     if placement.direct:
         updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
+    for tier, nbytes in placement.missing_bytes.items():
+        updates += (
+            f"{tier}: buffers of copies make way for those of other sizes within steps; {format_size(nbytes)} more "
+            "would hold all of them",
+        )
     if not any(plan.traffic.values()):
         return (f"every block is at home in {compute}: nothing is fetched", *updates)
     held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)

@@ -153,6 +153,8 @@ class _Replay:
         self._pinned: Mapping[str, Pinned] = {}  # left by the previous tape
         for tier, nbytes in plan.placement.workspace_bytes.items():
             self.store.reserve(tier, nbytes)
+        for tier, counts in plan.placement.buffers.items():
+            self.store.keep_buffers(tier, counts)
         self.store.set_schedule(plan.program.schedule(homes, _NUM_WARM_STEPS + _NUM_STEPS + 1))
 
     def _links(self) -> list[SimulatedLink]:

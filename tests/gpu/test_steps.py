@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from bench.gpu_sides.cases import SHAPES, merged, part_named
+from bench.sides import Ours, run_config
 from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
@@ -23,7 +26,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
 from oracles.tiered_run import make_loader
 from processes import warm
-from tiered import GpuTier, MiB
+from tiered import GpuTier, MiB, RamTier
 
 ONE_STEP = Path(__file__).parent / "one_step.py"
 ROOT = Path(__file__).parents[2]
@@ -108,6 +111,43 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
             assert (tier.num_drops > before) == is_tight
         engine.finish_updates()
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.parametrize(
+    ("part", "layers", "gpu", "ram"),
+    [
+        ("20b_nvme", 8, "32MiB", "36MiB"),  # without buffers of their own, copies drop seven slabs of RAM in every step
+        pytest.param("7b_64k", 28, "110MiB", "113MiB", marks=pytest.mark.slow),
+        pytest.param("14b", 48, "124MiB", "113MiB", marks=pytest.mark.slow),  # three buffers of the GPU
+        pytest.param("20b_nvme", 38, "126MiB", "113MiB", marks=pytest.mark.slow),  # seventeen slabs
+    ],
+)
+def test_no_step_of_a_shape_of_the_bench_allocates(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:
+    """At a 1024th of its parameters, with a 1024th of the memory of GPU and machine."""
+    case, tiers = part_named(part), {"gpu": {"size": gpu}, "ram": {"size": ram}}
+    if case.uses_drive:
+        tiers["nvme"] = [{"path": str(tmp_path / "drive"), "size": "1GiB"}]  # type: ignore[assignment]
+    values = {**SHAPES[case.shape], "num_hidden_layers": layers}
+    for key in ("hidden_size", "intermediate_size", "vocab_size"):
+        values[key] //= 32
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tables = merged(case.tables, {"tiers": tiers, "checkpoint": {"save_strategy": "no", "save_on_signal": False}})
+    model = {"model_name_or_path": str(tmp_path), "attn_implementation": "sdpa", "train_from_scratch": True}
+    tables = merged(tables, {"model": model, "precision": {"compute_dtype": "bfloat16"}})
+    config = run_config(tmp_path, tmp_path / "config.json", (2, 2, 16), tmp_path, device="cuda", **tables)
+    ids = torch.arange(64).reshape(2, 2, 16) % 100
+    batches = [{"input_ids": rows, "labels": rows.clone()} for rows in ids]
+    with Ours(config, 2, plan=plan_run(resolve(config), padded=False)) as ours:
+        assert ours.plan.placement.buffers and not ours.plan.placement.missing_bytes
+        ram_tier = ours._store.tier("ram")
+        assert isinstance(ram_tier, RamTier)
+        made_bytes = ram_tier.made_bytes
+        for _ in range(2):
+            assert ours.step(batches, 1e-4).num_drops == {"gpu": 0, "ram": 0}
+        ours.finish()
+        assert ram_tier.made_bytes == made_bytes
+        assert ours.moved_bytes() == ours.planned_bytes()
 
 
 def memory_of(tier: GpuTier) -> dict[str, int]:

@@ -13,7 +13,8 @@ from tiered import MiB
 from tiered.errors import CapacityError
 from tiered.tiers import ram as slab_module
 from tiered.tiers.base import Ledger
-from tiered.tiers.ram import HostSlab, SlabPool, huge_pages_allowed
+from tiered.tiers.pool import SlabPool
+from tiered.tiers.ram import HostSlab, huge_pages_allowed
 
 
 def resident_bytes() -> int:
@@ -197,3 +198,50 @@ def test_pool_never_exceeds_capacity_under_threads() -> None:
     assert recorder.most_bytes <= 1000
     assert ledger.used_bytes == 0
     assert sum(recorder.alive.values()) == pool.pooled_bytes
+
+
+def test_kept_buffers_are_made_at_once_and_dropped_last() -> None:
+    recorder = Recorder()
+    pool = SlabPool(ledger := Ledger("pool", 100), recorder.make, recorder.drop)
+    home = pool.take(10)
+    assert home is not None
+    pool.keep({10: 3, 40: 1})  # one of 10 is in use
+    assert sorted(recorder.alive.values()) == [10, 10, 10, 40] and recorder.num_made == 4
+    assert ledger.usage().high_water_bytes == 10, "what is kept is free"
+    others = [pool.take(15), pool.take(15)]
+    for other in others:
+        assert other is not None
+        pool.give(15, other)
+    assert not pool.has(25) and pool.has(40), "the two of 15 together are not given back for one that nobody keeps"
+    taken = pool.take(25)
+    assert taken is not None
+    assert sorted(recorder.alive.values()) == [10, 10, 10, 25, 40], "those that nobody asked for went"
+    pool.give(25, taken)
+    pool.take(90)
+    assert sorted(recorder.alive.values()) == [10, 90], "kept or not: what fits the free bytes is given"
+
+
+def test_kept_buffers_stop_where_there_is_no_room() -> None:
+    recorder = Recorder()
+    pool = SlabPool(Ledger("pool", 100), recorder.make, recorder.drop)
+    pool.keep({30: 5})
+    assert sorted(recorder.alive.values()) == [30, 30, 30]
+    pool.reserve(50)
+    assert sorted(recorder.alive.values()) == [30]
+    assert pool.has(30) and not pool.has(60)
+
+
+def test_an_idle_buffer_is_handed_out_first_else_the_one_that_is_back_longest() -> None:
+    busy: set[int] = set()
+    recorder = Recorder()
+    pool = SlabPool(Ledger("pool", 100), recorder.make, recorder.drop, lambda buffer: buffer not in busy)
+    first, second, third = (pool.take(10) for _ in range(3))
+    for buffer in (first, second, third):
+        assert buffer is not None
+        busy.add(buffer)
+        pool.give(10, buffer)
+    assert pool.take(10) == first
+    assert third is not None
+    busy.remove(third)
+    assert pool.take(10) == third
+    assert pool.take(10) == second

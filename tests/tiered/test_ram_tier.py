@@ -32,6 +32,9 @@ def test_machine_without_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         tier.allocate(4096, name="layer.0/weight", home=True)
     assert caught.value.errno == 12
     assert tier.usage().used_bytes == 0
+    with pytest.raises(TransferError, match="no memory for the buffers of copies"):
+        tier.keep_buffers({4096: 2})
+    assert tier.usage().used_bytes == 0
 
 
 def test_what_slabs_took_to_make_is_counted_and_so_are_those_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

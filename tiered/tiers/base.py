@@ -115,6 +115,26 @@ class StreamTier(Tier, Protocol):
 
 
 @runtime_checkable
+class BufferTier(Tier, Protocol):
+    """A tier whose slots are buffers of exact size that it keeps for the next slot of the same size."""
+
+    def keep_buffers(self, counts: Mapping[int, int]) -> None:
+        """Make the buffers that are missing, as far as there is room, and from now on give those back last.
+
+        Args:
+            counts: bytes of a slot -> how many of them shall exist, those in use included.
+
+        Raises:
+            TransferError: the room exists on the ledger but the machine refused it.
+        """
+        ...
+
+    def has_buffer(self, nbytes: int) -> bool:
+        """Return whether a slot for ``nbytes`` can be had now, and needs no room of buffers that are to be kept."""
+        ...
+
+
+@runtime_checkable
 class DescribingTier(Tier, Protocol):
     """A tier that writes down what its home slots hold."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 
 from tiered.errors import TransferError
 from tiered.tiers.base import Ledger, Slot, TierUsage
-from tiered.tiers.ram import SlabPool, view_as
+from tiered.tiers.pool import SlabPool
+from tiered.tiers.ram import view_as
 from tiered.units import format_size, round_up
 
 _ALIGNMENT_BYTES = 512  # what the device's copy engines and torch's own allocator use
@@ -84,10 +85,10 @@ class GpuTier:
     Buffers are made on a stream of the tier's own, so that torch never hands it bytes that queued kernels of another
     stream still use, nor the other way round: a new buffer is free at once, and a copy into it waits for nothing.
 
-    Slots of a size that was there before reuse its buffers, and then no step allocates or waits. Only where the
-    capacity cannot hold the homes and the buffers of all sizes that are ever in use together is a buffer of another
-    size dropped for room: the host waits for its last users, and giving the bytes back to the device stops all
-    streams for a moment. ``num_drops`` counts that.
+    Slots of a size that was there before reuse its buffers, idle ones first, and then no step allocates or waits.
+    ``keep_buffers`` makes them before the first step. Only where the capacity cannot hold the homes and the buffers of
+    all sizes that are ever in use together is a buffer of another size dropped for room: the host waits for its last
+    users, and giving the bytes back to the device stops all streams for a moment. ``num_drops`` counts that.
 
     Args:
         capacity_bytes: bound on all slots and reservations together.
@@ -121,7 +122,7 @@ class GpuTier:
         self._streams = threading.Lock()
         self._own_stream: Any = None
         self._ledger = Ledger(name, capacity_bytes)
-        self._pool: SlabPool[DeviceBuffer] = SlabPool(self._ledger, self._make, self._drop)
+        self._pool: SlabPool[DeviceBuffer] = SlabPool(self._ledger, self._make, self._drop, DeviceBuffer.is_idle)
 
     def _make(self, nbytes: int) -> DeviceBuffer:
         if not self._is_cuda:
@@ -185,11 +186,7 @@ class GpuTier:
         try:
             buffer = self._pool.take(slot_bytes)
         except torch.OutOfMemoryError as error:
-            raise TransferError(
-                f"the device has no memory for {format_size(slot_bytes)} of block '{name}'. "
-                f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
-                tier=self.name,
-            ) from error
+            raise self._no_memory(f"{format_size(slot_bytes)} of block '{name}'") from error
         return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def free(self, slot: Slot) -> None:
@@ -198,6 +195,28 @@ class GpuTier:
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, buffer)
         slot.resource = None
+
+    def _no_memory(self, what: str) -> TransferError:
+        return TransferError(
+            f"the device has no memory for {what}. "
+            f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
+            tier=self.name,
+        )
+
+    def keep_buffers(self, counts: Mapping[int, int]) -> None:
+        """Make the buffers that are missing; see ``BufferTier``.
+
+        Raises:
+            TransferError: the device has less free memory than the ledger says.
+        """
+        try:
+            self._pool.keep(counts)
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory("the buffers of copies") from error
+
+    def has_buffer(self, nbytes: int) -> bool:
+        """Return whether a slot needs no room of buffers that are kept; see ``BufferTier``."""
+        return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous view of the slot, usable on the calling thread's current stream."""

@@ -12,103 +12,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from tiered.errors import TransferError
 from tiered.tiers.base import Ledger, Slot, TierUsage
+from tiered.tiers.pool import SlabPool
 from tiered.units import PAGE_BYTES, MiB, format_size, round_up
-
-Buffer = TypeVar("Buffer")
-
-
-class SlabPool(Generic[Buffer]):
-    """Hands out buffers of exact size; keeps returned ones for the next request of the same size. Thread-safe.
-
-    ``used + pooled <= capacity`` at every instant, and a buffer is dropped *before* the one that takes its room is
-    made, so the memory in use obeys the same bound. There is no arena: whatever the order of requests, any request
-    that fits the free bytes succeeds (no fragmentation).
-
-    Args:
-        ledger: of the tier; the pool charges slots and reservations to it.
-        make: returns a new buffer of that many bytes; called without the pool's lock, from any thread.
-        drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
-
-    Attributes:
-        pooled_bytes: free room that exists already, in buffers kept for reuse.
-    """
-
-    def __init__(self, ledger: Ledger, make: Callable[[int], Buffer], drop: Callable[[Buffer], None]) -> None:
-        self.pooled_bytes = 0
-        self._ledger = ledger
-        self._make = make
-        self._drop = drop
-        self._lock = threading.Lock()
-        self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
-        self._is_closed = False
-
-    def take(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
-
-        Raises what ``make`` raises; the ledger is then as before.
-        """
-        with self._lock:
-            assert not self._is_closed, "pool used after close"
-            if not self._ledger.take(nbytes):  # charged before the lock goes: this room is no other caller's
-                return None
-            same_size = self._pooled.get(nbytes)
-            if same_size:
-                self.pooled_bytes -= nbytes
-                return same_size.pop()  # the newest: its lines are the likeliest to be in a CPU cache
-            self._make_way()
-        try:
-            return self._make(nbytes)
-        except BaseException:
-            self._ledger.give(nbytes)
-            raise
-
-    def give(self, nbytes: int, buffer: Buffer) -> None:
-        """Return a buffer that ``take(nbytes)`` gave."""
-        with self._lock:
-            self._ledger.give(nbytes)
-            if self._is_closed:
-                self._drop(buffer)
-                return
-            self._pooled.setdefault(nbytes, []).append(buffer)
-            self.pooled_bytes += nbytes
-
-    def reserve(self, nbytes: int) -> None:
-        """Charge bytes that live elsewhere (negative: give back); returns once pooled buffers made way for them.
-
-        Raises:
-            CapacityError: no such room; nothing is charged.
-        """
-        with self._lock:
-            self._ledger.reserve(nbytes)
-            self._make_way()
-
-    def close(self) -> None:
-        """Drop every pooled buffer; those still held are dropped when they come back. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            self._make_way(everything=True)
-
-    def _make_way(self, *, everything: bool = False) -> None:
-        """Drop pooled buffers, largest size first, oldest first, until they fit beside what the ledger has."""
-        for size in sorted(self._pooled, reverse=True):
-            same_size = self._pooled[size]
-            while same_size and (
-                everything or self._ledger.used_bytes + self.pooled_bytes > self._ledger.capacity_bytes
-            ):
-                self._drop(same_size.pop(0))
-                self.pooled_bytes -= size
-            if not same_size:
-                del self._pooled[size]
-
 
 _HUGE_PAGE_BYTES = 2 * MiB
 _MADV_HUGEPAGE = 14
@@ -329,12 +243,7 @@ class RamTier:
         try:
             slab = self._pool.take(slot_bytes)
         except OSError as error:
-            raise TransferError(
-                f"no memory for {format_size(slot_bytes)} of block '{name}': {error.strerror}. "
-                f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
-                tier=self.name,
-                errno=error.errno,
-            ) from error
+            raise self._no_memory(f"{format_size(slot_bytes)} of block '{name}'", error) from error
         if slab is None:
             return None
         slab.tensor[nbytes:] = 0  # padding goes to disk with the contents: never leftovers of another block
@@ -346,6 +255,29 @@ class RamTier:
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, slot.resource)
         slot.resource = None  # a second free, or a use after it, fails the assertion above
+
+    def _no_memory(self, what: str, error: OSError) -> TransferError:
+        return TransferError(
+            f"no memory for {what}: {error.strerror}. "
+            f"Give tier '{self.name}' fewer bytes than the {format_size(self.capacity_bytes)} it has",
+            tier=self.name,
+            errno=error.errno,
+        )
+
+    def keep_buffers(self, counts: Mapping[int, int]) -> None:
+        """Make the slabs that are missing; see ``BufferTier``.
+
+        Raises:
+            TransferError: the machine has less free memory than the ledger says.
+        """
+        try:
+            self._pool.keep(counts)
+        except OSError as error:
+            raise self._no_memory("the buffers of copies", error) from error
+
+    def has_buffer(self, nbytes: int) -> bool:
+        """Return whether a slot needs no room of slabs that are kept; see ``BufferTier``."""
+        return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous CPU view of the slot's first bytes."""

@@ -15,8 +15,10 @@ from megatrain.engine.program import StepProgram
 from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser, Traffic, choose_stays
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import messages
 from oracles.tiered_run import EXAMPLES, config_text
 from processes.saved_run import command_group
+from tiered.units import format_size
 
 MODEL = EXAMPLES / "quickstart" / "model"
 NO_CHECKS = 'max_grad_norm = 0\nnonfinite = "ignore"'
@@ -150,3 +152,18 @@ def test_the_plan_says_what_lives_there(gpu: str, lines: list[str], tmp_path: Pa
     assert result.exit_code == 0, result.output
     for line in lines:
         assert line in result.output, result.output
+
+
+def test_a_plan_says_what_buffers_of_copies_need(tmp_path: Path) -> None:
+    """Where those of two ticks fit side by side, each size for itself, they are made; else it says what is missing."""
+    in_ram = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
+    tight, wide = (make_plan(tmp_path, gpu, placement=in_ram) for gpu in ("5MiB", "12MiB"))
+    assert not tight.placement.buffers.get("gpu") and tight.placement.missing_bytes["gpu"] > 0
+    text = next(text for text in messages(tight) if "make way" in text)
+    assert text.startswith("gpu: ") and format_size(tight.placement.missing_bytes["gpu"]) in text
+    counts = wide.placement.buffers["gpu"]
+    assert not wide.placement.missing_bytes and not any("make way" in text for text in messages(wide))
+    held = sum(size * count for size, count in counts.items()) + wide.placement.workspace_bytes["gpu"]
+    assert held <= wide.budgets["gpu"] and min(counts.values()) >= 1
+    more = make_plan(tmp_path, f"{tight.budgets['gpu'] + tight.placement.missing_bytes['gpu']}B", placement=in_ram)
+    assert more.placement.buffers["gpu"] and not more.placement.missing_bytes

@@ -1,0 +1,102 @@
+"""Buffers that are made for copies before the first step: no lease or fetch gives one back for one of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tiered import Access, Belady, MiB, Schedule, TieredStore
+from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
+
+SMALL, LARGE = MiB, 4 * MiB
+LAYERS = [f"layer.{number}" for number in range(6)]
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def ram() -> SimulatedTier:
+    return SimulatedTier("ram", 8 * MiB, lambda nbytes: nbytes)
+
+
+@pytest.fixture
+def store(clock: SimulatedClock, ram: SimulatedTier) -> Iterator[TieredStore]:
+    """Yield a store whose blocks are all on a drive: six small ones and a large one."""
+    drive = SimulatedTier("nvme", 1 << 40, lambda nbytes: nbytes, addressable=False)
+    channel = SimulatedChannel(clock, 1e12)
+    links = [SimulatedLink("nvme", "ram", channel), SimulatedLink("ram", "nvme", channel, priority=1)]
+    with TieredStore([ram, drive], Belady(), links, clock=clock) as store:
+        for key in (*LAYERS, "head"):
+            store.register(key, (LARGE if key == "head" else SMALL,), torch.uint8, home="nvme")
+            with store.acquire(key, "ram", "w"):
+                pass
+            store.evict(key, "ram")
+        store.wait_idle()
+        yield store
+
+
+def run_steps(store: TieredStore, clock: SimulatedClock, num_steps: int) -> None:
+    """Use all layers and the head, step after step, fetching ahead as far as there is room."""
+    keys = [*LAYERS, "head"]
+    store.set_schedule(Schedule([Access(n, key, "ram", "rw") for n, key in enumerate(keys)], 7, 7 * (num_steps + 1)))
+    for tick in range(7 * num_steps):
+        store.advance(tick)
+        clock.advance(1.0)
+        with store.acquire(keys[tick % 7], "ram", "rw"):
+            clock.advance(1.0)
+        store.evict(keys[tick % 7], "ram")
+    store.set_schedule(None)
+    store.wait_idle()
+
+
+def test_fetches_keep_to_buffers_of_their_size(store: TieredStore, ram: SimulatedTier, clock: SimulatedClock) -> None:
+    run_steps(store, clock, 2)
+    before = ram.num_drops
+    run_steps(store, clock, 3)
+    assert ram.num_drops > before, "six small buffers and the large one do not fit side by side"
+    store.keep_buffers("ram", {SMALL: 3, LARGE: 1})
+    before, stats = ram.num_drops, store.stats()
+    run_steps(store, clock, 3)
+    assert ram.num_drops == before
+    window = store.stats() - stats
+    assert window.prefetch_wasted == 0 and window.prefetch_on_time >= 3 * 7 - 2
+
+
+def test_a_lease_waits_for_a_buffer_on_its_way_out(store: TieredStore, ram: SimulatedTier) -> None:
+    store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
+    store.reserve("ram", 3 * MiB)
+    before = ram.num_drops
+    with store.acquire(LAYERS[0], "ram", "rw"):
+        pass
+    store.evict(LAYERS[0], "ram")
+    with store.acquire(LAYERS[1], "ram", timeout_s=10):
+        assert ram.num_drops == before and store.stats().stall_s["drain"] > 0
+
+
+def test_what_fits_the_free_bytes_is_given_all_the_same(store: TieredStore, ram: SimulatedTier) -> None:
+    store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
+    store.reserve("ram", 3 * MiB)
+    before = ram.num_drops
+    with store.acquire(LAYERS[0], "ram"), store.acquire(LAYERS[1], "ram", timeout_s=10):
+        assert ram.num_drops == before + 1, "of the large one, which nobody has"
+    with store.acquire("head", "ram", timeout_s=10):
+        assert ram.usage().used_bytes <= ram.capacity_bytes
+
+
+def test_without_buffers_it_is_as_before(store: TieredStore, ram: SimulatedTier, clock: SimulatedClock) -> None:
+    store.keep_buffers("ram", {SMALL: 3, LARGE: 1})
+    store.keep_buffers("ram", {})
+    run_steps(store, clock, 2)
+    before = ram.num_drops
+    run_steps(store, clock, 2)
+    assert ram.num_drops > before
+
+
+def test_a_tier_that_is_not_there(store: TieredStore) -> None:
+    with pytest.raises(ValueError, match="no tier named 'gpu'"):
+        store.keep_buffers("gpu", {SMALL: 1})

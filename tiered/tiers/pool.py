@@ -1,0 +1,158 @@
+"""Buffers of exact size, kept for the next request of their size: what slots of RAM and GPU memory are cut from."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from tiered.tiers.base import Ledger
+
+Buffer = TypeVar("Buffer")
+
+
+class SlabPool(Generic[Buffer]):
+    """Hands out buffers of exact size; keeps returned ones for the next request of the same size. Thread-safe.
+
+    ``used + pooled <= capacity`` at every instant, and a buffer is dropped *before* the one that takes its room is
+    made, so the memory in use obeys the same bound. There is no arena: whatever the order of requests, any request
+    that fits the free bytes succeeds (no fragmentation).
+
+    Args:
+        ledger: of the tier; the pool charges slots and reservations to it.
+        make: returns a new buffer of that many bytes; called from any thread, by ``take`` without the pool's lock.
+        drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
+        is_idle: whether nothing uses a returned buffer any more, where that is not certain: such a one is handed out
+            first, else the one that has been back longest. None: the newest is, whose lines are in a CPU cache.
+
+    Attributes:
+        pooled_bytes: free room that exists already, in buffers kept for reuse.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        make: Callable[[int], Buffer],
+        drop: Callable[[Buffer], None],
+        is_idle: Callable[[Buffer], bool] | None = None,
+    ) -> None:
+        self.pooled_bytes = 0
+        self._ledger = ledger
+        self._make = make
+        self._drop = drop
+        self._is_idle = is_idle
+        self._lock = threading.Lock()
+        self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
+        self._num_made = Counter[int]()  # by size, those that exist
+        self._kept: Mapping[int, int] = {}
+        self._is_closed = False
+
+    def keep(self, counts: Mapping[int, int]) -> None:
+        """Make the buffers that are missing of each size, and from now on drop those last.
+
+        Stops where there is no room: then it is as if fewer had been asked for. Raises what ``make`` raises.
+
+        Args:
+            counts: size -> buffers that shall exist, those in use included.
+        """
+        with self._lock:
+            assert not self._is_closed, "pool used after close"
+            self._kept = dict(counts)
+            for nbytes, count in counts.items():
+                while self._num_made[nbytes] < count and self._room_beside_kept() >= nbytes:
+                    self._make_way(nbytes)
+                    self._pooled.setdefault(nbytes, []).append(self._make(nbytes))
+                    self._num_made[nbytes] += 1
+                    self.pooled_bytes += nbytes
+
+    def has(self, nbytes: int) -> bool:
+        """Return whether ``take(nbytes)`` would give a buffer and drop none for it that ``keep`` asked for.
+
+        Of a size that has as many as were asked for, nothing at all is dropped for one more: two sizes would else take
+        the room that nobody asked for from each other for ever.
+        """
+        with self._lock:
+            lacks_one = self._num_made[nbytes] < self._kept.get(nbytes, 0)
+            room = self._room_beside_kept() if lacks_one or not self._kept else self._free_bytes()
+            return bool(self._pooled.get(nbytes)) or room >= nbytes
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
+
+        Raises what ``make`` raises; the ledger is then as before.
+        """
+        with self._lock:
+            assert not self._is_closed, "pool used after close"
+            same_size = self._pooled.get(nbytes)
+            position = self._next_of(same_size) if same_size else 0  # may raise: nothing is charged yet
+            if not self._ledger.take(nbytes):  # charged before the lock goes: this room is no other caller's
+                return None
+            if same_size:
+                self.pooled_bytes -= nbytes
+                return same_size.pop(position)
+            self._make_way()
+            self._num_made[nbytes] += 1
+        try:
+            return self._make(nbytes)
+        except BaseException:
+            with self._lock:
+                self._num_made[nbytes] -= 1
+                self._ledger.give(nbytes)
+            raise
+
+    def give(self, nbytes: int, buffer: Buffer) -> None:
+        """Return a buffer that ``take(nbytes)`` gave."""
+        with self._lock:
+            self._ledger.give(nbytes)
+            if self._is_closed:
+                self._num_made[nbytes] -= 1
+                self._drop(buffer)
+                return
+            self._pooled.setdefault(nbytes, []).append(buffer)
+            self.pooled_bytes += nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Charge bytes that live elsewhere (negative: give back); returns once pooled buffers made way for them.
+
+        Raises:
+            CapacityError: no such room; nothing is charged.
+        """
+        with self._lock:
+            self._ledger.reserve(nbytes)
+            self._make_way()
+
+    def close(self) -> None:
+        """Drop every pooled buffer; those still held are dropped when they come back. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._make_way(everything=True)
+
+    def _next_of(self, same_size: list[Buffer]) -> int:
+        if self._is_idle is None:
+            return -1
+        return next((n for n, buffer in enumerate(same_size) if self._is_idle(buffer)), 0)
+
+    def _free_bytes(self) -> int:
+        """Return the bytes that are neither in a buffer nor reserved."""
+        return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
+
+    def _num_beside_kept(self, nbytes: int) -> int:
+        """Return how many pooled buffers of a size nobody asked to keep."""
+        return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
+
+    def _room_beside_kept(self) -> int:
+        return self._free_bytes() + sum(nbytes * self._num_beside_kept(nbytes) for nbytes in self._pooled)
+
+    def _make_way(self, need_bytes: int = 0, *, everything: bool = False) -> None:
+        """Drop pooled buffers, kept ones last, largest size first, oldest first, until so many bytes are free."""
+        for drops_kept in (False, True):
+            for nbytes in sorted(self._pooled, reverse=True):
+                num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_beside_kept(nbytes)
+                while num_to_drop and (everything or self._free_bytes() < need_bytes):
+                    self._drop(self._pooled[nbytes].pop(0))
+                    self._num_made[nbytes] -= 1
+                    self.pooled_bytes -= nbytes
+                    num_to_drop -= 1
+                if not self._pooled[nbytes]:
+                    del self._pooled[nbytes]
