@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -193,6 +194,8 @@ class BareFile:
                         number = next(parts, None)
                     if number is None:
                         return
+                    if is_write(number):
+                        _renew(slab.tensor)
                     self._move(view, number * PART_BYTES, is_write(number))
 
         start = time.perf_counter()
@@ -251,7 +254,7 @@ class TierProbe:
             for key in self._keys:
                 self._store.register(key, (block_bytes,), torch.uint8, home="nvme", durable=False)
                 with self._store.acquire(key, "ram", "w") as lease:
-                    lease.tensor.copy_(contents)
+                    _renew(lease.tensor.copy_(contents))
             self._evict_all()
         except BaseException:
             self.close()
@@ -271,8 +274,8 @@ class TierProbe:
     def write(self) -> float:
         """Write every block back from RAM; return bytes per second."""
         for key in self._keys:
-            with self._store.acquire(key, "ram", "rw"):
-                pass
+            with self._store.acquire(key, "ram", "rw") as lease:
+                _renew(lease.tensor)
         return self._evict_all()
 
     def mixed(self, seconds: float) -> float:
@@ -287,8 +290,8 @@ class TierProbe:
             for ahead in range(1, _READS_AHEAD + 1):
                 self._store.prefetch(self._keys[(num_blocks + ahead) % len(self._keys)], "ram")
             key = self._keys[num_blocks % len(self._keys)]
-            with self._store.acquire(key, "ram", "rw"):
-                pass
+            with self._store.acquire(key, "ram", "rw") as lease:
+                _renew(lease.tensor)
             behind.append(self._store.evict(key, "ram"))
             num_blocks += 1
             if len(behind) > _MOST_WRITES_AHEAD:
@@ -318,8 +321,8 @@ class TierProbe:
         start = time.perf_counter()
         while not rates or (time.perf_counter() < start + seconds and len(rates) * self.nbytes < nbytes):
             for key in self._keys:
-                with self._store.acquire(key, "ram", "w"):  # contents: what the slot held before, which is random
-                    pass
+                with self._store.acquire(key, "ram", "w") as lease:  # contents: what the slot held before: random
+                    _renew(lease.tensor)
             rates.append(self._evict_all())
         quarter = max(1, len(rates) // 4)
         return SustainedWrite(
@@ -356,6 +359,14 @@ def _random_slab(nbytes: int) -> HostSlab:
     slab = HostSlab(nbytes)
     slab.tensor.random_(0, 256)  # drives may store zeros without writing them
     return slab
+
+
+_WRITE_NUMBERS = itertools.count(1)
+
+
+def _renew(contents: torch.Tensor) -> None:
+    """Make every page of random bytes another one than any that was written before: drives may keep equal ones once."""
+    contents.view(torch.int64)[:: PAGE_BYTES // 8] = next(_WRITE_NUMBERS)
 
 
 def _create(path: Path, nbytes: int) -> tuple[int, bool]:
@@ -497,7 +508,7 @@ def computing_lost(tier: TierProbe, seconds: float) -> float:
     Checksums, system calls and the drive's own driver take processors and memory away from it. Matrix products are
     timed alone, and beside a tier that reads and writes.
     """
-    left, right = torch.ones(2, _PRODUCT_SIZE, _PRODUCT_SIZE).unbind()
+    left, right = torch.empty(2, _PRODUCT_SIZE, _PRODUCT_SIZE).uniform_(-1.0, 1.0).unbind()
     product = torch.empty_like(left)
     torch.mm(left, right, out=product)
     times: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,29 @@ def test_the_motor_of_a_partition_is_that_of_its_disk(tmp_path: Path) -> None:
     assert is_rotational("0:27", links) is None
     (disk / "queue" / "rotational").write_text("0\n")
     assert is_rotational("8:1", links) is False
+
+
+def pages(folder: Path) -> list[bytes]:
+    """Return all pages of the files in a folder that are large enough to hold contents."""
+    found = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size >= MiB]
+    return [contents[start : start + 4096] for contents in found for start in range(0, len(contents), 4096)]
+
+
+def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: Path) -> None:
+    """Drives and file systems that compress, or keep equal pages once, would else be measured too fast."""
+    written: list[set[bytes]] = []
+    with BareFile(tmp_path / "bare", 64 * MiB) as bare:
+        for _ in range(2):
+            bare.run(lambda number: True)
+            written.append(set(pages(tmp_path)))
+            assert len(written[-1]) == 64 * MiB // 4096
+    (tmp_path / "bare").unlink()
+    with TierProbe(tmp_path / "tier", 16 * MiB) as tier:
+        written.append(set(pages(tmp_path)))
+        for write in (tier.write, lambda: tier.mixed(0.0), lambda: tier.sustained_write(0.0, 1)):
+            write()
+            written.append(set(pages(tmp_path)))
+            assert len(written[-1]) == 16 * MiB // 4096
+    assert len(set().union(*written)) == sum(map(len, written))
+    sample = b"".join(sorted(written[0] | written[-1])[:256])
+    assert len(zlib.compress(sample)) > 0.98 * len(sample)

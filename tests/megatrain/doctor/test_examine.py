@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fakes.virtual_cuda import VirtualCuda
 from megatrain.doctor import drives, examine, processors
 from megatrain.doctor.drives import DriveEffort, UnusablePathError
 from megatrain.doctor.processors import matmul_flops_per_s, measure_gpu, measure_processor
@@ -67,6 +68,30 @@ def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> No
     """With a clock that says that every run takes a second, the rate is the FLOPs of one product."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
     assert matmul_flops_per_s(torch.device("cpu"), torch.float32, 1.0) == 2 * 512**3
+
+
+def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal numbers make a processor faster, and a link may compress them."""
+    seen: list[torch.Tensor] = []
+    multiply = torch.mm
+
+    def watched(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+        seen.extend((left.cpu(), right.cpu()))
+        multiply(left, right, out=out)
+
+    def copied(target: torch.Tensor, source: torch.Tensor) -> float:
+        seen.append(source.cpu())
+        return 1e9
+
+    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_COPY_BYTES", MiB)
+    monkeypatch.setattr(processors, "_copy_rate", copied)
+    monkeypatch.setattr(torch, "mm", watched)
+    with VirtualCuda().in_place():
+        found = measure_gpu(seconds=0.0)
+        matmul_flops_per_s(torch.device("cpu"), torch.float32, 0.0)
+    assert found is not None and found.update is not None and len(seen) >= 2 + 2 * 2 + 2
+    assert all(contents.unique().numel() >= 100 for contents in seen)
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
