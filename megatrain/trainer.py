@@ -59,7 +59,8 @@ from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
 from megatrain.tiers import check_drives, keep_buffers, open_store, register_blocks, reserve, set_schedule
 from megatrain.weights import RandomWeights, Weights, WeightSource
-from tiered import checksum
+from tiered import RamTier, checksum
+from tiered.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,6 +75,7 @@ __all__ = ["Trainer"]
 
 #: Steps in the mean time of a step: the newest ones, as the first compile kernels and fill caches.
 _MEAN_OF_STEPS = 20
+_WORTH_TELLING_S = 1.0
 
 
 class Trainer:
@@ -385,7 +387,18 @@ class Trainer:
         register_blocks(self.store, self.plan, durable=False)
         reserve(self.store, placement.workspace_bytes)
         keep_buffers(self.store, self.plan)
+        self._tell_of_memory()
         return checkpoint
+
+    def _tell_of_memory(self) -> None:
+        """Say what RAM took to be made resident and page-locked, if that is worth knowing."""
+        ram = self.store.tier("ram")
+        if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _WORTH_TELLING_S:
+            return
+        pinned = f", page-locked in {format_duration(ram.pin_s)}" if ram.pin_s >= _WORTH_TELLING_S / 10 else ""
+        self.observer.on_message(
+            f"RAM: {format_size(ram.made_bytes)} made resident in {format_duration(ram.populate_s)}{pinned}"
+        )
 
     @contextmanager
     def _resumed(self, candidates: Sequence[Checkpoint]) -> Iterator[None]:

@@ -63,6 +63,39 @@ def test_kernel_without_populate_falls_back_to_touching(monkeypatch: pytest.Monk
     slab.close()
 
 
+@pytest.mark.parametrize("has_populate", [True, False])
+def test_several_threads_make_a_large_slab_resident(has_populate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    advise, asked, threads = slab_module._advise, [], set()
+    both_are_there = threading.Barrier(2, timeout=30)
+
+    def watched(address: int, nbytes: int, advice: int) -> int:
+        if advice != slab_module._MADV_POPULATE_WRITE:
+            return advise(address, nbytes, advice)
+        if threading.current_thread() not in threads:
+            threads.add(threading.current_thread())
+            both_are_there.wait()
+        asked.append((address, nbytes))
+        return advise(address, nbytes, advice) if has_populate else errno.EINVAL
+
+    monkeypatch.setattr(slab_module, "_advise", watched)
+    monkeypatch.setattr(slab_module, "_POPULATE_BYTES", 4 * MiB)
+    monkeypatch.setattr(slab_module.os, "sched_getaffinity", lambda process: {0, 1})
+    before = resident_bytes()
+    slab = HostSlab(17 * MiB + 4096)
+    assert resident_bytes() - before >= 16 * MiB and len(threads) == 2
+    ends = [slab.address, *(address + nbytes for address, nbytes in sorted(asked))]
+    assert [address for address, _ in sorted(asked)] == ends[:-1] and ends[-1] == slab.address + slab.nbytes
+    slab.close()
+
+
+def test_a_part_that_finds_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = iter([0, 0, errno.ENOMEM, 0])  # the first is the advice on huge pages
+    monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: next(lacking, 0))
+    monkeypatch.setattr(slab_module, "_POPULATE_BYTES", 4 * MiB)
+    with pytest.raises(OSError, match="memory"):
+        HostSlab(16 * MiB)
+
+
 def test_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: errno.ENOMEM)
     with pytest.raises(OSError, match="memory"):

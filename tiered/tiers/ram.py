@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tiered.units import PAGE_BYTES, MiB, format_size, round_up
 _HUGE_PAGE_BYTES = 2 * MiB
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
+_POPULATE_BYTES = 256 * MiB  # that a thread makes resident at a time
+_MOST_POPULATING_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -109,12 +112,29 @@ class HostSlab:
             # Exactly the used range: a huge page over its end would be resident beyond the size on the ledger.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
         start_s = time.perf_counter()
-        error = _advise(self.address, self.nbytes, _MADV_POPULATE_WRITE)
-        if error == errno.EINVAL:
-            self._array[::PAGE_BYTES] = 0
+        self._populate()
         self.populate_s = time.perf_counter() - start_s
-        if error and error != errno.EINVAL:
-            raise OSError(error, os.strerror(error))
+
+    def _populate(self) -> None:
+        """Make all bytes resident. One thread zeroes a few GB per second, a small part of what memory takes."""
+        starts = range(0, self.nbytes, _POPULATE_BYTES)
+        num_threads = min(len(starts), _MOST_POPULATING_THREADS, len(os.sched_getaffinity(0)))
+        if num_threads <= 1:
+            errors = [self._populate_part(start) for start in starts]
+        else:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="tiered-populate") as threads:
+                errors = list(threads.map(self._populate_part, starts))
+        for error in errors:
+            if error:
+                raise OSError(error, os.strerror(error))
+
+    def _populate_part(self, start: int) -> int:
+        nbytes = min(_POPULATE_BYTES, self.nbytes - start)
+        error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
+        if error != errno.EINVAL:
+            return error
+        self._array[start : start + nbytes : PAGE_BYTES] = 0
+        return 0
 
     @property
     def address(self) -> int:
@@ -190,8 +210,8 @@ class RamTier:
         huge_page_bytes: bytes of slabs on huge pages.
         num_drops: slabs that were given back, for another size or at the end.
         made_bytes: bytes of all slabs ever made.
-        populate_s: seconds, over all threads, that it took to make them resident.
-        pin_s: seconds, over all threads, that it took to pin them.
+        populate_s: seconds that it took to make them resident, one slab after the other.
+        pin_s: seconds that it took to pin them.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:
