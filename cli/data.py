@@ -111,8 +111,12 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
     from megatrain.models.packed_rows import settle_packing_of
+    from megatrain.plan.machine import resolve_device
 
-    model, data, batch = resolve_model(loaded.config), resolve_data(loaded.config), resolve_batch(loaded.config)
+    model, data = resolve_model(loaded.config), resolve_data(loaded.config)
+    # Also on a machine without the GPU that the config is for.
+    device = loaded.config.device
+    batch = resolve_batch(loaded.config, device if device == "cuda" else resolve_device(device).type)
     packing, warning = settle_packing_of(model, data.packing, is_default=data.has_default_packing)
     data = dataclasses.replace(data, packing=packing)
     if warning:

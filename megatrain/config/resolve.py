@@ -26,7 +26,7 @@ from megatrain.optim.lr import ScheduleSpec
 from megatrain.plan import machine
 from megatrain.plan.machine import DriveSpec, TierSpecs
 from megatrain.plan.placement import MIN_GENERATIONS, PlacementSpec
-from megatrain.plan.plan import BatchSpec, RunSpec
+from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         is_deterministic=config.full_determinism,
         model=resolve_model(config),
         data=resolve_data(config),
-        batch=resolve_batch(config),
+        batch=resolve_batch(config, device.type),
         objective=Objective(training.label_smoothing_factor, training.neftune_noise_alpha),
         optimizer=resolve_optimizer(config.optimizer),
         schedule=resolve_schedule(config.optimizer),
@@ -158,8 +158,13 @@ def _source(table: DatasetConfig) -> Source:
     )
 
 
-def resolve_batch(config: RunConfig) -> BatchSpec:
-    """Return the cut of a step into micro-batches."""
+def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
+    """Return the cut of a step into micro-batches.
+
+    Args:
+        config: of the run.
+        device: type of the one that computes: a GPU takes more tokens at a time, where the config leaves it open.
+    """
     return BatchSpec(
         num_rows=config.rows_per_step,
         max_length=config.data.max_length,
@@ -167,6 +172,7 @@ def resolve_batch(config: RunConfig) -> BatchSpec:
         # Kernels of flash attention keep packed documents apart in batches of one row only.
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
         order=config.advanced.micro_batch_order,
+        aimed_tokens=MICRO_BATCH_TOKENS[device],
     )
 
 

@@ -430,7 +430,11 @@ class TrainingConfig(Table):
     """``[training]``: size of a step and length of the run."""
 
     train_batch_tokens: int | None = key(
-        "Tokens per optimizer step, a multiple of data.max_length. Instead of the next two.", None, ge=2, alters="yes"
+        "Tokens per optimizer step, a multiple of data.max_length. Instead of the next two: a micro-batch then has as "
+        "many rows as divide a step, up to 8,192 tokens on a GPU and 2,048 on a CPU.",
+        None,
+        ge=2,
+        alters="yes",
     )
     per_device_train_batch_size: int = key("Rows per micro-batch.", 8, ge=1, alters="yes", same_name=_HF)
     gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=_HF)

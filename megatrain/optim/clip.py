@@ -181,7 +181,9 @@ def device_squared_norm(gradient: Tensor) -> Tensor:
 
 
 def _device_partials(gradient: Tensor) -> list[Tensor]:
-    return [piece.double().square().sum() for piece in torch.split(gradient, _PIECE_ELEMENTS)]
+    # In place: a step has room for one copy of a piece.
+    pieces = torch.split(gradient, _PIECE_ELEMENTS)
+    return [piece.to(torch.float64, copy=True).square_().sum() for piece in pieces]
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:

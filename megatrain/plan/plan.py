@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from megatrain.plan.placement import PlacementSpec
 
 
-#: Tokens that a micro-batch aims at where the config gives tokens per step only. A constant, because the cut
-#: into micro-batches is part of the numbers and must not depend on the memory of the machine.
-MICRO_BATCH_TOKENS = 2048
+#: Tokens that a micro-batch aims at where the config gives tokens per step only, by type of the device. Constants: the
+#: cut into micro-batches is part of the numbers and must not depend on the memory of the machine. A GPU needs more of
+#: them: its matrix products are too short otherwise, and the host cannot keep ahead of it.
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,10 @@ class BatchSpec:
     Attributes:
         num_rows: of ``max_length`` tokens in a step.
         max_length: tokens in a row.
-        given_rows: of a micro-batch; None: as many as come nearest to ``MICRO_BATCH_TOKENS``.
+        given_rows: of a micro-batch; None: as many as come nearest to ``aimed_tokens``.
         single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
         order: "layer": each layer runs for all micro-batches before the next.
+        aimed_tokens: of a micro-batch; see ``MICRO_BATCH_TOKENS``.
     """
 
     num_rows: int
@@ -61,16 +63,17 @@ class BatchSpec:
     given_rows: int | None
     single_rows: bool
     order: Literal["layer", "micro_batch"]
+    aimed_tokens: int = MICRO_BATCH_TOKENS["cpu"]
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch: as given, else the largest divisor within ``MICRO_BATCH_TOKENS``."""
+        """Rows of a micro-batch: as given, else the largest divisor within ``aimed_tokens``."""
         if self.given_rows is not None:
             return self.given_rows
         if self.single_rows:
             return 1
         rows, length = self.num_rows, self.max_length
-        return max((n for n in range(1, rows + 1) if rows % n == 0 and n * length <= MICRO_BATCH_TOKENS), default=1)
+        return max((n for n in range(1, rows + 1) if rows % n == 0 and n * length <= self.aimed_tokens), default=1)
 
     @property
     def num_micro_batches(self) -> int:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from megatrain.config import ConfigError, LoadedConfig, RunConfig, load_config, to_toml, write_resolved
 from megatrain.config.keys import KEYS, TABLES
 from megatrain.config.load import salvage
+from megatrain.config.resolve import resolve_batch
 
 SMALLEST = """
 task = "sft"
@@ -265,6 +266,9 @@ def test_batch_in_tokens(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, SMALLEST), overrides=["train_batch_tokens=8192", "max_length=512"]).config
     assert config.rows_per_step == 16
     assert config.micro_batch_size is None
+    rows = {device: resolve_batch(config, device).micro_batch_rows for device in ("cpu", "cuda")}
+    assert rows == {"cpu": 4, "cuda": 16}, "2,048 and 8,192 tokens, whatever memory there is"
+    assert resolve_batch(load_config(write(tmp_path, SMALLEST)).config, "cuda").micro_batch_rows == 8, "as it is given"
 
 
 def test_config_is_frozen(smallest: Path) -> None:
