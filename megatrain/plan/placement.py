@@ -213,6 +213,11 @@ def _largest_counts(copies: Sequence[TickCopies], num_ticks: int) -> dict[int, i
     return {size: max(counts) for size, counts in _counts_of_windows(copies, num_ticks).items()}
 
 
+#: Share of the compute tier in which no buffers beyond those of two ticks are made: inside of layers more may be
+#: allocated than the trace saw.
+_UNMADE_SHARE = 0.05
+
+
 def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
     """Return the first ticks of the pairs that have one of these."""
     return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
@@ -840,6 +845,8 @@ class _Fill:
         What is left then goes to the sizes that move most. The copies of two ticks fit, or there are none.
         """
         copies, room = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
+        if tier == self.solver._program.compute_tier:
+            room -= int(_UNMADE_SHARE * self._tiers[tier].capacity_bytes)
         windows = range(2, len(copies) + 1)
 
         def total(num_ticks: int) -> int:
@@ -847,7 +854,7 @@ class _Fill:
 
         num_ticks = max(2, windows.start + bisect.bisect_right(windows, room, key=total) - 1)
         chosen, most = _largest_counts(copies, num_ticks), _largest_counts(copies, len(copies))
-        left = room - sum(size * count for size, count in chosen.items())
+        left = max(0, room - sum(size * count for size, count in chosen.items()))
         moved = Counter[int]()
         for of_tick in copies:
             for group in (of_tick.held, *of_tick.passing):

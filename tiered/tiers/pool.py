@@ -69,13 +69,16 @@ class SlabPool(Generic[Buffer]):
     def has(self, nbytes: int) -> bool:
         """Return whether ``take(nbytes)`` would give a buffer and drop none for it that ``keep`` asked for.
 
-        Of a size that has as many as were asked for, nothing at all is dropped for one more: two sizes would else take
-        the room that nobody asked for from each other for ever.
+        Of a size that has as many as were asked for, no more are made; for one that nobody wants, nothing is dropped:
+        two sizes would else take the room that is left from each other for ever.
         """
         with self._lock:
-            lacks_one = self._num_made[nbytes] < self._kept.get(nbytes, 0)
-            room = self._room_beside_kept() if lacks_one or not self._kept else self._free_bytes()
-            return bool(self._pooled.get(nbytes)) or room >= nbytes
+            if self._pooled.get(nbytes):
+                return True
+            if self._kept.get(nbytes, 0) or not self._kept:
+                has_all = bool(self._kept) and self._num_made[nbytes] >= self._kept[nbytes]
+                return not has_all and self._room_beside_kept() >= nbytes
+            return self._free_bytes() >= nbytes
 
     def take(self, nbytes: int) -> Buffer | None:
         """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
