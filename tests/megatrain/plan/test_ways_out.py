@@ -158,12 +158,13 @@ def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
     assert held["gradients"] <= 2.5 * layer, "two layers at most, and the small ones beside them"
 
 
+@pytest.mark.slow  # several placements of a large program
 def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
     error = refused(mistral_large)
     assert error.tier == "ram" and format_size(error.need_bytes) == "1.81 TiB"
     as_bf16, by_layer, drive = error.ways_out
     assert (as_bf16.fits, by_layer.fits, drive.fits) == (False, True, True)
-    assert format_size(as_bf16.need_bytes) == "1.59 TiB" and format_size(by_layer.need_bytes) == "1.37 TiB"
+    assert format_size(as_bf16.need_bytes) == "1.59 TiB" and format_size(by_layer.need_bytes) == "1.36 TiB"
     added = f'tiers.nvme=[{{path="{mistral_large.parent / "drive"}", size="{drive.need_bytes}B"}}]'
     plan = planned(mistral_large, added)
     assert plan.program.defers_updates
