@@ -184,7 +184,8 @@ class _Probe:
         called: Indexes of the units that were called.
         losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
         keeps_logits: As in the plan.
-        cut_weight, logit_nbytes: As in the plan.
+        cut_weight: As in the plan.
+        logit_nbytes: As in the plan.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
@@ -199,7 +200,7 @@ class _Probe:
         self._num_columns = num_columns
         self._cut = CutProbe({}, None)
         self._reads = _Reads()
-        self._logits = torch.empty(0, device="meta")
+        self._logits = self._loss = torch.empty(0, device="meta")
 
     def run(self) -> None:
         """Run the head; raises what the model's code raises."""
@@ -225,7 +226,9 @@ class _Probe:
             reads,
             self._cut.watching(),
         ):
-            model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
+            output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
+        if output["loss"] is not self._loss:  # the model scales it or adds to it, which parts would leave out
+            self.cut_weight = None
         storage = self._logits.untyped_storage()._cdata
         self.keeps_logits = any(t.untyped_storage()._cdata == storage for t in (*reads.read, *reads.saved))
 
@@ -256,10 +259,11 @@ class _Probe:
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
             self.logit_nbytes = sum(sizes.values())
             if self._num_columns is not None:
-                return logits.sum()
+                self._loss = logits.sum()
+                return self._loss
             with self._cut.paused():
                 value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
-            self._logits = logits
+            self._logits, self._loss = logits, value
             self._reads.read.clear()
             return value
 

@@ -596,7 +596,6 @@ class PlacementSolver:
 
     Attributes:
         stops: (home, tier of a use) -> tiers that have a copy for the use.
-        slots: tier -> key -> bytes of the block's slot there.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "no trained token": (lambda w: w.rows('{"prompt": "a", "completion": ""}', task="sft"), 4, ("no token would be trained",)),
     # tiers
     "too little RAM": (lambda w: w.swap('"64MiB"', '"1MiB"'), 3, ("does not fit: tier 'ram' has 1048576 bytes", "needs at least", "add a [[tiers.nvme]] path")),
-    "too little drive": (lambda w: (w.swap('"64MiB"', '"3MiB"'), w.add(NVME.replace("64MiB", "4KiB"))), 3, ("does not fit: tier 'nvme' has 4096 bytes",)),
+    "too little drive": (lambda w: (w.swap('"64MiB"', '"2560KiB"'), w.add(NVME.replace("64MiB", "4KiB"))), 3, ("does not fit: tier 'nvme' has 4096 bytes",)),
     "drive is a file": (lambda w: w.add(NVME.replace("scratch", "data.txt")), 2, ("line 22", "data.txt is a file")),
     "drive below a file": (lambda w: w.add(NVME.replace("scratch", "data.txt/x")), 2, ("line 22", "tiers.nvme.0.path", "data.txt is a file")),
     "drive holds other files": (lambda w: (w.file("scratch/thesis.tex"), w.add(NVME)), 2, ("scratch' is not empty and was not made by tiered",)),
@@ -250,7 +250,7 @@ def test_drive_in_use_by_another_process(work: Work) -> None:
 
 
 def test_drive_with_less_free_space_than_the_plan_needs(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    work.swap('"64MiB"', '"3MiB"')
+    work.swap('"64MiB"', '"2560KiB"')
     work.add(NVME)
     before = work.tree()
     real = shutil.disk_usage

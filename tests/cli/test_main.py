@@ -51,7 +51,11 @@ class SomePlan:
     objections: tuple[Objection, ...] = ()
     estimate: None = None
     graph: None = None
-    run: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(model=None))
+    run: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            model=SimpleNamespace(hub=None, from_scratch=False), tiers=SimpleNamespace(machine=None)
+        )
+    )
     packing_warning: str = ""
     carried_tensors: str = ""
 
@@ -80,6 +84,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             config: Any,
             *,
             observer: RunObserver,
+            plan: Any = None,
             activity: Any = None,
             allow_config_change: bool = False,
             exit_code_of: Any = None,
@@ -87,6 +92,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             asked["config"], asked["allow_config_change"] = config, allow_config_change
             self.observer = observer
             self.plan = asked["plan"]
+            self.run = self.plan.run
 
         def train(self) -> RunSummary:
             asked["trained"] = True

@@ -61,7 +61,7 @@ def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_tier = machine.compute_tier
     devices: list[str] = []
 
-    def resolve(name: str) -> torch.device:
+    def resolve(name: str, planned: object = None) -> torch.device:
         devices.append(name)
         return torch.device("cpu")
 

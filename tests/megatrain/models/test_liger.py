@@ -161,8 +161,8 @@ def test_smoothed_labels_keep_their_own_loss_and_noise_has_none(liger: ModuleTyp
     smoothed = Objective(label_smoothing_factor=0.1)
     with_liger = step(config, padded_batches(), liger=True, objective=smoothed)
     expected = step(config, padded_batches(), liger=False, objective=smoothed)
-    assert with_liger[0] == expected[0] and not launches
-    assert all(torch.equal(with_liger[1][name], gradient) for name, gradient in expected[1].items())
+    assert not launches
+    assert_close(with_liger, expected)  # whole logits, and parts of them
     runner_of(config, liger=True, objective=smoothed)[0].evaluate(padded_batches())
     assert launches  # an evaluation knows no objective
     noisy = Objective(neftune_noise_alpha=5.0)
