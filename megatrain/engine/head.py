@@ -184,7 +184,8 @@ class _Probe:
         called: Indexes of the units that were called.
         losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
         keeps_logits: As in the plan.
-        cut_weight, logit_nbytes: As in the plan.
+        cut_weight: As in the plan.
+        logit_nbytes: As in the plan.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
