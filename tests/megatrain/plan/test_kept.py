@@ -131,7 +131,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     trace = kept.trace
     saved = sum(trace.visits[visit].forward_flops for visit in kept.program.kept) / trace.num_tokens
     less = flops_per_token(again) - flops_per_token(kept)
-    assert less == pytest.approx(saved) and less == pytest.approx(2 * once, rel=0.1)  # and attention
+    assert 0.9 * saved < less < saved and less == pytest.approx(2 * once, rel=0.1)  # and half of causal attention
     estimates = [estimate_step(plan, shape, LoadedProfile(machine)).seconds["compute"] for plan in (again, kept)]
     assert estimates[0] - estimates[1] == pytest.approx(less * TOKENS / 1e11)
     replays = [simulate_step(plan, TOKENS, rates).step_s for plan in (again, kept)]
