@@ -60,7 +60,7 @@ def test_an_example_is_planned_as_its_comment_says(name: str) -> None:
         assert not any(each.refuses for each in plan.objections)
         assert "predicted for" in (plan.estimate.notes[-1] if plan.estimate is not None else "")
         lines.append(planned_line(plan, overlay))
-    written = re.findall(r"^#   \w+\.toml  .*tokens/s predicted$", text, flags=re.MULTILINE)
+    written = re.findall(r"^#   \w+\.toml +.*tokens/s predicted$", text, flags=re.MULTILINE)
     if os.environ.get(REWRITE):
         head = "and were not measured:\n#\n"
         text = text.replace("\n".join(written) + "\n", "") if written else text
