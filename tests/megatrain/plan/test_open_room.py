@@ -68,7 +68,7 @@ def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drive", [2e7, 5e8, 1e10])
 def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "load_profile", lambda: profile(tmp_path, drive=drive))
+    monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive))
     plan = make_plan(tmp_path, "10MiB")
     rates = measured_rates(plan)
     assert rates is not None
