@@ -113,6 +113,9 @@ def _settle(draft: Draft) -> None:
     """
     for key in [key for key in draft.entries if schema_key(key) not in KEYS]:
         _take_out(draft, key, f"this release has no {plain_key(key)}")
+    model = draft.entries.get("model.model_name_or_path")
+    if "model.revision" in draft.entries and (model is None or model.is_path or str(model.value).count("/") != 1):
+        _take_out(draft, "model.revision", "it is of a model on the hub, OWNER/NAME")
     while True:
         problems = _problems(draft)
         if not problems:
