@@ -46,7 +46,13 @@ def test_there_is_an_example_for_each_model_and_machine() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, *MACHINES}
 
 
-@pytest.mark.parametrize("name", MODELS)
+#: Planned in CI; the others take a minute together.
+IN_CI = ("smollm3_3b", "qwen3_8b", "gpt_oss_20b")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in MODELS]
+)
 def test_an_example_is_planned_as_its_comment_says(name: str) -> None:
     path = FOLDER / f"{name}.toml"
     text, like = path.read_text(encoding="utf-8"), None
