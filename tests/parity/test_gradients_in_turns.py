@@ -246,16 +246,23 @@ def steps(folder: Path, model: Path, optimizer: str) -> Iterator[Steps]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, glob: str) -> None:
-    """Let one element of some parameters' gradients be NaN."""
-    add = GradientAccumulator.add
+    """Let elements of some parameters' gradients be NaN, whichever way they reach their accumulator."""
 
-    def spoiled(self: GradientAccumulator, name: str, gradient: torch.Tensor) -> None:
-        if fnmatchcase(name, glob):
-            gradient = gradient.clone()
-            gradient.view(-1)[0] = torch.nan
-        add(self, name, gradient)
+    def spoil_argument(method: str, position: int) -> None:
+        original = getattr(GradientAccumulator, method)
 
-    monkeypatch.setattr(GradientAccumulator, "add", spoiled)
+        def spoiled(self: GradientAccumulator, name: str, *arguments: Any, **options: Any) -> None:
+            if fnmatchcase(name, glob):
+                values = arguments[position].clone()
+                values.view(-1)[0] = torch.nan
+                arguments = (*arguments[:position], values, *arguments[position + 1 :])
+            original(self, name, *arguments, **options)
+
+        monkeypatch.setattr(GradientAccumulator, method, spoiled)
+
+    spoil_argument("add", 0)
+    spoil_argument("add_product", 1)
+    spoil_argument("add_rows", 1)
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
