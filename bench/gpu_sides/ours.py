@@ -19,6 +19,7 @@ from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
 from megatrain.models.layout import UnitLayout, entries_within
+from megatrain.models.load import WeightLoader
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds
 from megatrain.run.timeline import COMPUTE
@@ -38,7 +39,7 @@ class _SeededWeights(RandomWeights):
 class _Seeded(Trainer):
     """Begins with these weights."""
 
-    def _weight_source(self) -> RandomWeights:
+    def _weight_source(self, loader: WeightLoader | None) -> RandomWeights:
         return _SeededWeights(self.plan.graph.model, SEED)
 
 

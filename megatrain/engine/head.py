@@ -370,7 +370,7 @@ class Leaves:
             piece: What the graph was made of.
             output: End of the graph.
             gradient: Of it.
-            trained: More leaves of the graph, whose gradients go to their targets.
+            trained: More leaves of the graph, with targets that their gradients go to.
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
@@ -379,6 +379,11 @@ class Leaves:
         for (visit, name), own in zip(self.weights, found, strict=False):
             if own is not None:
                 self.sinks[visit].add(name, own)
+        for leaf, own in zip(trained, found[len(self.weights) :], strict=True):
+            target = target_of(leaf)
+            if own is not None and target is not None:
+                indexes = torch.arange(target.first_row, target.first_row + len(own), device=own.device)
+                target.receiver.sink.add_rows(target.name, indexes, own)
 
 
 class ChunkedHead:

@@ -45,15 +45,24 @@ def resolve_config(
     if quantization and takes_quantized:
         del config.quantization_config
     elif quantization:
-        method = (
-            quantization.get("quant_method", "?") if isinstance(quantization, dict) else type(quantization).__name__
-        )
+        is_folder = isinstance(config_or_folder, str | Path)
+        where = f"'{Path(config_or_folder, 'config.json')}'" if is_folder else "its config"
         raise UnsupportedModelError(
             str(config.model_type),
-            f"its weights are quantized ({method}), and full-parameter training needs floating-point weights. "
+            f"by {where} its weights are quantized{_method(quantization)}, and full-parameter training needs "
+            "floating-point weights. "
             f"Train adapters: [lora]. Or {PLAIN_ADVICE[0].lower()}{PLAIN_ADVICE[1:]}",
         )
     return config
+
+
+def _method(quantization: Any) -> str:
+    """Return `` (METHOD)`` of a `quantization_config`, "" where it names none."""
+    if not isinstance(quantization, dict):
+        return f" ({type(quantization).__name__})"
+    is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # early folders of it name no method
+    method = quantization.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
+    return f" ({method})" if method else ""
 
 
 def _read_config(folder: Path | str, trust_remote_code: bool) -> PretrainedConfig:

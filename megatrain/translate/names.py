@@ -53,7 +53,7 @@ class Name(NamedTuple):
 
     def advice(self) -> str:
         """Return the sentence that follows "unknown key"."""
-        missing = "nothing like it here" if self.fate is Fate.LOST else "not needed here"
+        missing = "nothing like it here: leave it out" if self.fate is Fate.LOST else "not needed here"
         here = f"here: {self.ours}" if self.ours else missing
         return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (
             f" ({self.note})" if self.note else ""
@@ -102,7 +102,7 @@ _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
 _TEXT_ONLY = "what reads images is never trained"
 _OWN_TEMPLATE = "the model's own chat template is used: look at it with `megatrain-tier data preview`"
-_NOT_UPLOADED = "nothing is uploaded: upload output_dir/final with your own tools"
+_NOT_UPLOADED = "a run uploads nothing: `megatrain-tier export OUTPUT_DIR --push-to-hub ID` does"
 _NO_REMOTE_CODE = "code in a model folder is never run"
 _GROUPS = "see [[optimizer.groups]]"
 _RESUME = "checkpoint.resume_from_checkpoint"

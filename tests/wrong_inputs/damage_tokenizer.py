@@ -10,6 +10,7 @@ from wrong_inputs.damage_model import _case
 from wrong_inputs.workplace import Spoil, Workplace, WrongInput
 
 CODE = 4
+OFFLINE = 2
 #: Text of a file -> what it is.
 BROKEN: dict[str, bytes] = {
     "empty": b"", "an open brace": b"{", "a list": b"[]", "null": b"null", "an empty object": b"{}",
@@ -89,7 +90,7 @@ def tokenizer_cases() -> Iterator[WrongInput]:
     yield _case("missing", kind, CODE, missing)
     yield _case("sentencepiece only", kind, CODE, only_sentencepiece)
     yield _case("a folder that is not there", kind, CODE, elsewhere("tokens"))
-    yield _case("a name of the hub", kind, CODE, elsewhere("Qwen/Qwen3-0.6B"))
+    yield _case("a name of the hub", kind, OFFLINE, elsewhere("Qwen/Qwen3-0.6B"))
     yield _case("a file as its folder", kind, CODE, elsewhere("rows.jsonl"))
     yield _case("larger than the vocabulary", kind, CODE, too_large)
     yield _case("no model", kind, CODE, _change(lambda v: v.pop("model")))
