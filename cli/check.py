@@ -28,11 +28,18 @@ _PLAIN_WIDTH = 140
 @click.command("check")
 @config_options
 @json_option
-def command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
+@click.option(
+    "--skip-weights",
+    is_flag=True,
+    help="Read no weights. They are read last, whole, to find NaN and infinite ones: minutes for a large model.",
+)
+def command(
+    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool, skip_weights: bool
+) -> int:
     """Find every mistake before a run starts.
 
-    Looks at config, model, tokenizer, data, room and checkpoints; trains and writes nothing. Reads every row of the
-    data, but no weights. Lists all problems at once.
+    Looks at config, model, tokenizer, data, room, checkpoints and weights; trains and writes nothing. Reads every row
+    of the data and every weight. Lists all problems at once.
 
     The exit code is that of the first kind: 2 config or model, 3 does not fit, 4 data, 1 storage failed.
     """
@@ -41,7 +48,10 @@ def command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, .
         with without_collector():
             from megatrain.checkup import check_run
 
-        for finding in check_run(config, extra_files, overrides, lambda what: spinner.say(f"looking at the {what}")):
+        def say(what: str) -> None:
+            spinner.say(f"looking at the {what}")
+
+        for finding in check_run(config, extra_files, overrides, say, reads_weights=not skip_weights):
             findings.append(finding)
             if not as_json:
                 with spinner.hidden():

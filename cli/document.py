@@ -92,6 +92,7 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
         "report": Entry("outputs/first --html report.html"),
         "trace": Entry("outputs/first -o step.json"),
         "export": Entry("outputs/first model-400 --step 400 --dtype bfloat16"),
+        "chat": Entry('model-400 --prompt "Call me" --max-new-tokens 16', (EXIT_DOES_NOT_FIT,)),
         "ckpt ls": Entry("outputs/first"),
         "ckpt verify": Entry("outputs/first"),
         "ckpt rm": Entry("outputs/first --step 200 --yes"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -97,12 +99,36 @@ def command(
     )
     if not as_json:
         click.echo(f"model  {folder}")
+        for line in next_lines(folder):
+            click.echo(line)
     sent = None if hub_id is None else push(folder, hub_id, is_private=is_private)
     if as_json:
         click.echo(json.dumps({"model": str(folder)} | ({} if sent is None else {"hub": sent})))
     elif sent is not None:
         click.echo(f"hub    {sent}")
     return 0
+
+
+def next_lines(folder: Path) -> list[str]:
+    """Return what can be done with an exported folder, a command line each."""
+    here = os.path.relpath(folder)
+    path = shlex.quote(here if len(here) < len(str(folder)) else str(folder))
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        base = shlex.quote(str(json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")))
+        others = [
+            f"vllm serve {base} --enable-lora --lora-modules tuned={path}",
+            f"lm_eval --model hf --model_args pretrained={base},peft={path} --tasks hellaswag",
+            f"python llama.cpp/convert_lora_to_gguf.py --base {base} {path}",
+        ]
+    else:
+        others = [
+            f"vllm serve {path}",
+            f"lm_eval --model hf --model_args pretrained={path} --tasks hellaswag",
+            f"python llama.cpp/convert_hf_to_gguf.py {path}",
+        ]
+    first, *rest = [f"megatrain-tier chat {path}", *others]
+    return [f"next   {first}", *(f"   or  {line}" for line in rest), "       more: docs/after_training.md"]
 
 
 def _parse_size(text: str | None) -> int | None:

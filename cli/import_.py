@@ -1,4 +1,4 @@
-"""``megatrain-tier import``: another tool's config, translated."""
+"""``megatrain-tier import``: another tool's config or command line, translated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from megatrain.translate.translate import Translation
 
 
-@click.command("import")
-@click.argument("file", type=click.Path(path_type=Path))
+# Unknown options are the command line's own: whoever forgets the "--" before it is understood, too.
+@click.command("import", context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="FILE|COMMAND...")
 @click.option(
     "--from",
     "tool",
@@ -28,18 +29,31 @@ if TYPE_CHECKING:
     "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Write the TOML file there."
 )
 @json_option
-def command(file: Path, tool: Tool | None, out: Path | None, as_json: bool) -> int:
-    """Translate the config of another tool.
+def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json: bool) -> int:
+    """Translate the config or the command line of another tool.
 
-    Reads YAML and JSON of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain. Prints TOML, or writes it to OUT. Lists
-    what has no equivalent here, and what is not needed. Relative paths in FILE are taken from the current folder, as
-    the tool itself would.
+    Reads YAML and JSON of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain, shell scripts that start a training,
+    and such commands themselves: write them behind "--". Launchers (accelerate, torchrun, deepspeed) are understood.
+    Prints TOML, or writes it to OUT. Lists what has no equivalent here, and what is not needed. Relative paths are
+    taken from the current folder, as the tool itself would. Nothing is run.
     """
-    from megatrain.translate.translate import translate_file
+    from megatrain.translate.translate import translate_command_line, translate_file
+
+    file = Path(words[0])
+    if len(words) == 1 and " " in words[0] and not file.exists():
+        words = tuple(words[0].split())  # a command in quotes
+    if len(words) > 1 and file.suffix and file.is_file():
+        raise click.UsageError(f'only one FILE is read; "{words[1]}" is too much')
+    if len(words) == 1 and words[0].startswith("-"):
+        raise click.NoSuchOption(words[0])
 
     if out is not None and out.exists():
         raise RunFailedError(f"{out}: is there already; nothing was written. Name another file", EXIT_CONFIG)
-    translation = translate_file(file, tool, folder=None if out is None else out.absolute().parent)
+    folder = None if out is None else out.absolute().parent
+    if len(words) == 1:
+        translation = translate_file(file, tool, folder=folder)
+    else:
+        translation = translate_command_line(words, tool, folder=folder)
     if out is not None:
         _write(out, translation.toml)
     if as_json:

@@ -6,11 +6,15 @@ import json
 import os
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
+
+if TYPE_CHECKING:
+    from megatrain.config.starter import DataFacts
 
 _NAME = "run.toml"
 _EXAMPLE = "first.toml"
@@ -33,7 +37,8 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, i
     """Write a commented starter config for this machine.
 
     PATH is the file, default run.toml, or a folder for it. Nothing is overwritten. Beside it goes the JSON Schema with
-    which editors complete and check the file.
+    which editors complete and check the file. Of data on this machine the first row is looked at, and what its columns
+    are is written.
     """
     if is_example:
         if model is not None or data is not None:
@@ -51,14 +56,17 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, i
     from megatrain.plan.machine import machine_facts, model_facts
 
     folder = path.absolute().parent
+    rows = None if data is None else _data_facts(data, folder)
     facts = None
     if model is not None:
-        facts = model_facts(_as_written(model, folder), Path(model).expanduser() if _is_path(model) else None)
+        facts = model_facts(
+            _as_written(model, folder), Path(os.path.expandvars(os.path.expanduser(model))) if _is_path(model) else None
+        )
     text = starter_toml(
         machine_facts(folder, default_tiers()),
         task,
         facts,
-        None if data is None else _as_written(data, folder),
+        rows,
     )
     schema = _write_schema(folder)
     with path.open("x", encoding="utf-8") as file:
@@ -67,7 +75,12 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, i
         click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
         return 0
     click.echo(f"wrote  {path}" + ("" if schema is None else f" and {schema.name}"))
-    to_fill_in = [line.split(" = ")[0] for line in text.splitlines() if "FILL IN" in line]
+    to_fill_in = [line.split(" = ")[0] for line in text.splitlines() if "FILL IN" in line and not line.startswith("#")]
+    if rows is not None and rows.problem:
+        click.secho(f"data   {rows.problem}", fg="yellow")
+    elif rows is not None and rows.format:
+        columns = "".join(f", {ours} = their {theirs}" for ours, theirs in rows.columns.items())
+        click.echo(f"data   rows are read as {rows.format}{columns}: megatrain-tier data preview {path} shows them")
     if to_fill_in:
         click.echo(f"fill   {', '.join(to_fill_in)}")
     click.echo(f"next   megatrain-tier check {path}")
@@ -92,13 +105,29 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
+def _data_facts(data: str, folder: Path) -> DataFacts:
+    """Look at the first row of the data, where it is on this machine."""
+    from megatrain.config.starter import DataFacts
+    from megatrain.data.rows_report import DataError
+    from megatrain.data.sources import is_hub_name, look_at
+
+    written, place = _as_written(data, folder), os.path.expandvars(os.path.expanduser(data))
+    if is_hub_name(place):
+        return DataFacts(written)  # nothing is fetched before `check`
+    try:
+        look = look_at(place)
+    except DataError as error:
+        return DataFacts(written, problem=str(error))
+    return DataFacts(written, look.format, look.columns, look.fields, look.problem)
+
+
 def _is_path(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or Path(text).exists()
+    return text.startswith((".", "/", "~", "$")) or Path(text).exists()
 
 
 def _as_written(text: str, folder: Path) -> str:
     """Return a path of the command line as the config has it: relative to its folder, where it is below it."""
-    if text.startswith("~") or not (_is_path(text) or any(char in text for char in "*?[")):
+    if text.startswith(("~", "$")) or not (_is_path(text) or any(char in text for char in "*?[")):
         return text
     whole = os.path.abspath(text)
     shorter = os.path.relpath(whole, folder)

@@ -30,6 +30,8 @@ DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 #: Errors that users can fix: (module, class, exit code). Looked up among the imported modules only.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.config.problems", "ConfigError", EXIT_CONFIG),
+    ("megatrain.chat", "ChatError", EXIT_CONFIG),
+    ("megatrain.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
@@ -64,7 +66,20 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
 _COMMANDS = {
     **{
         name: (f".{name}", "command")
-        for name in ("check", "ckpt", "clean", "config", "data", "doctor", "export", "init", "plan", "report", "run")
+        for name in (
+            "chat",
+            "check",
+            "ckpt",
+            "clean",
+            "config",
+            "data",
+            "doctor",
+            "export",
+            "init",
+            "plan",
+            "report",
+            "run",
+        )
     },
     **{name: (".control", f"{name}_command") for name in ("save", "status", "stop")},
     "completion": (".main", "completion_command"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shlex
 import textwrap
 import threading
 from collections import deque
@@ -533,5 +534,5 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if summary.written_bytes:
         lines.append("wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in summary.written_bytes.items()))
     if summary.export_dir is not None:
-        lines.append(f"model  {summary.export_dir}")
+        lines += [f"model  {summary.export_dir}", f"next   megatrain-tier chat {shlex.quote(str(summary.export_dir))}"]
     return lines

@@ -43,7 +43,7 @@ from megatrain.evaluation import load_evaluation_sets
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
-from megatrain.models.folder import ModelFolder, ModelFolderError, read_config
+from megatrain.models.folder import ModelFolder, ModelFolderError, read_config, some
 from megatrain.models.graph import FreezeError, ModelGraph
 from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
@@ -126,6 +126,8 @@ def check_run(
     extra_files: Sequence[Path] = (),
     overrides: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda what: None,
+    *,
+    reads_weights: bool = True,
 ) -> Iterator[Finding]:
     """Yield what is found, part by part.
 
@@ -134,6 +136,7 @@ def check_run(
         extra_files: as for :func:`megatrain.config.load_config`.
         overrides: as for :func:`megatrain.config.load_config`.
         on_progress: told what is looked at next.
+        reads_weights: also read all weights of the model, to find NaN and infinite ones.
     """
     try:
         loaded = load_config(path, extra_files, overrides)
@@ -144,12 +147,12 @@ def check_run(
         if config is None:
             yield Finding("rest", "note", "not looked at: too little of the config can be used")
             return
-        yield from _Checkup(config, on_progress, is_whole=False).look()
+        yield from _Checkup(config, on_progress, is_whole=False, reads_weights=False).look()
         return
     yield Finding("config", "ok", f"{path}: no mistake in it")
     for warning in loaded.warnings:
         yield Finding("config", "note", warning)
-    yield from _Checkup(loaded.config, on_progress, is_whole=True).look()
+    yield from _Checkup(loaded.config, on_progress, is_whole=True, reads_weights=reads_weights).look()
 
 
 class _Checkup:
@@ -157,14 +160,18 @@ class _Checkup:
 
     Args:
         is_whole: the config is as written; else mistakes were taken out, and what depends on all of it is not judged.
+        reads_weights: as for :func:`check_run`.
     """
 
-    def __init__(self, config: RunConfig, on_progress: Callable[[str], None], *, is_whole: bool) -> None:
+    def __init__(
+        self, config: RunConfig, on_progress: Callable[[str], None], *, is_whole: bool, reads_weights: bool
+    ) -> None:
         data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
         self._bad_rows = config.data.bad_rows
         self._config = config.model_copy(update={"data": data})
         self._on_progress = on_progress
         self._is_whole = is_whole
+        self._reads_weights = reads_weights
         self._is_planned = True
         self._graph: ModelGraph | None = None
         self._tokenizer: PreTrainedTokenizerFast | None = None
@@ -172,6 +179,7 @@ class _Checkup:
         self._plan: Plan | None = None
         self._num_steps: int | None = None
         self._device: torch.device | None = None
+        self._weight_names: Sequence[str] = ()
 
     def look(self) -> Iterator[Finding]:
         parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
@@ -189,6 +197,8 @@ class _Checkup:
                 ("steps", self._look_at_steps),
                 ("checkpoints", self._look_at_checkpoints),
             ]
+        if self._reads_weights:
+            parts.append(("weights", self._look_at_weights))  # last: it takes the longest
         for subject, part in parts:
             self._on_progress(subject)
             try:
@@ -233,6 +243,7 @@ class _Checkup:
             nbytes = format_size(sum(record.nbytes for record in records))
             text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
             yield Finding("model", "ok", text)
+            self._weight_names = [name for name in ModelFolder(folder).records if name not in set(carried.names)]
             if carried.names:
                 yield Finding("model", "note", f"{carried}. An export copies them: keep this folder")
         try:
@@ -421,6 +432,24 @@ class _Checkup:
         ):
             yield Finding("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield Finding("checkpoints", "ok", f"continues from {candidates[0]}")
+
+    def _look_at_weights(self) -> Iterator[Finding]:
+        """Read the weights that a run would load: it stops at the first that is no number."""
+        if not self._weight_names:
+            return
+        folder = ModelFolder(resolve_model(self._config).folder)
+
+        def progress(done: int, total: int) -> None:
+            self._on_progress(f"weights, {format_size(done)} of {format_size(total)}")
+
+        found = folder.find_nonfinite(self._weight_names, progress)
+        if found:
+            files = dict.fromkeys(str(folder.records[name].file) for name in found)
+            which = f"{_count(len(found), 'tensor')} ({some(found, 3)})"
+            text = f"{which} hold NaN or infinite values, in {some(list(files), 2)}. Take an undamaged model"
+            yield Finding("weights", "problem", text, "config")
+        else:
+            yield Finding("weights", "ok", "all are finite numbers")
 
 
 def _can_hold_files(folder: Path) -> bool:

@@ -74,6 +74,7 @@ RESTRICTED = {
     "triton": ("megatrain/optim/triton_kernels.py",),
     "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part
     "transformers": (
+        "megatrain/chat.py",
         "megatrain/data/",
         "megatrain/embed/integrations/hf.py",
         "megatrain/engine/",

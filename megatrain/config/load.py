@@ -7,6 +7,7 @@ are not ours, and checked by the schema. :func:`salvage` returns what can be use
 from __future__ import annotations
 
 import copy
+import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ _MOST_ROUNDS = 20
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
 _KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
 _KEY_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 
 
@@ -98,6 +100,7 @@ def load_config(
         problems.extend(_apply_override(tree, text))
     warnings: list[str] = []
     problems.extend(_clean(tree, warnings))
+    problems.extend(_located(tree, _unset_variables(tree.values)))
     config, errors = _validate(tree)
     problems.extend(errors)
     if config is not None:
@@ -216,29 +219,53 @@ def _with_numbers(name: str, counts: dict[str, int]) -> str:
 
 
 def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
-    """Make every path in a tree of config values absolute, in place, as seen from ``folder``."""
+    """Make every path in a tree of config values absolute, in place, as seen from ``folder``.
+
+    ``~`` and variables of the environment are put in; a path with one that is not set stays as it is.
+    """
+    for table, leaf, _, schema in _paths_in(values):
+        if not _names_unset_variable(table[leaf]):
+            table[leaf] = _absolute(table[leaf], folder, schema["x-path"]["name"])
+
+
+def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str, Mapping[str, Any]]]:
+    """Yield (table, last part of the key, dotted key, schema) of each path in a tree of config values."""
     for key, schema in KEYS.items():
         if "x-path" in schema:
-            words, name = schema["x-path"]["words"], schema["x-path"]["name"]
             *tables, leaf = key.split(".")
-            for table in _tables_at(values, tables):
-                if isinstance(table.get(leaf), str) and table[leaf] not in ("", *words):
-                    table[leaf] = _absolute(table[leaf], folder, name)
+            for above, table in _tables_at(values, tables):
+                if isinstance(table.get(leaf), str) and table[leaf] not in ("", *schema["x-path"]["words"]):
+                    yield table, leaf, f"{above}{leaf}", schema
 
 
-def _tables_at(values: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a name: several where the way leads through an array table, none where it leads nowhere."""
+def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (dotted key with a dot behind it, table) of a name: several of an array table, none where there is none."""
     if isinstance(values, list):
-        for item in values:
-            yield from _tables_at(item, names)
+        for number, item in enumerate(values):
+            yield from _tables_at(item, names, f"{above}{number}.")
     elif isinstance(values, dict):
         if names:
-            yield from _tables_at(values.get(names[0]), names[1:])
+            yield from _tables_at(values.get(names[0]), names[1:], f"{above}{names[0]}.")
         else:
-            yield values
+            yield above, values
+
+
+def _unset_variables(values: dict[str, Any]) -> Iterator[Problem]:
+    for table, leaf, key, _ in _paths_in(values):
+        if name := _names_unset_variable(table[leaf]):
+            message = f'{key} = "{table[leaf]}" has the variable ${name}, which is not set'
+            yield Problem(key, message, f"Set it (export {name}=...), or write the path itself")
+
+
+def _names_unset_variable(text: str) -> str:
+    """Return the first variable in a path that the environment does not have; "" for none."""
+    names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
+    return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
 
 
 def _absolute(text: str, folder: Path, name: str | None) -> str:
+    if not (folder / text).exists():  # a folder's own name may have a "$"
+        text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
     if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatrain.config.keys import SCHEMA_FILE_NAME, format_value
 from tiered.units import GiB, format_size
@@ -13,6 +13,15 @@ _EXAMPLE_DATA = {"sft": "data/chat.jsonl", "pretrain": "data/*.txt"}
 _LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
 _ROWS_PER_STEP = {True: 16, False: 8}
 _COLUMN = 40
+#: What rows are -> how they are trained.
+_ROWS = {
+    "messages": "rows of `messages`: chats, written with the chat template of the model",
+    "sharegpt": "rows of `conversations`: chats, written with the chat template of the model",
+    "alpaca": "rows of `instruction` and `output`: written with the chat template of the model",
+    "prompt_completion": "rows of `prompt` and `completion`",
+    "text": "plain text",
+    "tokenized": "rows of `input_ids`: used as they are",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,26 @@ class ModelFacts:
     max_positions: int = 0
 
 
-def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, data: str | None) -> str:
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """Where the training data is, and what its first row is.
+
+    Attributes:
+        path: as it is written, or a name on the hub.
+        format: what the row is read as; "": not known.
+        columns: our field -> theirs, where theirs are others.
+        fields: those of the row.
+        problem: why the row cannot be used as it is, or "".
+    """
+
+    path: str
+    format: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    fields: Sequence[str] = ()
+    problem: str = ""
+
+
+def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> str:
     """Return the text of a config that loads.
 
     Args:
@@ -113,7 +141,7 @@ def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
     return min(longest, model.max_positions) if model is not None and model.max_positions else longest
 
 
-def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: str | None) -> list[str]:
+def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> list[str]:
     length = _max_length(machine, model)
     lines = ["[data]", _line("max_length", length, "tokens in a row")]
     lines.append(
@@ -121,8 +149,28 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: str 
     )
     if task == "sft":
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
-    note = "" if data is not None else "FILL IN: file, glob or folder"
-    return [*lines, "", "[[data.train]]", _line("path", data if data is not None else _EXAMPLE_DATA[task], note)]
+    lines += ["", "[[data.train]]"]
+    if data is None:
+        return [*lines, _line("path", _EXAMPLE_DATA[task], "FILL IN: file, glob or folder")]
+    return [*lines, _line("path", data.path), *_rows(data)]
+
+
+def _rows(data: DataFacts) -> Iterator[str]:
+    """Yield what is said of the rows: columns where they need names, a comment where they are known or refused."""
+    if data.problem:
+        yield f"# FILL IN: {_ascii(data.problem)}"
+        yield '# columns = { prompt = "..." }            # our field = their column'
+        return
+    if data.columns:
+        fields = ", ".join(map(_ascii, data.fields))
+        yield _line("format", data.format, f"the rows have {fields}")
+        yield _line("columns", dict(data.columns), "our field = their column")
+    elif data.format:
+        yield f"# {_ROWS[data.format]}"
+
+
+def _ascii(text: str) -> str:
+    return " ".join(text.encode("ascii", "replace").decode().split())
 
 
 def _training(machine: MachineFacts, task: str, model: ModelFacts | None) -> list[str]:

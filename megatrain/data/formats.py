@@ -30,6 +30,8 @@ _GUESSES = {
     "input": 'Write for example columns = { prompt = "input", completion = "output" } under this [[data.train]]',
     "content": 'Write columns = { text = "content" } under this [[data.train]]',
 }
+#: Fields of rows that reinforcement learning takes.
+_PROMPT_ALONE = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ def to_row(value: Mapping[str, Any], where: str, format: Format, columns: Mappin
         names["conversations"] = names["messages"]
     for field in _NEEDED[format]:
         if names[field] not in value:
+            if refused := preferences(value):
+                raise DataError(where, *refused)
             raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value))
     if format in ("messages", "sharegpt"):
         return _conversation(value, where, names, columns)
@@ -140,13 +144,8 @@ def _names(format: Format, columns: Mapping[str, str]) -> dict[str, str]:
 def _detect(
     value: Mapping[str, Any], names: Mapping[str, str], where: str
 ) -> Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]:
-    if "chosen" in value and "rejected" in value:
-        raise DataError(
-            where,
-            "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
-            'Remove the row; or, to train on the better answer, write for example format = "messages" and '
-            'columns = { messages = "chosen" }',
-        )
+    if refused := preferences(value):
+        raise DataError(where, *refused)
     found: Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
     for found in ("tokenized", "messages", "sharegpt", "prompt_completion", "alpaca", "text"):
         if all(names[field] in value for field in _NEEDED[found]):
@@ -154,7 +153,55 @@ def _detect(
     raise DataError(where, f"no field that is known: {_KNOWN}; the row has {field_names(value)}", _guess(value))
 
 
+def format_of(row: Row, value: Mapping[str, Any]) -> Format:
+    """Return the format that a row was read as."""
+    if isinstance(row, Document):
+        return "text"
+    if isinstance(row, Tokenized):
+        return "tokenized"
+    if isinstance(row, Completion) or row.trained_from:
+        return "prompt_completion"
+    return "messages" if "messages" in value else "sharegpt" if "conversations" in value else "alpaca"
+
+
+def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what a row is, and what to do, if it says which answers are better, as TRL's trainers take it."""
+    if "chosen" in value and "rejected" in value:
+        return (
+            "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
+            f"Remove the row; or, to train on the better answer alone, write {_better_answer(value)}",
+        )
+    if isinstance(value.get("label"), bool) and "prompt" in value and "completion" in value:
+        return (
+            "this is unpaired preference data (`label` says if the completion is a good one), of KTO's kind; trained "
+            "as it is, bad answers would be learned like good ones",
+            'Keep the rows whose label is true in a file of their own; or write format = "prompt_completion" to train '
+            "on all of them",
+        )
+    if "completions" in value and "labels" in value and "prompt" in value:
+        return (
+            "this is stepwise preference data (`completions`, each with a label), which sft and pretrain do not train "
+            "on",
+            "Write the good steps as one `completion`",
+        )
+    return None
+
+
+def _better_answer(value: Mapping[str, Any]) -> str:
+    """Return the lines of a config with which the better of two answers is trained."""
+    if "prompt" in value and isinstance(value["prompt"], str) == isinstance(value["chosen"], str):
+        return 'format = "prompt_completion" and columns = { completion = "chosen" } under this [[data.train]]'
+    if isinstance(value["chosen"], str):
+        return 'format = "text" and columns = { text = "chosen" } under this [[data.train]]'
+    return 'format = "messages" and columns = { messages = "chosen" } under this [[data.train]]'
+
+
 def _guess(value: Mapping[str, Any]) -> str:
+    if "prompt" in value and set(value) <= _PROMPT_ALONE:
+        return (
+            "A prompt without an answer is what GRPO and other reinforcement learning take; sft needs `prompt` and "
+            "`completion`, or `messages`"
+        )
     for field, guess in _GUESSES.items():
         if field in value:
             return guess

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatrain.data.files import EXTRA, find_files, read_file, read_text, suffix_of
-from megatrain.data.formats import Document, Format, Row, to_row
+from megatrain.data.formats import Document, Format, Row, format_of, preferences, to_row
 from megatrain.data.rows_report import DataError, RowError
 
 
@@ -128,6 +128,74 @@ def _rows_of_file(file: Path, format: Format, columns: Mapping[str, str]) -> Ite
             yield to_row(value, where, format, columns)
         except RowError as error:
             yield error
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the first row of a source is.
+
+    Attributes:
+        format: What it is read as; "" where no format fits it, whatever the columns.
+        columns: Our field name -> theirs, where theirs are others.
+        fields: Its own fields; none of plain text.
+        problem: Why it cannot be used as it is, "" where it can.
+    """
+
+    format: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    fields: Sequence[str] = ()
+    problem: str = ""
+
+
+#: What fields are often called -> (our format, our field -> theirs); the first that are all there are meant.
+_OFTEN: tuple[tuple[Format, Mapping[str, str]], ...] = (
+    ("messages", {"messages": "conversation"}),
+    ("messages", {"messages": "dialog"}),
+    ("messages", {"messages": "chat"}),
+    ("alpaca", {"instruction": "question", "output": "answer"}),
+    ("alpaca", {"instruction": "query", "output": "response"}),
+    ("alpaca", {"instruction": "instruction", "output": "response"}),
+    ("alpaca", {"instruction": "prompt", "output": "response"}),
+    ("alpaca", {"instruction": "prompt", "output": "answer"}),
+    ("alpaca", {"instruction": "question", "output": "response"}),
+    ("alpaca", {"instruction": "input", "output": "output"}),
+    ("alpaca", {"instruction": "inputs", "output": "targets"}),
+    ("alpaca", {"instruction": "problem", "output": "solution"}),
+    ("text", {"text": "content"}),
+    ("text", {"text": "body"}),
+    ("text", {"text": "document"}),
+)
+
+
+def look_at(path: str) -> Look:
+    """Return what the first row of a file, glob or folder is, and which columns it would be read with.
+
+    Raises:
+        DataError: nothing there, or a file that cannot be read.
+    """
+    file = source_files(path)[0]
+    if suffix_of(file) == ".txt":
+        return Look("text")
+    found = next(iter(read_file(file)), None)
+    if found is None:
+        raise DataError(str(file), "the file is empty", "Remove it or fill it")
+    where, value = found
+    fields = list(value)
+    try:
+        row = to_row(value, where, "auto", {})
+    except RowError as error:
+        return Look("", {}, fields, str(error))
+    except DataError as error:
+        if preferences(value) is None:
+            for format, columns in _OFTEN:
+                names = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+                try:
+                    to_row({name: value[name] for name in columns.values()}, where, format, names)
+                except (KeyError, DataError, RowError):
+                    continue
+                return Look(format, names, fields)
+        return Look("", {}, fields, str(error))
+    return Look(format_of(row, value), {}, fields)
 
 
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")

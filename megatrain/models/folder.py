@@ -19,7 +19,7 @@ import xxhash
 from megatrain.models.quantized import METHODS, Decoder, QuantizationError, find_decoders, method_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from transformers import PretrainedConfig
 
@@ -138,6 +138,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
             advice += ", or the id of a model on the hub, as OWNER/NAME"
         raise ModelFolderError(folder, f"is not a folder. {advice}")
     path = folder / "config.json"
+    if not path.exists():
+        _refuse_adapter(folder)
     inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
     values = _read_json_object(path, f"Give {inner[0]}" if inner else "Give a Hugging Face model folder")
     table = quantization_of(values)
@@ -148,6 +150,22 @@ def read_config_json(folder: Path) -> dict[str, Any]:
             f"{', '.join(METHODS.values())} are. {PLAIN_ADVICE}",
         )
     return values
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise where a folder holds an adapter of peft instead of a model."""
+    if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
+        return
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    which = f"its base model ({base})" if isinstance(base, str) and base else "its base model"
+    raise ModelFolderError(
+        folder,
+        f"holds an adapter, not a model. Give the folder of {which}; to train the adapter on, name its folder too: "
+        "lora.adapter_name_or_path",
+    )
 
 
 def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -219,6 +237,27 @@ class Tensors:
             piece = buffer[: min(step, record.numel - start)]
             self._read_bytes(record, start * record.dtype.itemsize, piece)
             yield start, piece
+
+    def find_nonfinite(
+        self, names: Iterable[str], on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
+        """Return which of some tensors hold NaN or infinite values. Reads them whole, a piece at a time.
+
+        Args:
+            names: of the tensors; others than floating-point ones are passed over.
+            on_progress: told the bytes that were read, and those of all.
+        """
+        wanted = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]
+        done, total, found = 0, sum(record.nbytes for record in wanted), []
+        for record in wanted:
+            for _, piece in self.pieces(record.name):
+                low, high = torch.aminmax(piece if piece.dtype.itemsize > 1 else piece.float())
+                done += piece.nbytes
+                on_progress(done, total)
+                if not (torch.isfinite(low) and torch.isfinite(high)):
+                    found.append(record.name)
+                    break
+        return found
 
     def read_stored(self, name: str, first: int, nbytes: int) -> torch.Tensor:
         """Return some bytes of a tensor in the files, in new memory."""
@@ -359,12 +398,7 @@ class ModelFolder(Tensors):
 
     def _refuse(self) -> None:
         names = sorted(path.name for path in self.path.iterdir())
-        if any(name.startswith("adapter_") for name in names):
-            raise ModelFolderError(
-                self.path,
-                "holds an adapter, not a model. Give the folder of its base model; to train the adapter on, name its "
-                "folder too: lora.adapter_name_or_path",
-            )
+        _refuse_adapter(self.path)
         shards = [name for name in names if name.endswith(".safetensors")]
         if shards:
             raise ModelFolderError(self.path, f"has {some(shards)} but no {INDEX_FILE}. Copy or download it again")

@@ -1,4 +1,4 @@
-"""The input and the state of a translation: another tool's file, our keys set so far, and keys left out.
+"""The input and the state of a translation: another tool's file or command, our keys set so far, and keys left out.
 
 The rules of :mod:`megatrain.translate.trainers` and :mod:`megatrain.translate.engines` fill a :class:`Draft`;
 :mod:`megatrain.translate.translate` makes a valid config of it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ import yaml
 
 from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, plain
-from megatrain.translate.names import KEYS, TITLES, Fate, Tool
+from megatrain.translate.command_lines import CommandLine, find_command_line, parse_words
+from megatrain.translate.names import KEYS, ONE_DEVICE, TITLES, Fate, Tool
 
 _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
 _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split", "datasets", "max_seq_length",
         "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
+_SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
+_COMMAND_LINE = Path("command line")  # where a file's name stands otherwise
 
 
 class TranslationError(Exception):
@@ -34,17 +37,23 @@ class TranslationError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A config file of another tool.
+    """A config file of another tool, or a command line that starts it.
 
     Attributes:
         path: The file.
         values: Its parsed content.
         tool: The tool it belongs to.
+        num_processes: How many processes, each on a device, the command line starts; None: it does not say.
+        unneeded: What of the command line nothing is needed for here.
+        lost: What of it has no equivalent.
     """
 
     path: Path
     values: dict[str, Any]
     tool: Tool
+    num_processes: int | None = 1
+    unneeded: tuple[Left, ...] = ()
+    lost: tuple[Left, ...] = ()
 
     @property
     def title(self) -> str:
@@ -52,13 +61,79 @@ class Source:
 
 
 def read_source(path: Path, tool: Tool | None = None) -> Source:
-    """Read a config file; without ``tool``, detect whose it is.
+    """Read a config file, or a shell script that starts a training; without ``tool``, detect whose it is.
 
     Raises:
-        TranslationError: The file cannot be read, is neither YAML nor JSON, or belongs to no known tool.
+        TranslationError: The file cannot be read, is neither YAML, JSON nor such a script, or belongs to no known tool.
     """
+    if path.suffix.lower() == ".py":
+        raise TranslationError(
+            path,
+            "this is a program, whose options are not in it",
+            f"Give the command line that starts it: megatrain-tier import -- python {path} --OPTION ...",
+        )
+    text = _read_text(path)
+    if path.suffix.lower() in _SCRIPTS or text.startswith("#!"):
+        line, others = find_command_line(text)
+        if line is None:
+            raise TranslationError(
+                path,
+                "no command in this script starts a training that is known",
+                "Known are trl, llamafactory-cli, axolotl, and python, accelerate launch, torchrun or deepspeed with a "
+                "script and its options. Give such a command itself: megatrain-tier import -- COMMAND",
+            )
+        return _source_of(path, line, tool, others)
     values = read_mapping(path)
     return Source(path, values, tool or _detect(path, values))
+
+
+def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
+    """Read a command line that starts a training; without ``tool``, detect whose it is.
+
+    Raises:
+        TranslationError: It starts no training, names a config that cannot be read, or belongs to no known tool.
+    """
+    line = parse_words(words)
+    if line is None:
+        raise TranslationError(
+            _COMMAND_LINE,
+            f"`{' '.join(words[:4])}` starts no training with options",
+            "Write for example: megatrain-tier import -- trl sft --model_name_or_path MODEL --dataset_name DATA",
+        )
+    return _source_of(_COMMAND_LINE, line, tool)
+
+
+def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> Source:
+    if line.task not in ("", "sft"):
+        raise TranslationError(path, f"`{line.task}` is not supported here", "sft and pretrain are")
+    values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
+    known: dict[str, Tool] = {"trl": "trl", "llamafactory": "llamafactory", "axolotl": "axolotl"}
+    if tool is None and line.tool:
+        tool = known[line.tool]
+    if tool is None:
+        # A script of somebody's own: with options of Hugging Face's TrainingArguments, as those of TRL have.
+        is_hugging_face = "model_name_or_path" in values and not any(name in values for name in _LLAMA_FACTORY)
+        tool = "trl" if is_hugging_face else _detect(path, values)
+    number, launch = line.num_processes, dict(line.launch_options)
+    settings = launch.get("config_file") or launch.get("accelerate_config")
+    if number is None and isinstance(settings, str) and is_file(Path(settings)):
+        found = read_mapping(Path(settings)).get("num_processes")
+        number = found if isinstance(found, int) and found > 0 else None
+    lost = [Left(f"${{...}} in --{name}", None, "only a shell knows its value") for name in line.unknown]
+    lost += [Left(other, None, "another training of the same script: import it by itself") for other in others]
+    unneeded = tuple(Left(f"{line.launcher or 'trl'} --{name}", value, ONE_DEVICE) for name, value in launch.items())
+    return Source(path, values, tool, number, unneeded, tuple(lost))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise TranslationError(path, "there is no such file", "Check the path") from None
+    except UnicodeDecodeError as error:
+        raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Give a YAML or JSON file") from None
+    except OSError as error:
+        raise TranslationError(path, f"the file cannot be read: {error.strerror or error}") from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -67,14 +142,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     Raises:
         TranslationError: The file cannot be read or parsed, or is not a mapping with text keys.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise TranslationError(path, "there is no such file", "Check the path") from None
-    except UnicodeDecodeError as error:
-        raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Give a YAML or JSON file") from None
-    except OSError as error:
-        raise TranslationError(path, f"the file cannot be read: {error.strerror or error}") from None
+    text = _read_text(path)
     try:
         values = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
@@ -111,7 +179,8 @@ def _detect(path: Path, values: dict[str, Any]) -> Tool:
         raise TranslationError(
             path,
             "this is a launch config of accelerate, which says nothing of the training",
-            "Give the config of the training itself",
+            "Give the config of the training itself, or the whole command: megatrain-tier import -- accelerate launch "
+            f"--config_file {path} SCRIPT.py --OPTION ...",
         )
     if path.suffix.lower() == ".toml":
         raise TranslationError(path, "this is a TOML file", "megatrain-tier check reads our own configs")

@@ -1,10 +1,10 @@
-"""Translate another tool's file into the text of a config of ours, and list the keys that were left out."""
+"""Translate another tool's file or command into the text of a config of ours, and list what was left out."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, dotted, format_value, schema_key
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
-from megatrain.translate.draft import Draft, Entry, Left, plain_key, read_source
+from megatrain.translate.draft import Draft, Entry, Left, Source, plain_key, read_command_line, read_source
 from megatrain.translate.engines import translate_deepspeed, translate_megatrain
 from megatrain.translate.names import Tool
 from megatrain.translate.trainers import (
@@ -80,7 +80,7 @@ def _left_to_json(left: Left) -> dict[str, Any]:
 def translate_file(
     path: Path, tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
 ) -> Translation:
-    """Translate a YAML or JSON config. Nothing is written.
+    """Translate a YAML or JSON config, or a shell script that starts a training. Nothing is written.
 
     Args:
         path: The file.
@@ -92,10 +92,32 @@ def translate_file(
     Raises:
         TranslationError: The file cannot be read or parsed, or asks for training that is not supported here.
     """
+    return _translate(read_source(path, tool), folder, base)
+
+
+def translate_command_line(
+    words: Sequence[str], tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
+) -> Translation:
+    """Translate a command line that starts a training, as :func:`translate_file` does a file.
+
+    Args:
+        words: The command and its arguments, as a shell passes them.
+        tool: as for :func:`translate_file`.
+        folder: as for :func:`translate_file`.
+        base: as for :func:`translate_file`.
+
+    Raises:
+        TranslationError: It starts no training, or one that is not supported here.
+    """
+    return _translate(read_command_line(words, tool), folder, base)
+
+
+def _translate(source: Source, folder: Path | None, base: Path | None) -> Translation:
     base = (base or Path.cwd()).resolve()
-    draft = Draft(read_source(path, tool), base)
+    draft = Draft(source, base)
     _TRANSLATORS[draft.source.tool](draft)
     drop_evaluation_without_rows(draft)
+    _gather_processes(draft)
     _settle(draft)
     where = (folder or base).resolve()
     entries = {
@@ -103,6 +125,23 @@ def translate_file(
         for key, entry in draft.entries.items()
     }
     return Translation(draft.source.tool, _to_toml(draft, entries), entries, tuple(draft.lost), tuple(draft.unneeded))
+
+
+def _gather_processes(draft: Draft) -> None:
+    """Have one device take the rows of all processes that a launcher starts; list what else it was told."""
+    source, key = draft.source, "training.gradient_accumulation_steps"
+    draft.lost += source.lost
+    draft.unneeded += source.unneeded
+    if source.num_processes is None:
+        draft.lose(
+            "launcher",
+            f"how many processes it starts is not said: for the same rows per step multiply {key} by their number",
+        )
+    elif source.num_processes > 1:
+        before = draft.entries.get(key)
+        steps = before.value if before is not None and isinstance(before.value, int) else 1
+        note = f"{steps} x {source.num_processes} processes: the same rows per step on one device"
+        draft.put(key, steps * source.num_processes, before.theirs if before is not None else "", note)
 
 
 def _settle(draft: Draft) -> None:

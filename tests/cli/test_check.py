@@ -50,7 +50,7 @@ def test_all_is_well(run: SavedRun) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [
-        "config", "model", "tokenizer", "data", "plan", "disk", "steps", "checkpoints",
+        "config", "model", "tokenizer", "data", "plan", "disk", "steps", "checkpoints", "weights",
     ]  # fmt: skip
     assert {line.split()[0] for line in lines[:-1]} == {"ok"}
     assert "all 20 tensors are there" in lines[1]
@@ -206,3 +206,31 @@ def test_a_tracker_that_is_not_installed(run: SavedRun, monkeypatch: pytest.Monk
     result = check(run, "--json", top='logging.report_to = ["jsonl", "comet_ml"]')
     (finding,) = findings(result)["loggers"]
     assert result.exit_code == 2 and 'pip install "megatrain-tier[comet_ml]"' in finding["text"], result.output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers(run: SavedRun, value: float) -> None:
+    """All of them are found, whatever their number and place; a run would load for a while and stop."""
+    path = run.folder / "model/model.safetensors"
+    tensors = load_file(path)
+    spoiled = sorted(tensors)[1:3]
+    for name in spoiled:
+        tensors[name].view(-1)[-1] = value
+    save_file(tensors, path, {"format": "pt"})
+    result = check(run, "--json")
+    assert result.exit_code == 2
+    (found,) = findings(result)["weights"]
+    assert found["severity"] == "problem" and f"2 tensors ({', '.join(spoiled)}) hold NaN" in found["text"]
+    assert str(path) in found["text"]
+    assert "weights" not in findings(check(run, "--json", "--skip-weights"))
+
+
+def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
+    """With and without a config.json beside it; peft's folders have none."""
+    model = run.folder / "model"
+    (model / "model.safetensors").rename(model / "adapter_model.safetensors")
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    for _ in range(2):
+        (found,) = findings(check(run, "--json"))["model"]
+        assert "holds an adapter, not a model. Give the folder of its base model (org/base)" in found["text"]
+        (model / "config.json").unlink(missing_ok=True)

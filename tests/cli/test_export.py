@@ -28,7 +28,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
 
 def test_the_newest(run: SavedRun, tmp_path: Path) -> None:
     result = run.call("export", run.out, tmp_path / "out")
-    assert (result.exit_code, result.output) == (0, f"model  {tmp_path / 'out'}\n")
+    assert result.exit_code == 0, result.output
+    first, *others = result.output.splitlines()
+    assert first == f"model  {tmp_path / 'out'}" and others[0].endswith(f"megatrain-tier chat {tmp_path / 'out'}")
+    said = "\n".join(others)
+    for tool in ("vllm serve", "lm_eval --model hf --model_args pretrained=", "convert_hf_to_gguf.py"):
+        assert f"{tool}" in said
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (run.out / "final" / name).read_bytes(), name
 
@@ -72,7 +77,7 @@ def test_progress_on_a_terminal_only(run: SavedRun, tmp_path: Path) -> None:
         assert process.stdout is not None
         os.close(end)
         shown = b"".join(iter(lambda: read_terminal(main), b"")).decode()
-        assert process.stdout.read() == f"model  {tmp_path / 'out'}\n"
+        assert process.stdout.read().startswith(f"model  {tmp_path / 'out'}\nnext   megatrain-tier chat ")
     os.close(main)
     assert process.returncode == 0
     assert " of 497.25 KiB  model.embed_tokens" in shown and "497.25 KiB of 497.25 KiB  reading it back" in shown

@@ -86,3 +86,95 @@ def test_refused(
     assert "Traceback" not in result.output and os.listdir() == ["theirs.yaml"]
     missing = call("nowhere.yaml")
     assert missing.exit_code == 2 and "no such file" in missing.stderr
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --gres=gpu:8
+MODEL="org/Base-7B"
+ARGS=(
+  --per_device_train_batch_size 2   # rows
+  --gradient_accumulation_steps 4
+)
+ARGS+=(--bf16)
+# trl sft --model_name_or_path of/a-comment
+NCCL_DEBUG=INFO accelerate launch --config_file zero3.yaml --num_processes 8 \\
+  trl/scripts/sft.py --model_name_or_path "$MODEL" --dataset-name org/chats --learning_rate=2e-5 \\
+  --eval_strategy no --run_name $(date +%s) --report_to wandb tensorboard --no_completion_only_loss \\
+  --output_dir "${OUT:-outputs/x}" "${ARGS[@]}" --packing 2>&1 | tee log.txt
+python eval.py --model outputs/x
+"""
+
+
+def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, arrays, continued lines, launchers and redirections; what only a shell knows is listed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    Path("train.sh").write_text(SCRIPT)
+    result = call("train.sh", "-o", "run.toml")
+    assert result.exit_code == 0, result.output
+    config = load_config("run.toml").config
+    assert config.model.model_name_or_path == "org/Base-7B" and config.data.train[0].path == "org/chats"
+    assert config.optimizer.learning_rate == 2e-5 and config.data.packing is True
+    assert config.output_dir == tmp_path / "outputs/x" and config.data.train_on == "all"
+    assert config.training.per_device_train_batch_size == 2
+    assert config.training.gradient_accumulation_steps == 32, "the rows of all processes"
+    assert set(config.logging.report_to) == {"jsonl", "wandb", "tensorboard"}
+    assert "accelerate --num_processes = 8: one device trains here" in result.stderr
+    assert "--run_name: only a shell knows its value" in result.stderr
+    assert "eval.py" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("-- trl sft --model_name_or_path org/m --dataset_name org/d --bf16 True", 1),
+        ("trl sft --model_name_or_path org/m --dataset_name org/d", 1),
+        ("-- torchrun --nproc_per_node=4 --nnodes 2 my/train.py --model_name_or_path org/m --dataset_name org/d", 8),
+        ("-- python -m torch.distributed.run --nproc_per_node 4 sft.py --model_name_or_path org/m", 4),
+        ("-- deepspeed --num_gpus 2 sft.py --deepspeed ds.json --model_name_or_path org/m", 2),
+        ("-- accelerate launch --config_file two.yaml -m trl.scripts.sft --model_name_or_path org/m", 2),
+        ("-- python sft.py --config recipe.yaml --gradient_accumulation_steps 3", 3),
+        ("-- llamafactory-cli train lf.yaml gradient_accumulation_steps=5", 5),
+    ],
+)
+def test_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: int) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
+    Path("recipe.yaml").write_text("model_name_or_path: org/m\ngradient_accumulation_steps: 7\n")
+    Path("lf.yaml").write_text("model_name_or_path: org/m\nstage: sft\nfinetuning_type: full\noutput_dir: o\n")
+    result = call("-o", "run.toml", *words.split())
+    assert result.exit_code == 0, result.output
+    config = load_config("run.toml").config
+    assert config.model.model_name_or_path == "org/m"
+    assert config.training.gradient_accumulation_steps == steps
+
+
+def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call("--", "accelerate", "launch", "sft.py", "--model_name_or_path", "org/m")
+    assert result.exit_code == 0
+    assert "how many processes it starts is not said" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-- trl dpo --model_name_or_path org/m", "`dpo` is not supported here"),
+        ("-- trl sft --model_name_or_path org/m --beta 0.1", "preference training"),
+        ("-- make all", "starts no training with options"),
+        ("-- python train.py --lr 3", "whose config is this?"),
+        ("train.py", "Give the command line that starts it: megatrain-tier import -- python train.py"),
+        ("empty.sh", "no command in this script starts a training"),
+        ("acc.yaml", "import -- accelerate launch"),
+        ("empty.sh --form trl", 'only one FILE is read; "--form" is too much'),
+    ],
+)
+def test_command_lines_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.sh").write_text("#!/bin/sh\necho trl sft is nice\n")
+    Path("acc.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
+    result = call(*words.split())
+    assert result.exit_code == 2 and message in result.stderr, result.output
+    assert "Traceback" not in result.output

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from megatrain.config import load_config
 from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
+from megatrain.data.sources import read_rows
 from megatrain.plan import machine
 from megatrain.plan.machine import FileSystem
 from processes.saved_run import QUICKSTART, command_group, make_run
@@ -120,3 +121,48 @@ def test_drives_that_are_none() -> None:
     assert "doctor" in machine._objection(nfs, 99 * GiB)
     assert machine._objection(ext4, GiB) == "little room"
     assert machine._objection(ext4, 99 * GiB) == ""
+
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "columns"),
+    [
+        ({"messages": [USER, ASSISTANT]}, "auto", {}),
+        ({"conversation": [USER, ASSISTANT], "id": 3}, "messages", {"messages": "conversation"}),
+        ({"question": "Hi", "answer": "Hello"}, "alpaca", {"instruction": "question", "output": "answer"}),
+        ({"prompt": "Hi", "response": "Hello"}, "alpaca", {"instruction": "prompt", "output": "response"}),
+        ({"title": "x", "content": "text"}, "text", {"text": "content"}),
+    ],
+)
+def test_columns_of_the_data_are_seen(here: Path, row: dict[str, object], format: str, columns: dict[str, str]) -> None:
+    """What `init` writes reads the very rows."""
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    result = call("init", "--data", "rows.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "data   rows are read as" in result.stdout
+    (table,) = load_config("run.toml").config.data.train
+    assert (table.format, dict(table.columns)) == (format, columns)
+    (found,) = read_rows(table.path, format=table.format, columns=table.columns)
+    assert "Hi" in str(found) or "text" in str(found)
+
+
+def test_data_that_cannot_be_used_is_said_at_once(here: Path) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    result = call("init", "--data", "rows.jsonl")
+    assert result.exit_code == 0 and "this is preference data" in result.stdout
+    assert "# FILL IN:" in Path("run.toml").read_text()
+    assert load_config("run.toml").config.data.train[0].path == str(here / "rows.jsonl")
+    missing = call("init", "b.toml", "--data", "./nowhere.jsonl")
+    assert missing.exit_code == 0 and "there is no such file or folder" in missing.stdout
+
+
+def test_home_in_the_paths_of_init(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here / "home"))
+    (here / "home").mkdir()
+    (here / "home/a.txt").write_text("text")
+    result = call("init", "--data", "$HOME/a.txt")
+    assert result.exit_code == 0 and "rows are read as text" in result.stdout
+    assert 'path = "$HOME/a.txt"' in Path("run.toml").read_text()
+    assert load_config("run.toml").config.data.train[0].path == str(here / "home/a.txt")

@@ -59,12 +59,13 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/10", "4/10", "8/10", "10/10"]
     assert "hello [bold]x[/bold]" in lines
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         "done   10 steps in 5.00 s   200 tok/s   1,000 tokens, 500 trained",
         "loss   2.0000 -> 1.0000, of the first and the last step alone",
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
         "moved  ram->nvme 1.00 GiB (posix-direct)",
         "model  out/final",
+        "next   megatrain-tier chat out/final",
     ]
     assert "\x1b" not in stream.getvalue()
 

@@ -36,12 +36,18 @@ COMPARED_ELSEWHERE = {"docs/sizing.md": "tests/docs/test_sizing.py"}
 #: Steps of the pages' runs -> those of the small run that stands for them.
 SMALL_STEPS = {"200": "2", "400": "4"}
 #: Words of a synopsis -> what stands for them in the folder of a page.
-PLACEHOLDERS = {"CONFIG": "run.toml", "RUN": "outputs/first", "FILE": "ds_config.json"}
+PLACEHOLDERS = {
+    "CONFIG": "run.toml",
+    "RUN": "outputs/first",
+    "FILE": "ds_config.json",
+    "FILE|COMMAND...": "ds_config.json",
+    "FOLDER": "outputs/first/final",
+}
 #: Pages whose blocks call trainers of others, which warn of what is none of our business.
 WARNS = ("docs/embedding.md",)
 #: Pages whose runs are called otherwise, or are there before the first block.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out"}
-WITH_A_RUN = ("README.md", "docs/cli.md")
+WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
 
 MINIMAL = 'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'
 #: The shape of the model that examples/quickstart.toml names; its weights are no part of the repository.

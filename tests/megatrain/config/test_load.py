@@ -350,3 +350,31 @@ def test_further_files_are_laid_over(tmp_path: Path) -> None:
         load_config(path, [over])
     config, _ = salvage(path, (over,), caught.value.problems)
     assert config is not None and config.data.max_length == 64
+
+
+def test_home_and_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path knows ``~``, ``$NAME`` and ``${NAME}``; one that is not set is named with its line, like others."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RUNS", "runs")
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    path = tmp_path / "run.toml"
+    text = (
+        'config_version = 1\ntask = "sft"\noutput_dir = "${RUNS}/one"\n[model]\nmodel_name_or_path = "$HOME/model"\n'
+        '[[data.train]]\npath = "DATA"\n[[tiers.nvme]]\npath = "~/state"\nsize = "1GiB"\n'
+    )
+    path.write_text(text.replace("DATA", "$HOME/*.jsonl"))
+    config = load_config(path, overrides=["checkpoint.resume_from_checkpoint=$HOME/old"]).config
+    home = tmp_path / "home"
+    assert config.output_dir == tmp_path / "runs/one"
+    assert config.model.model_name_or_path == str(home / "model")
+    assert config.data.train[0].path == str(home / "*.jsonl")
+    assert config.tiers.nvme[0].path == home / "state"
+    assert config.checkpoint.resume_from_checkpoint == str(home / "old")
+    path.write_text(text.replace("DATA", "$NO_SUCH/x.jsonl") + "[training]\nbogus = 1\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    messages = [str(problem) for problem in raised.value.problems]
+    assert len(messages) == 2 and any("bogus" in message for message in messages)
+    assert 'line 7: data.train.0.path = "$NO_SUCH/x.jsonl" has the variable $NO_SUCH, which is not set' in " ".join(
+        messages
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.data.files import find_files
-from megatrain.data.formats import Completion, Conversation, Document
+from megatrain.data.formats import Completion, Conversation, Document, Format
 from megatrain.data.rows_report import DataError
 from megatrain.data.sources import read_rows
 
@@ -87,7 +87,13 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "empty json": ("a.json", "", "a.json: the file is empty"),
     "no field": ("a.jsonl", lines({"body": "x"}), "line 1: no field that is known: messages, conversations, instruction and output, prompt and completion, text, or input_ids; the row has `body`. Say which is which"),
     "input only": ("a.jsonl", lines({"input": "x", "answer": "y"}), 'columns = { prompt = "input", completion = "output" }'),
-    "preference": ("a.jsonl", lines({"prompt": "x", "chosen": "y", "rejected": "z"}), "line 1: this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on. Remove the row; or, to train on the better answer, write"),
+    "preference": ("a.jsonl", lines({"prompt": "x", "chosen": "y", "rejected": "z"}), "line 1: this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on. Remove the row; or, to train on the better answer alone, write"),
+    "preference, explicit": ("a.jsonl", lines({"prompt": "x", "chosen": "y", "rejected": "z"}), 'format = "prompt_completion" and columns = { completion = "chosen" }'),
+    "preference, implicit": ("a.jsonl", lines({"chosen": "xy", "rejected": "xz"}), 'format = "text" and columns = { text = "chosen" }'),
+    "preference, chats": ("a.jsonl", lines({"chosen": MESSAGES, "rejected": MESSAGES}), 'format = "messages" and columns = { messages = "chosen" }'),
+    "preference, unpaired": ("a.jsonl", lines({"prompt": "x", "completion": "y", "label": False}), "this is unpaired preference data (`label` says if the completion is a good one), of KTO's kind"),
+    "preference, stepwise": ("a.jsonl", lines({"prompt": "x", "completions": ["y"], "labels": [True]}), "this is stepwise preference data"),
+    "prompt alone": ("a.jsonl", lines({"prompt": "x", "solution": "3"}), "A prompt without an answer is what GRPO and other reinforcement learning take"),
     "gsm8k": ("a.jsonl", lines({"question": "x", "answer": "y"}), 'columns = { prompt = "question", completion = "answer" }'),
     "empty sharegpt": ("a.jsonl", lines({"conversations": []}), "line 1: `conversations` must be a list of messages, this is empty"),
     "no role": ("a.jsonl", lines({"messages": [{"speaker": "human", "text": "x"}]}), "line 1, message 1: a message needs `role` and `content`, this has `speaker`, `text`"),
@@ -163,3 +169,25 @@ def test_one_empty_file_among_others_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         list(read_rows(str(tmp_path)))
     assert str(caught.value).startswith(f"{empty}: the file is empty")
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "columns"),
+    [
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "prompt_completion", {"completion": "chosen"}),
+        ({"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": MESSAGES[1:]}, "prompt_completion", {"completion": "chosen"}),
+        ({"chosen": "xy", "rejected": "xz"}, "text", {"text": "chosen"}),
+        ({"chosen": MESSAGES, "rejected": MESSAGES}, "messages", {"messages": "chosen"}),
+        ({"prompt": "x", "completion": "y", "label": True}, "prompt_completion", {}),
+    ],
+)  # fmt: skip
+def test_what_is_said_about_preferences_works(
+    tmp_path: Path, row: dict[str, Any], format: Format, columns: dict[str, str]
+) -> None:
+    path = write(tmp_path, "a.jsonl", lines(row))
+    with pytest.raises(DataError, match="preference data") as raised:
+        list(read_rows(path))
+    assert f'format = "{format}"' in str(raised.value)
+    assert all(f'{ours} = "{theirs}"' in str(raised.value) for ours, theirs in columns.items())
+    (found,) = read_rows(path, format=format, columns=columns)
+    assert not isinstance(found, Document) or found.text == "xy"

@@ -1,0 +1,318 @@
+"""Command lines that start a training, and shell scripts with one: what they ask for, as a config file would say it.
+
+A script is read, never run. Its variables, and those of the environment, are put in as a shell would; what only a shell
+could compute (``$(...)``, ``$1``) stays unknown, and the options that need it are listed as such.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CommandLine", "find_command_line", "parse_words"]
+
+#: Programs that start a training script on several processes -> options that say how many.
+_LAUNCHERS = {
+    "accelerate": ("num_processes",),
+    "torchrun": ("nproc_per_node", "nnodes"),
+    "deepspeed": ("num_gpus", "num_nodes"),
+    "trl": ("num_processes",),
+}
+#: Modules that are launchers: ``python -m torch.distributed.run``.
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+#: Commands of the tools themselves -> whose they are.
+_TOOLS = {"trl": "trl", "llamafactory-cli": "llamafactory", "lmf": "llamafactory", "axolotl": "axolotl"}
+_TRL_TASKS = (
+    "sft",
+    "dpo",
+    "kto",
+    "grpo",
+    "orpo",
+    "cpo",
+    "gkd",
+    "reward",
+    "rloo",
+    "online_dpo",
+    "nash_md",
+    "xpo",
+    "bco",
+)
+_SWITCHES = ("no_cuda",)  # their "no_" belongs to the name
+_CONFIG_FILES = (".yaml", ".yml", ".json")
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for what only a shell could compute
+_ASSIGNMENT = re.compile(
+    r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL
+)
+_REDIRECTION = re.compile(r"(?<!\S)(?:\d?>>?|&>>?|<)(?:&\d|\s*[^\s;|&<>]+)")  # "2>&1", "> log.txt"
+_VARIABLE = re.compile(
+    r"'[^']*'"  # a shell leaves these as they are, and so do we
+    r"|(?P<array>\"?\$\{(?P<items>\w+)\[[@*]\]\}\"?)"
+    r"|\$\{(?P<braced>\w+)(?:(?P<how>:?[-=])(?P<default>[^}]*))?\}"
+    r"|\$(?P<plain>[A-Za-z_]\w*)"
+    r"|(?P<other>\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^}]*\}|\$[0-9@*#?!$-])"
+)
+
+
+@dataclass
+class CommandLine:
+    """A training that a command line starts.
+
+    Attributes:
+        words: The command line.
+        values: Option -> value, dashes in names as underscores.
+        config: The config file that it names; its options come before those of the file.
+        tool: Whose command it is; "" where the script does not say.
+        task: What TRL's command trains, such as "sft" or "dpo"; "" where that is not said.
+        launcher: The program that starts the processes, "" for none.
+        num_processes: How many; None: nothing says it.
+        launch_options: Options of the launcher.
+        unknown: Options whose values only a shell could compute.
+    """
+
+    words: list[str]
+    values: dict[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+    tool: str = ""
+    task: str = ""
+    launcher: str = ""
+    num_processes: int | None = None
+    launch_options: dict[str, Any] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
+    """Return the first training that a shell script starts, and the others, a line each."""
+    lines = [parse_words(words) for words in _commands(text)]
+    found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
+    if not found:
+        return None, []
+    first = next((line for line in found if line.task in ("", "sft")), found[0])
+    return first, [" ".join(line.words[:4]) for line in found if line is not first]
+
+
+def parse_words(words: Sequence[str]) -> CommandLine | None:
+    """Return what a command line starts; None where it is no training."""
+    line = CommandLine(list(words))
+    rest = list(words)
+    while rest:
+        program = os.path.basename(rest.pop(0))
+        if re.fullmatch(r"python[\d.]*", program):
+            rest = _after_python(line, rest)
+            break
+        if program in _LAUNCHERS or program in _TOOLS:
+            rest = _after_program(line, program, rest)
+            break
+    else:
+        return None
+    if rest and not rest[0].startswith("-") and rest[0].endswith(_CONFIG_FILES):
+        line.config = Path(rest.pop(0))  # llamafactory-cli train FILE; axolotl train FILE
+    line.values = _options(rest, line.unknown)
+    given = line.values.pop("config", None)
+    if isinstance(given, str):
+        line.config = Path(given)
+    for name in list(line.values):
+        if line.tool == "trl" and name in ("num_processes", "accelerate_config"):  # trl hands these on
+            line.launch_options[name] = line.values.pop(name)
+    line.num_processes = _processes(line)
+    return line if line.values or line.config else None
+
+
+def _after_python(line: CommandLine, words: list[str]) -> list[str]:
+    """Read what follows ``python``: a script or a module; return the words behind it."""
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words.pop(0)
+    if words[:1] == ["-m"] and len(words) > 1:
+        module = words[1]
+        if module in _LAUNCHER_MODULES:
+            return _after_program(line, _LAUNCHER_MODULES[module], words[2:], is_module=True)
+        _name_script(line, module)
+        return words[2:]
+    if words:
+        _name_script(line, words[0])
+    return words[1:] if words and words[0].endswith(".py") else []
+
+
+def _after_program(line: CommandLine, program: str, words: list[str], *, is_module: bool = False) -> list[str]:
+    if program in _TOOLS:
+        line.tool = _TOOLS[program]
+        if words and not words[0].startswith("-") and not words[0].endswith(_CONFIG_FILES):
+            command = words.pop(0)
+            if command not in (_TRL_TASKS if program == "trl" else ("train",)):
+                return []  # trl chat, axolotl preprocess, ...
+            line.task = command if program == "trl" else ""
+        return words
+    line.launcher = program
+    if program == "accelerate" and not is_module:
+        if words[:1] != ["launch"]:
+            return []
+        words = words[1:]
+    for number, word in enumerate(words):
+        name = os.path.basename(word)
+        if word.endswith(".py"):
+            line.launch_options = _options(words[:number], line.unknown)
+            _name_script(line, word)
+            return words[number + 1 :]
+        if word in ("-m", "--module") and number + 1 < len(words):
+            line.launch_options = _options(words[:number], line.unknown)
+            _name_script(line, words[number + 1])
+            return words[number + 2 :]
+        if name in _TOOLS and number:  # torchrun ... --no_python trl sft
+            line.launch_options = _options(words[:number], line.unknown)
+            return _after_program(line, name, words[number + 1 :])
+    return []
+
+
+def _name_script(line: CommandLine, script: str) -> None:
+    """See from the name of a script or module whose it is and what it trains."""
+    stem = os.path.basename(script).removesuffix(".py").rpartition(".")[2]
+    if "axolotl" in script:
+        line.tool = "axolotl"
+    elif "llamafactory" in script or "llama_factory" in script.lower():
+        line.tool = "llamafactory"
+    elif stem in _TRL_TASKS:
+        line.tool, line.task = "trl", stem
+
+
+def _processes(line: CommandLine) -> int | None:
+    if not line.launcher and not line.launch_options:
+        return 1
+    options = line.launch_options
+    names = _LAUNCHERS[line.launcher or "trl"]
+    counts = [options.get(name) for name in names]
+    if isinstance(counts[0], int) and counts[0] > 0:
+        others = [count for count in counts[1:] if isinstance(count, int) and count > 0]
+        return counts[0] * (others[0] if others else 1)
+    return None
+
+
+def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
+    """Return ``--name value``, ``--name=value``, ``--name`` and ``--name a b`` as argparse reads them."""
+    found: dict[str, Any] = {}
+    name, given = "", list[str]()
+
+    def close() -> None:
+        if not name:
+            return
+        if any(_UNKNOWN in word for word in given):
+            unknown.append(name)
+        elif not given and name.startswith("no_") and name not in _SWITCHES:
+            found[name.removeprefix("no_")] = False  # of a flag that is true by default
+        elif not given:
+            found[name] = True
+        else:
+            found[name] = _value(given[0]) if len(given) == 1 else [_value(word) for word in given]
+
+    for word in words:
+        is_number = re.fullmatch(r"-[\d.][\d.eE+-]*", word) is not None
+        if word.startswith("-") and not is_number and len(word) > 1:
+            close()
+            text, equals, value = word.partition("=")
+            name, given = text.lstrip("-").replace("-", "_"), [value] if equals else []
+        elif "=" in word and not name:  # llamafactory-cli train FILE key=value
+            key, _, value = word.partition("=")
+            found[key] = _value(value)
+        elif name:
+            given.append(word)
+    close()
+    return found
+
+
+def _value(word: str) -> Any:
+    """Return a word of a command line as a value of a config."""
+    lower = word.lower()
+    if lower in ("true", "false"):
+        return lower == "true"
+    if lower in ("none", "null"):
+        return None
+    if re.fullmatch(r"[+-]?\d+", word):
+        return int(word)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", word):
+        return float(word)
+    if word.startswith(("{", "[")):
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
+    return word
+
+
+# -- shell scripts
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the simple commands of a shell script, its variables put in."""
+    variables: dict[str, str] = {}
+    for line in _lines(text):
+        match = _ASSIGNMENT.fullmatch(line.strip())
+        if match is not None and (match[3].startswith("(") or len(_split(match[3])) <= 1):
+            name, more, value = match[1], match[2], match[3].strip()
+            is_array = value.startswith("(") and value.endswith(")")
+            value = _expand(value[1:-1] if is_array else value, variables)
+            if not is_array:
+                value = " ".join(_split(value))
+            variables[name] = f"{variables.get(name, '')}{' ' if is_array else ''}{value}" if more else value
+            continue
+        words = _split(_expand(line, variables))
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if word and set(word) <= set(";|&()<>"):
+                yield command
+                command = []
+            else:
+                command.append(word)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yield the lines of a script: continued ones joined, quotes and arrays over several lines too."""
+    whole = ""
+    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
+        whole = f"{whole}\n{line}" if whole else line
+        try:
+            shlex.split(whole, comments=True)
+        except ValueError:
+            continue  # a quote is open
+        if re.match(r"\s*(?:\w+\s+)*\w+\+?=\(", whole) and not line.partition("#")[0].rstrip().endswith(")"):
+            continue  # an array is open
+        yield whole
+        whole = ""
+    if whole:
+        yield whole
+
+
+def _split(line: str) -> list[str]:
+    lexer = shlex.shlex(_REDIRECTION.sub(" ", line), posix=True, punctuation_chars=";|&()<>")
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError:
+        return []
+
+
+def _expand(text: str, variables: Mapping[str, str]) -> str:
+    """Put variables in, those of the script before those of the environment."""
+
+    def value(match: re.Match[str]) -> str:
+        if match["items"]:
+            return variables.get(match["items"], _UNKNOWN)
+        if match["other"]:
+            return _UNKNOWN
+        name = match["braced"] or match["plain"]
+        if not name:
+            return match[0]  # in single quotes
+        found = variables.get(name, os.environ.get(name))
+        if found is None or (not found and (match["how"] or "").startswith(":")):
+            found = match["default"]
+        return _UNKNOWN if found is None else found
+
+    return _VARIABLE.sub(value, text)
