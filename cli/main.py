@@ -32,6 +32,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.config.problems", "ConfigError", EXIT_CONFIG),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
+    ("megatrain.models.internals", "TransformersVersionError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
     ("megatrain.models.adapters", "AdapterError", EXIT_CONFIG),
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
