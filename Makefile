@@ -1,6 +1,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+CANARY ?= temp/canary
 
 # The two commands of the README. Both make the environment on their first run.
 
@@ -33,6 +34,12 @@ mutants: $(VENV)/.mutants-installed ## small mistakes put into pure modules one 
 	-$(BIN)/mutmut run $(ARGS)
 	$(BIN)/mutmut results
 
+canary: ## the newest transformers, pre-releases too: whether it has what we use beside its public interface
+	test -x $(CANARY)/bin/python || $(PYTHON) -m venv $(CANARY)
+	$(CANARY)/bin/pip install --quiet --quiet --upgrade --pre transformers
+	$(CANARY)/bin/pip install --quiet --quiet torch accelerate
+	$(CANARY)/bin/python -m megatrain.models.internals
+
 bench: $(VENV)/.installed ## step time against plain PyTorch
 	$(BIN)/python bench/step.py $(ARGS)
 
@@ -64,5 +71,5 @@ $(VENV)/.docs-installed: pyproject.toml constraints.txt
 help: ## this list
 	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
 
-.PHONY: run test check format test-slow mutants bench docs help
+.PHONY: run test check format test-slow mutants canary bench docs help
 .DEFAULT_GOAL := help

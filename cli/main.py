@@ -34,6 +34,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
+    ("megatrain.models.internals", "TransformersVersionError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
     ("megatrain.models.adapters", "AdapterError", EXIT_CONFIG),
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),

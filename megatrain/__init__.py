@@ -56,6 +56,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # written once, in pyproject.toml
+        return import_module("importlib.metadata").version("megatrain-tier")
     if name in ("hf", "lightning"):
         return import_module(f"megatrain.embed.integrations.{name}")
     if name in _MODULES:

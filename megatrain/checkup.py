@@ -47,6 +47,7 @@ from megatrain.models.folder import ModelFolder, ModelFolderError, read_config, 
 from megatrain.models.graph import FreezeError, ModelGraph
 from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
+from megatrain.models.internals import TransformersVersionError
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError
@@ -86,7 +87,7 @@ _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
         (
             ConfigError, ModelFolderError, UnsupportedModelError, FreezeError, ConversionError, InitializationError,
             ParameterGroupError, ScheduleError, ExportError, CheckpointError, ConfigChangedError,
-            UnusableDirectoryError,
+            UnusableDirectoryError, TransformersVersionError,
         ),
         "config",
     ),

@@ -154,6 +154,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # written once, in pyproject.toml
+        return import_module("importlib.metadata").version("megatrain-tier")
     if name in _HOMES:
         return getattr(import_module(f"tiered.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'tiered' has no attribute '{name}'")

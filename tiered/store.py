@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tiered.block import BlockSpec, CopyState
+from tiered.by_name import ByName
 from tiered.durable.commit import Commit
 from tiered.durable.generations import Generations
 from tiered.durable.manifest import JSON, Manifest
@@ -74,6 +75,7 @@ class TieredStore:
         self._leasing = Leasing(self._movement)
         notice = on_notice or logging.getLogger(__name__).warning
         full = FullDrives(on_full, notice)
+        self._by_name = ByName(self._movement, self._leasing)
         self._generations = Generations(self._movement, self._leasing, path, keep_generations, full, notice)
 
     @classmethod
@@ -222,6 +224,87 @@ class TieredStore:
     def prefetch(self, key: str, tier: str) -> Transfer:
         """Start bringing a copy in. A hint: never blocks, never raises for lack of room (``.skipped`` then)."""
         return self._leasing.prefetch(key, tier)
+
+    # -- by name -----------------------------------------------------------------------------------------------
+
+    def put(self, key: str, tensor: torch.Tensor, *, home: str | None = None, durable: bool = True) -> BlockSpec:
+        """Write a tensor as a block; the first time that registers it. For programs that want no leases.
+
+        Args:
+            key: of the block.
+            tensor: on any device, of the block's shape and dtype where it is registered already.
+            home: of a new block; None: the slowest tier.
+            durable: as of ``register``, of a new block.
+
+        Raises:
+            ValueError: the block has another shape, dtype or home. Otherwise as ``register`` and ``acquire``.
+        """
+        is_new = key not in self
+        if is_new:
+            spec = self.register(
+                key, tensor.shape, tensor.dtype, home=home or self._by_name.default_home(), durable=durable
+            )
+        else:
+            spec = self.spec(key)
+            given = tuple(tensor.shape), tensor.dtype, home or spec.home
+            if given != (spec.shape, spec.dtype, spec.home):
+                raise ValueError(
+                    f"block '{key}' is {spec.shape} of {spec.dtype} at home in '{spec.home}', not {given[0]} of "
+                    f"{given[1]} in '{given[2]}': unregister it first"
+                )
+        try:
+            self._by_name.write(spec, tensor, None)
+        except BaseException:
+            if is_new:
+                self.unregister(key)
+            raise
+        return spec
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return a copy of a block's contents, in memory of the process that no tier counts. Raises as ``acquire``."""
+        return self._by_name.read(self.spec(key))
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a block of that name is registered."""
+        with self._changed:
+            return key in self._blocks
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of all registered blocks, in order of registration."""
+        return iter([spec.key for spec in self.blocks()])
+
+    def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of rows ``start`` to ``stop`` of a block, in memory of the process that no tier counts.
+
+        Of a block that lies in files alone only the pages of these rows are read (with ``verify="always"`` the 16 MiB
+        that share a checksum), past all tiers: nothing is evicted for it, and ``stats`` does not count it.
+
+        Raises:
+            ValueError: there are no such rows. Otherwise as ``acquire``.
+        """
+        return self._by_name.read_rows(self.spec(key), start, stop)
+
+    def write_rows(self, key: str, start: int, tensor: torch.Tensor) -> None:
+        """Replace the rows of a block from ``start`` on.
+
+        The whole block is brought into the nearest tier for it, and written back when it is evicted or committed: once
+        for many calls.
+
+        Raises:
+            ValueError: there are no such rows, or of another shape or dtype. Otherwise as ``acquire``.
+        """
+        self._by_name.write(self.spec(key), tensor, start)
+
+    def stream(self, keys: Iterable[str], tier: str, mode: Mode = "r") -> Iterator[Lease]:
+        """Yield leases on blocks one after the other, and fetch ahead as far as the tier has room.
+
+        Each lease ends before the next begins, and the last with the loop. How far ahead is no setting: copies are
+        fetched in order as long as all up to that one fit beside the homes, so that none pushes out another.
+
+        Raises:
+            ValueError: the store follows a schedule of the caller's. Otherwise as ``acquire``.
+        """
+        return self._by_name.stream(list(keys), tier, mode)
 
     # -- place -------------------------------------------------------------------------------------------------
 

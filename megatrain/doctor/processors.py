@@ -263,7 +263,7 @@ def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult
     has_driver = (proc / "driver" / "nvidia-fs").exists()
     missing = []
     if not has_kvikio:
-        missing.append("the package kvikio (pip install 'megatrain-tier[gds]')")
+        missing.append("the package kvikio (pip install 'megatrain-tier[gds]' && pip install --no-deps kvikio-cu13)")
     if not has_driver:
         missing.append("the kernel module nvidia-fs (package nvidia-fs or nvidia-gds, then modprobe nvidia-fs)")
     if not (run / "udev").exists():

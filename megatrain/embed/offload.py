@@ -34,6 +34,7 @@ from megatrain.embed.weights import (
     weight_hooks,
 )
 from tiered.errors import CapacityError
+from tiered.units import round_up
 
 if TYPE_CHECKING:
     from tiered import TieredStore
@@ -364,6 +365,18 @@ def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
         if any(block_of(parameter) is not None for parameter in module.parameters()):
             module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "make the second from its config or folder")
             module.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: save_pretrained(folder) or state_dict()")
+        if hasattr(type(module), "resize_token_embeddings"):
+            module.__dict__["resize_token_embeddings"] = _resizing(module)
+        if hasattr(type(module), "get_base_layer"):
+            _install_merging(module)
+        for name in ("merge_and_unload", "unload"):  # the class's own: peft's wrapper answers for all that it wraps
+            if hasattr(type(module), name):
+                module.__dict__[name] = _unloading(getattr(module, name), module, offloaded)
+    _install_on_whole(model, offloaded)
+
+
+def _install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
+    """Replace the methods of the outermost module, which the user calls."""
     model.__dict__["_apply"] = _applying_whole(model, offloaded)
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
     save_pretrained = getattr(model, "save_pretrained", None)
@@ -442,6 +455,68 @@ def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> boo
     return torch.equal(parameter.detach(), values.detach().to(parameter.device, parameter.dtype))
 
 
+def _resizing(module: nn.Module) -> Callable[..., Any]:
+    """Return ``resize_token_embeddings``, refused where it would change a size: a block keeps its own for life."""
+
+    def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
+        embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+        have = int(embedding.weight.shape[0])
+        wanted = round_up(new_num_tokens or have, pad_to_multiple_of or 1)
+        if wanted == have:
+            return embedding
+        raise OffloadError(
+            f"resize_token_embeddings({wanted}): the embedding of {have} tokens is in the store, where sizes are "
+            f"fixed. Write model.resize_token_embeddings({wanted}) before megatrain.offload(model, store); for "
+            "megatrain.load_pretrained resize an ordinary model and load the folder of its save_pretrained"
+        )
+
+    return resize
+
+
+def _install_merging(layer: nn.Module) -> None:
+    """Let a layer of peft add its adapters to its weights in the store, and take them out again."""
+    for name in ("merge", "unmerge"):
+        if hasattr(type(layer), name):
+            layer.__dict__[name] = _merging(getattr(layer, name), layer)
+
+
+def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
+    def merge_in_store(*args: Any, **options: Any) -> Any:
+        if isinstance(getattr(layer, "base_layer", None), nn.MultiheadAttention):
+            raise OffloadError(
+                "adapters on torch's MultiheadAttention cannot be merged in the store: its parameters are made anew. "
+                "Save the adapters (save_pretrained) and merge them into an ordinary model"
+            )
+        with torch.no_grad(), gathered(layer, writable=True):
+            return merge(*args, **options)
+
+    return merge_in_store
+
+
+def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: OffloadedModule) -> Callable[..., Any]:
+    """Return peft's ``merge_and_unload`` or ``unload``, whose result is an offloaded module as well."""
+
+    def unload_in_store(*args: Any, **options: Any) -> Any:
+        model: Any = tuner.model
+        config: Any = getattr(model, "config", None)
+        is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        if is_tied:  # peft would compare addresses of weights that are not in memory; identity says the same
+            config.tie_word_embeddings = False
+        try:
+            found = unload(*args, **options)
+        finally:
+            if is_tied:
+                head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+                config.tie_word_embeddings = getattr(head, "weight", None) is getattr(embedding, "weight", None)
+        if found.__dict__.get(_ATTRIBUTE) is None:
+            offloaded.install(found)
+            found.__dict__[_ATTRIBUTE] = offloaded
+            _install_on_whole(found, offloaded)
+        return found
+
+    return unload_in_store
+
+
 def _applying(module: nn.Module) -> Callable[..., nn.Module]:
     """Return ``_apply``, what ``to``, ``cuda``, ``half`` and the like call: for all but the offloaded parameters."""
     apply: Callable[..., nn.Module] = module._apply
@@ -451,7 +526,8 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
         absent = {leaf: p for leaf, p in own.items() if p is not None and block_of(p) is not None}
         for parameter in absent.values():
             _refuse_conversion(fn, parameter.dtype)
-        _log_ignored_move()
+        if (block := next(map(block_of, absent.values()), None)) is not None:
+            _say_it_stays(fn, compute_device(block.store))
         module._parameters = {leaf: None if leaf in absent else p for leaf, p in own.items()}
         try:
             apply(fn, recurse)
@@ -516,9 +592,26 @@ def _refuse(what: str, instead: str) -> Callable[..., Any]:
     return refuse
 
 
+def _say_it_stays(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
+    """Log, once per device, that a move to another one is ignored: inputs have to go where the store computes."""
+    wanted = fn(torch.empty(0, device=computes_on)).device
+    if wanted.type != computes_on.type:
+        # Trainers move models to the CPU and back as a matter of course; who asks for a device means it.
+        log_ignored_move(str(wanted), str(computes_on), logging.INFO if wanted.type == "cpu" else logging.WARNING)
+
+
 @functools.cache
-def _log_ignored_move() -> None:
-    _log.info("an offloaded module stays where its store computes: moving its parameters is ignored")
+def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
+    """Log that a move is ignored, and what to do."""
+    remedy = 'open the store with gpu="auto" to compute on a CUDA device' if computes_on == "cpu" else "leave it there"
+    _log.log(
+        level,
+        'moving an offloaded module to "%s" is ignored: it computes on "%s", where its store does, and its inputs must '
+        "be there, too. Move them, or %s",
+        wanted,
+        computes_on,
+        remedy,
+    )
 
 
 #: Bytes per trained parameter that an update has in RAM: weights, gradient and the largest optimizer state.

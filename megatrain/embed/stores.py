@@ -7,6 +7,8 @@ module or optimizer after another, and how they will be used is not known: each 
 from __future__ import annotations
 
 import atexit
+import logging
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from megatrain.config.sizes import Size as ConfigSize
 from megatrain.plan.machine import available_ram_bytes, total_ram_bytes
 from tiered import GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import CapacityError
-from tiered.units import MiB, format_size
+from tiered.units import GiB, KiB, MiB, format_size
 
 if TYPE_CHECKING:
     from tiered import Tier
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 
 #: Bytes, or text as in a config: "110GiB", "90%", "auto".
 Size = int | str
+_log = logging.getLogger(__name__)
 _RAM_MARGIN = 0.05
+#: A number below is a mistake: no tier of so few bytes is of use. Text with a unit may say less.
+_LEAST_NUMBER = 64 * KiB
 _FREE_DISK_SHARE = 0.9
 
 
@@ -38,7 +43,7 @@ def open_store(
     *,
     ram: Size = "auto",
     nvme: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] = (),
-    nvme_size: Size = "auto",
+    nvme_size: Size | None = None,
     gpu: Size | None = None,
     path: str | os.PathLike[str] | None = None,
     keep_generations: int = 2,
@@ -55,19 +60,21 @@ def open_store(
         ram: what may lie in RAM: bytes, "110GiB", "90%" of the machine, or "auto": what is free now less a margin. It
             is never exceeded; gradients, activations and code of your own come on top.
         nvme: folders on drives; several are striped.
-        nvme_size: for all of them together; "auto": nine tenths of what is free.
+        nvme_size: for all of them together; "auto": nine tenths of what is free, and None as well, said in the log.
         gpu: memory of the current CUDA device; modules then compute there. None: they compute on the CPU.
         path: folder of checkpoints; default: the first of ``nvme``. Without either nothing can be saved.
         keep_generations: checkpoints that are kept besides those that a host trainer's checkpoints name.
         on_full: when a drive is full in the middle of the work.
 
     Raises:
-        ValueError: a size that cannot be read.
+        ValueError: a size that cannot be read, or one of a drive that is not named.
         LockedError: another process uses one of the folders.
     """
     if on_full not in ("pause", "error"):
         raise ValueError(f'on_full="{on_full}": there are "pause" and "error"')
     folders = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
+    if nvme_size is not None and not folders:
+        raise ValueError(f'nvme_size={nvme_size!r} without a drive: name its folder, nvme="state/store"')
     rank = _rank_folder()
     drives = [Path(folder, rank).expanduser() for folder in folders]
     tiers: list[Tier] = []
@@ -81,7 +88,15 @@ def open_store(
     try:
         if drives:
             free = _free_bytes(drives)
-            size = _bytes("nvme_size", nvme_size, free // here, int(free * _FREE_DISK_SHARE) // here)
+            size = _bytes("nvme_size", nvme_size or "auto", free // here, int(free * _FREE_DISK_SHARE) // here)
+            if nvme_size is None:
+                _log.warning(
+                    "no nvme_size is given: up to %s of %s may be filled, nine tenths of what is free. For less: "
+                    'nvme_size="%s"',
+                    format_size(size),
+                    ", ".join(map(str, drives)),
+                    _example_of(size),
+                )
             tiers.append(NvmeTier([str(drive) for drive in drives], size, on_full=on_full))
         store = TieredStore(
             tiers,
@@ -282,14 +297,33 @@ def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...
 
 
 def _bytes(what: str, size: Size, total: int, auto: int) -> int:
-    if isinstance(size, int):
-        if size <= 0:
-            raise ValueError(f'{what}={size}: give bytes, "110GiB" or "auto"')
-        return size
+    if not isinstance(size, str):
+        return _counted_bytes(what, size)
     try:
         return ConfigSize.parse(size).resolve(total, auto_bytes=max(MiB, auto))
     except ValueError as error:
         raise ValueError(f'{what}: {error}. A share such as "90%" and "auto" are possible, too') from None
+
+
+def _counted_bytes(what: str, size: object) -> int:
+    """Return a size that was given as a number: bytes. Who writes 4 means another unit, and is asked which."""
+    forms = f'{what}="4GiB", "90%" or "auto"'
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise ValueError(
+            f"{what}={size!r} is no size: a number means bytes and is a whole one. Write for example {forms}"
+        )
+    nbytes = operator.index(size)
+    if nbytes <= 0:
+        raise ValueError(f"{what}={nbytes} is no size. Write for example {forms}")
+    if nbytes < _LEAST_NUMBER:
+        raise ValueError(f'{what}={nbytes} means {nbytes} bytes. Write the unit: {what}="{nbytes}GiB"')
+    return nbytes
+
+
+def _example_of(nbytes: int) -> str:
+    """Return a round size within one of so many bytes, to be shown."""
+    unit, name = (GiB, "GiB") if nbytes >= 2 * GiB else (MiB, "MiB")
+    return f"{max(1, nbytes // 2 // unit)}{name}"
 
 
 def _free_bytes(folders: Sequence[Path]) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.models.carried import detach_non_text_modules, reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import PLAIN_ADVICE
+from megatrain.models.internals import check_internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -99,7 +100,9 @@ def build_skeleton(
     Raises:
         UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or a
             buffer of it cannot be made without the model's weights.
+        TransformersVersionError: the installed transformers lacks what is used here.
     """
+    check_internals()
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

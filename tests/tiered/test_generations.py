@@ -30,6 +30,7 @@ from tiered import (
     TieredStore,
     TransferError,
 )
+from tiered.durable import zarr_folder
 from tiered.durable.manifest import MANIFEST_NAME, current_generation, list_generations, read_manifest
 from tiered.durable.ownership import StoreIdentity
 from tiered.tiers.nvme import Verify
@@ -187,6 +188,45 @@ def test_zarr_opens_a_committed_block(make_tiers: MakeTiers, kind: str, tmp_path
         array = group[key]
         assert array.shape == (30_000,) and array.dtype == np.float32
         assert np.all(np.asarray(array[:]) == value)
+
+
+def test_zarr_opens_the_folder_of_a_store(tmp_path: Path) -> None:
+    """``latest`` follows commits and removals, and zarr does not warn of files that are none of its own."""
+    folder = tmp_path / "run"
+
+    def shown() -> list[str]:
+        group = zarr.open(folder, mode="r")  # warnings are errors here
+        assert isinstance(group, zarr.Group)
+        return sorted(name for name, _ in group.members(max_depth=None))
+
+    with filled([ram(), file_tier(folder)], "mixed", tmp_path) as store:
+        for value in (5, 6):
+            put(store, KEYS[0], value)
+            store.commit().wait(60)
+            latest = zarr.open(folder / "latest", mode="r")
+            assert isinstance(latest, zarr.Group) and latest[KEYS[0]][7] == value
+        members = ["latest", "latest/layer.0", "latest/layer.1", *(f"latest/{key}" for key in KEYS)]
+        assert shown() == sorted(members)
+        assert {f"latest/{name}" for name, _ in latest.members(max_depth=None)} == set(members) - {"latest"}
+    TieredStore([ram(), file_tier(folder)]).close()  # the folder's own document is kept as it is
+    assert shown() == sorted(members)
+    tiered.remove_generation(folder, 2)
+    assert os.readlink(folder / "latest") == "snap/00000001"
+    assert zarr.open(folder, mode="r")[f"latest/{KEYS[0]}"][7] == 5
+    tiered.remove_generation(folder, 1)
+    assert not (folder / "latest").is_symlink()
+
+
+def test_a_drive_without_links_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(zarr_folder.os, "symlink", refuse)
+    with filled([ram()], "ram", tmp_path) as store:
+        store.commit().wait(60)
+    assert not (tmp_path / "run/latest").exists()
+    with TieredStore.open(str(tmp_path / "run"), [ram()]) as store:
+        assert value_of(store, KEYS[0]) == 1
 
 
 def test_a_flipped_byte_is_found(make_tiers: MakeTiers, kind: str, tmp_path: Path) -> None:

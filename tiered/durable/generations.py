@@ -37,6 +37,7 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.durable.reader import GenerationReader
+from tiered.durable.zarr_folder import list_members
 from tiered.errors import CapacityError, GenerationError, TransferError
 from tiered.leasing import Leasing
 from tiered.movement import Movement
@@ -347,6 +348,7 @@ class Generations:
 
 def _flip(folder: Path, path: Path, manifest: Manifest) -> None:
     """Make the generation the current one. Everything that its manifest names is on disk before that is."""
+    list_members(folder, [record.key for record in manifest.blocks])
     sync_tree(folder, path)
     write_manifest(path, manifest)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiered.durable.zarr_folder import show_latest
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.file_io import checksum, replace_file, sync_path
 
@@ -111,11 +112,13 @@ def make_current(directory: str | os.PathLike[str], generation: int) -> None:
         OSError: the drive refused; the current generation is the one before.
     """
     _write_sealed(Path(directory, MANIFEST_NAME), {"generation": generation})
+    show_latest(Path(directory), generation_folder(directory, generation))
 
 
 def forget_current(directory: str | os.PathLike[str]) -> None:
     """Say that nothing is committed. Survives a power cut."""
     Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
+    show_latest(Path(directory), None)
     sync_path(Path(directory))
 
 

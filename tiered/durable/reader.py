@@ -36,9 +36,10 @@ from tiered.durable.manifest import (
     read_manifest,
 )
 from tiered.durable.ownership import OWNER_NAME, read_owner, read_store_id
+from tiered.durable.zarr_folder import directory_document, generation_document
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
 from tiered.file_io import PIECE_BYTES, pieces
-from tiered.tiers.directory import STORE_NAME
+from tiered.tiers.directory import STORE_NAME, read_document
 from tiered.tiers.layout import (
     DOCUMENT_NAME,
     ChunkFile,
@@ -290,9 +291,11 @@ class _Inspection:
         if root in self._seen:
             return
         self._seen.add(root)
-        yield from self._document_problems(root.parent.parent, group_document({"page_bytes": PAGE_BYTES}))
+        directory, own = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
+        yield from self._document_problems(directory, own, lambda: directory_document(directory, own))
         yield from self._document_problems(root.parent, group_document())
-        yield from self._document_problems(root, group_document())
+        keys = [record.key for record in self._reader.manifest.blocks]
+        yield from self._document_problems(root, group_document(), lambda: generation_document(root, keys))
         yield from self._owner_problems(root)
 
     def _owner_problems(self, root: Path) -> Iterator[str]:
@@ -329,7 +332,10 @@ class _Inspection:
                 yield from self._owner_problems(root)
             yield from _content_problems(self._reader, spec, files, chunk_bytes)
 
-    def _document_problems(self, folder: Path, wanted: Mapping[str, Any]) -> Iterator[str]:
+    def _document_problems(
+        self, folder: Path, wanted: Mapping[str, Any], with_members: Callable[[], Mapping[str, Any]] | None = None
+    ) -> Iterator[str]:
+        """Look at a document. It may list its members besides, which a living run may be changing now."""
         path = folder / DOCUMENT_NAME
         if path in self._seen:
             return
@@ -343,6 +349,10 @@ class _Inspection:
         except ValueError:
             yield f"'{path}' is damaged: it is not JSON"
         else:
+            if with_members is not None and found != wanted:
+                wanted = with_members()
+                if found != wanted:
+                    found, wanted = read_document(folder), with_members()
             if found != wanted:
                 names = [name for name in {**wanted, **_dict(found)} if wanted.get(name) != _dict(found).get(name)]
                 yield f"'{path}' is damaged: {', '.join(names) or 'all of it'} is not what it must be"

@@ -218,7 +218,7 @@ def _load(tier: str) -> Any:
     except ModuleNotFoundError as error:
         raise TieredError(
             f"tier '{tier}' is to use kvikio, but the package {error.name} is not installed: "
-            f"pip install 'megatrain-tier[gds]', {_ADVICE}"
+            f"pip install 'megatrain-tier[gds]' && pip install --no-deps kvikio-cu13, {_ADVICE}"
         ) from error
     except Exception as error:
         raise TieredError(

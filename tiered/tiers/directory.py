@@ -95,7 +95,7 @@ class TierDirectory:
     def _write_own_document(self) -> None:
         """Write the document that makes the directory ours. Durable: without it the directory is foreign."""
         document = group_document({"page_bytes": PAGE_BYTES})
-        if read_document(self.path) != document:
+        if own_attributes(read_document(self.path)) != own_attributes(document):  # it may list members besides
             write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from megatrain.embed.offload import offloaded_module
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import shared_state
+from megatrain.models.internals import check_internals
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +34,12 @@ RECORD_NAME = "tiered.json"
 
 
 def offloaded(trainer: type[Any]) -> type[Any]:
-    """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``."""
+    """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``.
+
+    Raises:
+        TransformersVersionError: the installed transformers lacks what is used here.
+    """
+    check_internals(with_trainer=True)
     return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 

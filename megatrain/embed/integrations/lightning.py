@@ -101,7 +101,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """
         trainer = self.lightning_module.trainer
         if self._store is None:
-            self._store = open_store(nvme=Path(trainer.default_root_dir, "tiers"))
+            self._store = open_store(nvme=Path(trainer.default_root_dir, "tiers"), nvme_size="auto")
         _check_trainer(trainer, self.root_device, self._store)
         super().setup_environment()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
+from megatrain.embed.offload import log_ignored_move
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.weights import AbsentWeightError, StoredParameter, WeightInUseError, block_of
 from oracles.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
@@ -327,6 +328,18 @@ def test_conversions_are_refused_and_moves_ignored(store: TieredStore) -> None:
     module.to("meta")
     assert all(one.device.type == "cpu" for one in [*module.parameters(), *module.buffers()])
     run_backward(module, x())
+
+
+def test_a_move_that_is_ignored_says_where_inputs_go(store: TieredStore, caplog: pytest.LogCaptureFixture) -> None:
+    module = megatrain.offload(make(), store)
+    log_ignored_move.cache_clear()
+    module.to("cpu")
+    assert not caplog.records
+    module.to("meta")  # stands for any device that the store does not compute on
+    module.to("meta")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert 'to "meta" is ignored: it computes on "cpu"' in record.message and 'gpu="auto"' in record.message
 
 
 def test_what_is_left_out_stays_ordinary(store: TieredStore) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import megatrain
 from megatrain.embed.stores import home_order, shared_state
 from megatrain.plan.machine import total_ram_bytes
-from tiered import CapacityError, LockedError, MiB
+from tiered import CapacityError, LockedError, MiB, format_size
 
 
 def test_sizes(tmp_path: Path) -> None:
@@ -33,6 +35,13 @@ def test_sizes(tmp_path: Path) -> None:
         ({"ram": "many"}, "ram"),
         ({"ram": "x%"}, "90%"),
         ({"ram": -5}, "ram"),
+        ({"ram": 4}, 'ram=4 means 4 bytes. Write the unit: ram="4GiB"'),
+        ({"ram": "4"}, '4 has no unit. Write "4GiB"'),
+        ({"ram": 0.9}, 'whole one.*"90%"'),
+        ({"ram": True}, "ram=True is no size"),
+        ({"ram": None}, "ram=None is no size"),
+        ({"ram": "8MiB", "nvme": "DIR", "nvme_size": 40}, 'nvme_size="40GiB"'),
+        ({"ram": "8MiB", "nvme_size": "40GiB"}, 'without a drive: name its folder, nvme="state/store"'),
         ({"ram": "8MiB", "nvme": "DIR", "nvme_size": "12 bananas"}, "nvme_size"),
         ({"ram": "8MiB", "nvme": "DIR", "on_full": "explode"}, "explode"),
     ],
@@ -42,6 +51,19 @@ def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str, t
         options["nvme"] = tmp_path / "drive"
     with pytest.raises(ValueError, match=message):
         megatrain.open_store(**options)
+
+
+def test_a_drive_without_a_size_says_what_it_may_fill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with megatrain.open_store(ram="8MiB", nvme=tmp_path / "told") as store:
+        size = format_size(store.stats().tiers["nvme"].capacity_bytes)
+    (record,) = caplog.records
+    assert f"no nvme_size is given: up to {size} of {tmp_path / 'told'}" in record.message
+    bound = re.search(r'nvme_size="(\w+)"', record.message)
+    assert bound is not None
+    caplog.clear()
+    for number, nvme_size in enumerate((bound[1], "auto", 64 * MiB, numpy.int64(64 * MiB))):
+        with megatrain.open_store(ram="8MiB", nvme=tmp_path / f"{number}", nvme_size=nvme_size):
+            assert not caplog.records
 
 
 def test_several_folders_paths_and_homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,118 @@
+"""What of transformers is used here that it does not promise to keep, and whether the installed version has it.
+
+Any Hugging Face decoder trains, none special-cased: so its own code decides masks, names of weights and initial values,
+and this project calls into parts of transformers that are no public interface. They are all in one table.
+``python -m megatrain.models.internals`` (``make canary``: against the newest release) says which are gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+
+#: "module:name" or "module:name.attribute" -> what it is used for.
+MODEL_INTERNALS = {
+    "transformers.cache_utils:Cache": "to tell caches from other arguments of a forward",
+    "transformers.conversion_mapping:get_model_conversion_mapping": "names of weights in files",
+    "transformers.core_model_loading:Concatenate": "names of weights in files",
+    "transformers.core_model_loading:MergeModulelist": "names of weights in files",
+    "transformers.core_model_loading:PrefixChange": "names of weights in files",
+    "transformers.core_model_loading:WeightConverter": "names of weights in files",
+    "transformers.core_model_loading:WeightRenaming": "names of weights in files",
+    "transformers.core_model_loading:WeightTransform": "names of weights in files",
+    "transformers.core_model_loading:build_glob_alternation": "weights that stay in fp32",
+    "transformers.core_model_loading:dot_natural_key": "names of weights in files",
+    "transformers.core_model_loading:rename_source_key": "names of weights in files",
+    "transformers.initialization:guard_torch_init_functions": "initial weights",
+    "transformers.initialization:no_init_weights": "models without memory",
+    "transformers.loss.loss_utils:ForCausalLMLoss": "the loss, which the head computes in pieces",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS": "attention by documents",
+    "transformers.masking_utils:is_tracing": "attention by documents",
+    "transformers.modeling_layers:GradientCheckpointingLayer": "to find the layers of a model",
+    "transformers.modeling_outputs:BaseModelOutputWithPast": "what a model returns in place of logits",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS": "attention by documents",
+    "transformers.modeling_utils:PreTrainedModel._from_config": "models without memory",
+    "transformers.modeling_utils:PreTrainedModel._get_dtype_plan": "weights that stay in fp32",
+    "transformers.modeling_utils:PreTrainedModel._init_weights": "initial weights",
+    "transformers.modeling_utils:PreTrainedModel._keys_to_ignore_on_load_missing": "names of weights in files",
+    "transformers.modeling_utils:PreTrainedModel._keys_to_ignore_on_load_unexpected": "names of weights in files",
+    "transformers.modeling_utils:PreTrainedModel._keys_to_ignore_on_save": "export",
+    "transformers.modeling_utils:PreTrainedModel._no_split_modules": "to find the layers of a model",
+    "transformers.models.auto.configuration_auto:CONFIG_MAPPING": "configs of folders",
+    "transformers.models.auto.modeling_auto:AutoModelForCausalLM._model_mapping": "models of images and sounds",
+    "transformers.models.auto.modeling_auto:AutoModelForMultimodalLM._model_mapping": "models of images and sounds",
+    "transformers.configuration_utils:PreTrainedConfig._attn_implementation": "which attention a run used",
+    "transformers.trainer_utils:SchedulerType": "learning rate schedules",
+    "transformers.utils.chat_template_utils:render_jinja_template": "masks of chats",
+    "transformers.utils.output_capturing:_active_collector": "outputs that a model collects in its layers",
+    "transformers.utils:logging": "progress bars",
+}
+#: Used by `megatrain.hf` alone.
+TRAINER_INTERNALS = {
+    "transformers.trainer:Trainer._load_from_checkpoint": "to resume from a store",
+    "transformers.trainer:Trainer.get_optimizer_cls_and_kwargs": "to choose the optimizer",
+    "transformers.trainer_utils:PREFIX_CHECKPOINT_DIR": "folders of checkpoints",
+}
+
+
+class TransformersVersionError(Exception):
+    """The installed transformers lacks something that is used here. The text says what, and what to install."""
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that the installed transformers does not have."""
+    return [name for name in names if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        found: object = import_module(module)
+        for leaf in path.split("."):
+            found = getattr(found, leaf)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@functools.cache
+def check_internals(*, with_trainer: bool = False) -> None:
+    """Refuse a version of transformers that lacks what is used here, before it fails in the middle of something.
+
+    Raises:
+        TransformersVersionError: with all that is missing, what it is for, and which versions have it.
+    """
+    wanted = {**MODEL_INTERNALS, **(TRAINER_INTERNALS if with_trainer else {})}
+    gone = missing(wanted)
+    if gone:
+        named = "; ".join(f"{name.replace(':', '.')} ({wanted[name]})" for name in gone)
+        raise TransformersVersionError(
+            f"transformers {version('transformers')} lacks {named}. Install a version that this one was made for: "
+            f"pip install '{required_transformers()}'"
+        )
+
+
+def required_transformers() -> str:
+    """Return the versions of transformers that this package asks for, as pip reads them."""
+    try:
+        asked = requires("megatrain-tier") or []
+    except PackageNotFoundError:  # run from a folder of sources
+        asked = []
+    return next((line.split(";")[0].strip() for line in asked if line.startswith("transformers")), "transformers")
+
+
+def report() -> int:
+    """Print which internals are gone; return 1 if any is."""
+    used = {**MODEL_INTERNALS, **TRAINER_INTERNALS}
+    gone = missing(used)
+    print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals are there")
+    for name in gone:
+        print(f"gone: {name.replace(':', '.')} ({used[name]})")
+    return 1 if gone else 0
+
+
+if __name__ == "__main__":
+    sys.exit(report())

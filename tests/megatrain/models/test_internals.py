@@ -1,0 +1,89 @@
+"""What of transformers is used beside its public interface: all of it is in one table, and is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatrain.models import internals
+from megatrain.models.internals import MODEL_INTERNALS, TRAINER_INTERNALS, TransformersVersionError, check_internals
+from processes.saved_run import make_run
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [path for folder in ("megatrain", "cli") for path in sorted((ROOT / folder).rglob("*.py"))]
+USED = {**MODEL_INTERNALS, **TRAINER_INTERNALS}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield what a file imports from inside transformers, and what it takes from modules that it imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+            for alias in node.names:
+                if node.module == "transformers" and alias.name in ("masking_utils", "initialization"):
+                    modules[alias.asname or alias.name] = f"transformers.{alias.name}"
+                elif node.module != "transformers":
+                    yield f"{node.module}:{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield f"{modules[node.value.id]}:{node.attr}"
+
+
+def test_all_that_is_used_is_in_the_table() -> None:
+    found = {name: path for path in SOURCES for name in imported(path)}
+    assert {name: path for name, path in found.items() if name not in USED} == {}
+    # Attributes of their classes that begin with an underscore; the rest of those are torch's, peft's or ours.
+    named = set(
+        re.findall(r"\._(?:keys_to_ignore|from_config|get_dtype|init_weights|model_mapping|attn_impl)\w*", text())
+    )
+    assert named <= {f".{name.rpartition('.')[2]}" for name in USED}
+
+
+def text() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in SOURCES if path.name != "internals.py")
+
+
+def test_the_table_has_no_more() -> None:
+    leaves = {name: re.split(r"[:.]", name)[-1] for name in USED}
+    assert [name for name, leaf in leaves.items() if not re.search(rf"\b{leaf}\b", text())] == []
+
+
+def test_the_installed_version_has_all() -> None:
+    assert internals.missing(USED) == []
+    check_internals(with_trainer=True)
+
+
+def test_what_is_gone_is_named_once_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils, modeling_utils
+
+    run = make_run(tmp_path)
+    run.write_config(out="out", steps=2)
+    check_internals.cache_clear()
+    monkeypatch.delattr(masking_utils, "is_tracing")
+    monkeypatch.delattr(modeling_utils.PreTrainedModel, "_get_dtype_plan")
+    try:
+        with pytest.raises(TransformersVersionError) as caught:
+            check_internals()
+        result = run.call("plan", run.folder / "run.toml")
+    finally:
+        check_internals.cache_clear()
+    said = str(caught.value)
+    assert said.startswith(f"transformers {transformers.__version__} lacks ")
+    assert "transformers.masking_utils.is_tracing (attention by documents)" in said
+    assert "PreTrainedModel._get_dtype_plan (weights that stay in fp32)" in said
+    assert re.search(r"pip install 'transformers[<>=.,\d]+'$", said)
+    assert result.exit_code == 2 and said in result.output and "Traceback" not in result.output
+
+
+def test_the_canary_says_what_is_gone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatrain.models.internals"]
+    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0 and f"{len(USED)} of {len(USED)}" in good.stdout

@@ -1,0 +1,168 @@
+"""Blocks by name: whole tensors and ranges of rows, for programs that want copies instead of leases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tiered.block import BlockSpec, CopyState
+from tiered.durable.arrays import check_pieces, page_aligned, read_piece, read_range
+from tiered.errors import CapacityError, TransferError, UninitializedBlockError
+from tiered.file_io import PIECE_BYTES, Digest, opened
+from tiered.leasing import Leasing
+from tiered.links.files import explain
+from tiered.movement import Movement
+from tiered.records import Block, Lease
+from tiered.schedule import Access, Mode, Schedule
+from tiered.tiers.layout import HomeFiles, parts_of
+from tiered.tiers.nvme import NvmeTier
+from tiered.units import PAGE_BYTES, round_up
+
+
+class ByName:
+    """Reads and writes blocks of one store by leases; rows of a block that lies in files come from there alone."""
+
+    def __init__(self, movement: Movement, leasing: Leasing) -> None:
+        self._movement, self._leasing = movement, leasing
+
+    def default_home(self) -> str:
+        """Return the slowest tier that can be written."""
+        return next(name for name in reversed(self._movement.order) if name not in self._movement.read_only_tiers)
+
+    def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
+        """Write a whole block (``start`` None) or some of its rows, in the nearest tier that a lease can be in."""
+        where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
+        if start is None:
+            with self._leasing.acquire(spec.key, where, "w") as lease:
+                lease.tensor.copy_(tensor)
+            return
+        stop = start + len(tensor)
+        if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
+            raise ValueError(_no_rows_text(spec, start, stop))
+        if tensor.shape[1:] != spec.shape[1:] or tensor.dtype != spec.dtype:
+            found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"block '{spec.key}' has rows of {spec.shape[1:]} of {spec.dtype}, not {found}")
+        with self._leasing.acquire(spec.key, where, "rw") as lease:
+            lease.tensor[start:stop].copy_(tensor)
+
+    def read(self, spec: BlockSpec) -> torch.Tensor:
+        """Return a copy of a whole block; it stays in the nearest tier as any copy does, if it fits there."""
+        where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
+        try:
+            with self._leasing.acquire(spec.key, where, "r") as lease:
+                return lease.tensor.to("cpu", copy=True)
+        except CapacityError:
+            found = self._from_files(spec, 0, spec.nbytes)
+            if found is None:
+                raise
+            return found.view(spec.dtype).view(spec.shape)
+
+    def read_rows(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of rows ``start`` to ``stop`` of a block."""
+        if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
+            raise ValueError(_no_rows_text(spec, start, stop))
+        where = self._place(spec.key)
+        if where is None:
+            row_bytes = spec.nbytes // max(1, spec.shape[0])
+            found = self._from_files(spec, start * row_bytes, stop * row_bytes)
+            if found is not None:
+                return found.view(spec.dtype).view(stop - start, *spec.shape[1:])
+        with self._leasing.acquire(spec.key, where or self._movement.nearest_addressable(spec.home), "r") as lease:
+            return lease.tensor[start:stop].to("cpu", copy=True)
+
+    def stream(self, keys: Sequence[str], tier: str, mode: Mode) -> Iterator[Lease]:
+        """Yield leases one after the other; see ``TieredStore.stream``."""
+        movement = self._movement
+        with movement.changed:
+            self._leasing.check_open()
+            before = movement.schedule
+            if before is not None:
+                raise ValueError("this store follows a schedule (set_schedule): it fetches ahead by that one")
+            for key in keys:
+                self._leasing.block(key)
+            self._leasing.tier(tier)
+            first = movement.now + 1
+            schedule = Schedule(Access(first + at, key, tier, mode) for at, key in enumerate(keys))
+            movement.follow(schedule, None)
+            movement.pump()
+        try:
+            for at, key in enumerate(keys):
+                with movement.changed:
+                    movement.now = first + at
+                    movement.pump()
+                with self._leasing.acquire(key, tier, mode) as lease:
+                    yield lease
+        finally:
+            with movement.changed:
+                if movement.schedule is schedule:
+                    movement.follow(None, 0)
+
+    def _place(self, key: str) -> str | None:
+        """Return the slowest addressable tier that has the newest bytes of a block; None: they are in files."""
+        movement = self._movement
+        with movement.changed:
+            block = self._leasing.block(key)
+            for name in reversed(movement.order):
+                copy = block.copies.get(name)
+                if copy is not None and copy.state.is_valid and movement.tiers[name].device is not None:
+                    return name
+        return None
+
+    def _from_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
+        """Return bytes of a block whose newest bytes are in files, 1-D uint8; None where they are elsewhere."""
+        movement = self._movement
+        with movement.changed:
+            block: Block = self._leasing.block(spec.key)
+            if not block.has_contents and block.writer is None:
+                raise UninitializedBlockError(spec.key)
+            slot, tier = block.home.slot, movement.tiers[spec.home]
+            is_there = block.home.state is CopyState.CLEAN and block.writer is None
+            if not is_there or slot is None or not isinstance(slot.resource, HomeFiles):
+                return None
+            home = slot.resource
+            block.home.readers += 1  # so that nothing changes or frees the files meanwhile
+        try:
+            is_checked = isinstance(tier, NvmeTier) and tier.verify == "always" and home.checksums is not None
+            return _checked(home, spec, start, stop) if is_checked else _unchecked(home, spec, start, stop)
+        finally:
+            with movement.changed:
+                block.home.readers -= 1
+                movement.changed.notify_all()
+
+
+def _unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
+    """Read the pages that hold bytes ``start`` to ``stop``."""
+    first, last = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
+    pages = page_aligned(last - first)
+    for path, begin, end, at in parts_of(home.files, first, last):
+        try:
+            with opened(path, os.O_RDONLY) as fd:
+                nbytes = read_range(fd, begin, end - begin, pages[at - first : at - first + end - begin], Digest())
+        except OSError as cause:
+            text = f"read failed: {explain(cause)}"
+            raise TransferError(text, tier=spec.home, path=str(path), errno=cause.errno, offset=begin) from cause
+        if nbytes < end - begin:
+            text = f"file ends {end - begin - nbytes} bytes before the block does: it was cut off"
+            raise TransferError(text, tier=spec.home, path=str(path), offset=begin + nbytes)
+    return pages[start - first : stop - first]
+
+
+def _checked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
+    """Read the whole pieces of 16 MiB that hold bytes ``start`` to ``stop``, and compare their checksums."""
+    assert home.checksums is not None, home.key
+    first, last = start // PIECE_BYTES * PIECE_BYTES, min(round_up(stop, PIECE_BYTES), spec.nbytes)
+    found = page_aligned(last - first)
+    checksums = list(home.checksums)
+    for begin in range(first, last, PIECE_BYTES):
+        end = min(begin + PIECE_BYTES, last)
+        checksums[begin // PIECE_BYTES] = read_piece(home.files, spec, (begin, end), found[begin - first : end - first])
+    check_pieces(home.key, home.files, spec.nbytes, home.checksums, checksums)
+    return found[start - first : stop - first]
+
+
+def _no_rows_text(spec: BlockSpec, start: int, stop: int) -> str:
+    if not spec.shape:
+        return f"block '{spec.key}' is one number: it has no rows"
+    return f"block '{spec.key}' has {spec.shape[0]} rows, not {start} to {stop}"

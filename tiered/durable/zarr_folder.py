@@ -1,0 +1,87 @@
+"""A store's folder as zarr sees it: ``latest`` is the current generation, and documents list what is below them.
+
+zarr finds the members of a group by listing its folder, and warns of every file that is none of its own: manifests,
+locks, notes of ownership. A document that holds the metadata of its members (zarr's consolidated metadata)
+is believed instead. All of this is for looking only: nothing here reads it back, and a drive that refuses is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tiered.tiers.directory import read_document, write_document
+from tiered.tiers.layout import group_document
+
+LATEST_NAME = "latest"
+
+
+def list_members(folder: Path, keys: Iterable[str]) -> None:
+    """Let the document of a generation's folder list the arrays that lie in it. Raises ``OSError``."""
+    write_document(folder, generation_document(folder, keys), replace=True)
+
+
+def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the document of a generation's folder that lists the arrays in it.
+
+    Args:
+        folder: of the generation.
+        keys: of its blocks; those whose arrays lie elsewhere are left out.
+    """
+    members: dict[str, Any] = {}
+    for key in keys:
+        document = read_document(folder / key)
+        if document is None:
+            continue
+        groups = key.split("/")[:-1]
+        for end in range(1, len(groups) + 1):
+            members.setdefault("/".join(groups[:end]), group_document())
+        members[key] = document
+    return _with_members(group_document(), members)
+
+
+def show_latest(directory: Path, generation: Path | None) -> None:
+    """Let ``latest`` in a store's folder, and the folder's document, lead to a generation; None: to nothing.
+
+    Called after the generation became the current one; a crash in between leaves them to the next commit.
+    """
+    link = directory / LATEST_NAME
+    try:
+        if generation is None:
+            link.unlink(missing_ok=True)
+        else:
+            _replace_link(link, os.path.relpath(generation, directory))
+        own = read_document(directory)
+        if own is not None:
+            # Durable: this document is also what makes the folder a store's.
+            write_document(directory, directory_document(directory, own), replace=True, durable=True)
+    except OSError:  # a full drive, or a file system without links: rather no name than an old one
+        with contextlib.suppress(OSError):
+            link.unlink(missing_ok=True)
+
+
+def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of a store's folder: ``own``, and what ``latest`` leads to now as its members."""
+    found = read_document(directory / LATEST_NAME)
+    if found is None:
+        return _with_members(own, {})
+    below = found.pop("consolidated_metadata", {}).get("metadata", {})
+    shown = {f"{LATEST_NAME}/{key}": document for key, document in below.items()}
+    return _with_members(own, {LATEST_NAME: found, **shown})
+
+
+def _replace_link(link: Path, target: str) -> None:
+    temporary = link.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    os.symlink(target, temporary)
+    os.replace(temporary, link)
+
+
+def _with_members(document: dict[str, Any], members: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in document.items() if name != "consolidated_metadata"}
+    if not members:
+        return plain
+    return {**plain, "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": members}}
