@@ -72,6 +72,7 @@ def print_plan(
         return
     console.print(Text(show.headline(plan), style="bold"))
     console.print(plan_table(plan))
+    print_line(console, show.process_line(plan, _own_bytes()), indent=16)
     if plan.traffic:
         moved = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items())
         print_line(console, f"moved per step  {moved}")
@@ -125,6 +126,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "machine": None if machine is None else {"name": machine.name, "title": machine.title},
         "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
         "totals": dict(plan.totals),
+        "process_bytes": plan.totals.get("ram", 0) + _own_bytes(),
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
         "workspace_is_exact": not plan.guesses,
@@ -134,6 +136,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
         "objections": [dataclasses.asdict(each) for each in objections],
     }
+
+
+def _own_bytes() -> int:
+    """Return the resident memory of this process, which has planned and allocated no block."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def plan_table(plan: Plan) -> Table:

@@ -20,8 +20,15 @@ from .options import json_option
     metavar="OUT",
     help="Write one page that needs nothing else: no network, no other file.",
 )
+@click.option(
+    "--compare",
+    "other_run",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="RUN2",
+    help="Also show another run beside it: figures, what the configs differ in, and its curves on the same page.",
+)
 @json_option
-def command(run: Path, page: Path | None, as_json: bool) -> int:
+def command(run: Path, page: Path | None, other_run: Path | None, as_json: bool) -> int:
     """Say what was planned, what happened, and where the time went.
 
     RUN is the output_dir of a run: one that is done, one that goes on, or one that died.
@@ -31,21 +38,30 @@ def command(run: Path, page: Path | None, as_json: bool) -> int:
 
     history = read_history(run)
     figures = compute_figures(history)
+    other = None
+    if other_run is not None:
+        other_history = read_history(other_run)
+        other = other_history, compute_figures(other_history)
     if page is not None:
         from megatrain.report.page import render_page
 
         try:
-            page.write_text(render_page(history, figures), encoding="utf-8")
+            page.write_text(render_page(history, figures, other), encoding="utf-8")
         except OSError as error:
             raise RunFailedError(f"{page}: {error.strerror}. Name another file", EXIT_FAILED) from None
     if as_json:
-        click.echo(json.dumps({**figures.to_json(), "page": None if page is None else str(page)}, allow_nan=False))
+        values = {**figures.to_json(), "page": None if page is None else str(page)}
+        if other is not None:
+            values["compared"] = other[1].to_json()
+        click.echo(json.dumps(values, allow_nan=False))
         return 0
-    from megatrain.report.text import report_lines
+    from megatrain.report.text import comparison_lines, report_lines
 
     first, *others = report_lines(figures)
     click.secho(first, bold=True)
     for line in others:
+        click.echo(line)
+    for line in comparison_lines(figures, other[1]) if other is not None else ():
         click.echo(line)
     if page is not None:
         click.echo(f"page    {page}")

@@ -40,7 +40,12 @@ _STOP_S = 10.0
 @click.command("run")
 @config_options
 @click.option("--dry-run", is_flag=True, help="Check the config and print the plan, then stop.")
-@click.option("--max-steps", type=click.IntRange(min=1), metavar="N", help="Short for --set training.max_steps=N.")
+@click.option(
+    "--max-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Short for --set training.max_steps=N. The learning rate then runs through its whole schedule in N steps.",
+)
 @click.option(
     "--resume",
     metavar="auto|no|PATH",
@@ -140,6 +145,9 @@ def _run(
             )
     plan = trainer.plan
     print_plan(plan, as_json=as_json)
+    max_steps = trainer.run.max_steps
+    if max_steps and f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length:
+        click.echo(_describe_schedule(trainer.run.schedule.name, max_steps), err=True)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
     refuse(plan.objections)
@@ -202,6 +210,15 @@ def _report_start(output: RunOutput, output_dir: Path) -> None:
     with contextlib.suppress(OSError, ValueError):  # the parent may have ended; the run goes on
         os.write(int(number), json.dumps({"output_dir": str(output_dir), "log": str(log)}).encode())
         os.close(int(number))
+
+
+def _describe_schedule(name: str, max_steps: int) -> str:
+    """Return what --max-steps does to the learning rate: a trial of N steps is no beginning of the whole run."""
+    return (
+        f"note: --max-steps {max_steps}: the learning rate runs through its whole schedule ({name}) in {max_steps} "
+        "steps, so these are not the first steps of a longer run, and raising the number later changes it again. To "
+        "see the first steps of the whole run, start it without --max-steps and end it with megatrain-tier stop"
+    )
 
 
 def _run_detached(words: Sequence[str], *, as_json: bool) -> int:

@@ -354,6 +354,8 @@ class Trainer:
             deterministic_kernels(plan.device, model_type, enabled=run.is_deterministic),
             open_store(plan, on_notice=notice, on_event=self.timeline.on_event, loader=loader) as self.store,
         ):
+            store = self.store
+            self.timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
             self.weights = Weights(self.store, plan, source, self.activity, notice)
             yield self
 
@@ -670,6 +672,7 @@ class Trainer:
             stall_s=dict(moved.stall_s),
             written_bytes=dict(moved.written_bytes),
             link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            link_busy_s={name: link.busy_s for name, link in moved.links.items()},
             rss_bytes=psutil.Process().memory_info().rss,
             model_flops=flops.model,
             hardware_flops=flops.hardware,

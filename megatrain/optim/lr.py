@@ -41,6 +41,12 @@ class ScheduleSpec:
         """Return the steps of warm-up in a run of `num_steps`."""
         return num_warmup_steps(self.warmup, num_steps)
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the first steps of a longer run have other learning rates."""
+        only_warmup = self.name in ("constant", "constant_with_warmup", "inverse_sqrt")
+        return not only_warmup or (self.has_warmup and 0 < self.warmup < 1)
+
     def build(self, num_steps: int) -> Callable[[int], float]:
         """Return the schedule of a run of `num_steps`, as `learning_rate_schedule`.
 

@@ -12,7 +12,7 @@ from tiered.units import format_decimal_size, format_duration, format_size
 if TYPE_CHECKING:
     from megatrain.plan.plan import Estimate, Occasion, Plan
 
-__all__ = ["estimate_lines", "headline", "messages", "table_rows"]
+__all__ = ["estimate_lines", "headline", "messages", "process_line", "table_rows"]
 
 #: Steps whose writes are named where the length of the run is not known.
 _STEPS_OF_WEAR = 1000
@@ -35,7 +35,13 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
     rows: list[tuple[str, Mapping[str, int], str]] = [
         (kind, {tier: plan.placement.home_bytes[tier][kind] for tier in plan.tiers}, notes[kind]) for kind in KINDS
     ]
-    rows.append(("working set", plan.placement.working_bytes, "copies away from home that one tick needs at once"))
+    rows.append(
+        (
+            "working set",
+            plan.placement.working_bytes,
+            "prefetch room, the least: what one tick needs of streamed blocks at once",
+        )
+    )
     precision = "exact" if plan.trace.exact else "estimated"
     if any(plan.placement.generation_bytes.values()):
         count = max(budget.generations for budget in plan.budgets_by_tier.values())
@@ -68,6 +74,20 @@ def messages(plan: Plan) -> Sequence[str]:
     return (*_moves(plan), *beside, *estimates)
 
 
+def process_line(plan: Plan, other_bytes: int) -> str:
+    """Return what the memory of the process comes to: the RAM tier, and what lies beside it.
+
+    Args:
+        plan: whose RAM tier.
+        other_bytes: of a process that has imported everything and holds no block.
+    """
+    tier = plan.totals.get("ram", 0)
+    return (
+        f"process         about {format_size(tier + other_bytes)} of RAM: {format_size(tier)} in the tier + "
+        f"{format_size(other_bytes)} of Python and libraries"
+    )
+
+
 def _moves(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
@@ -85,11 +105,11 @@ def _moves(plan: Plan) -> tuple[str, ...]:
             "would hold all of them",
         )
     if not any(plan.traffic.values()):
-        return (f"every block is at home in {compute}: nothing is fetched", *updates)
+        return (f"every block is resident in {compute}: nothing is streamed", *updates)
     held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
     return (
-        f"{format_size(capacity - held)} of {compute} are open to copies; half of the ticks need at most "
-        f"{format_size(placement.median_working_bytes[compute])}, the rest is fetched ahead",
+        f"{format_size(capacity - held)} of {compute} are prefetch room, beside what is resident: half of the ticks "
+        f"need at most {format_size(placement.median_working_bytes[compute])} of it, the rest is fetched ahead",
         *updates,
     )
 
@@ -111,8 +131,9 @@ def _notes(plan: Plan) -> dict[Kind, str]:
         blocks = [block for block in plan.program.blocks.values() if block.kind == kind]
         dtypes = ", ".join(dict.fromkeys(str(block.dtype).removeprefix("torch.") for block in blocks))
         away = sum(block.key in elsewhere for block in blocks)
-        at_home = f"{dtypes}; {len(blocks) - away} of {len(blocks)} blocks at home where they are used"
-        notes[kind] = at_home if blocks else "none"
+        where = "resident" if not away else "streamed" if away == len(blocks) else ""
+        where = where or f"{len(blocks) - away} of {len(blocks)} blocks resident, {away} streamed"
+        notes[kind] = f"{dtypes}; {where}" if blocks else "none"
     if plan.program.occupants:
         shared = {key for _, key in plan.program.occupants}
         num_gradients = len({gradient.key for gradient in plan.program.occupants.values()})

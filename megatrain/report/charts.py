@@ -7,8 +7,8 @@ the steps of a longer run are averaged: a page does not grow with its run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from megatrain.report.history import RunHistory
 from megatrain.report.text import binary_unit, cause_name
 from tiered.units import GB
 
-__all__ = ["COLOR_OF_PART", "FRAME", "Area", "Chart", "Drawing", "Line", "lay_out", "make_charts"]
+__all__ = ["COLOR_OF_PART", "FRAME", "Area", "Chart", "Drawing", "Line", "laid_over", "lay_out", "make_charts"]
 
 #: Colours of the parts of a step, by their numbers in the style sheet; the same in all charts.
 COLOR_OF_PART = {COMPUTING: 1, "fill": 2, "drain": 3, "space": 4, "lease": 5, "commit": 6}
@@ -72,6 +72,7 @@ class Chart:
         is_log: Whether the axis of values is logarithmic.
         starts_at_zero: Whether it begins at 0.
         format_value: value -> text.
+        x_name: What the horizontal axis counts.
     """
 
     title: str
@@ -82,6 +83,7 @@ class Chart:
     is_log: bool = False
     starts_at_zero: bool = False
     format_value: Callable[[float], str] = "{:.4g}".format
+    x_name: str = "step"
 
     @property
     def shapes(self) -> list[Area | Line]:
@@ -118,6 +120,7 @@ class Drawing:
         curves: (number of a colour, style, points of a polyline).
         dots: (number of a colour, x, y).
         tips: (x, width, text) of a strip for each step: its values, shown when the pointer is on it.
+        x_name: What the horizontal axis counts.
     """
 
     title: str
@@ -130,6 +133,7 @@ class Drawing:
     curves: Sequence[tuple[int, str, str]]
     dots: Sequence[tuple[int, float, float]]
     tips: Sequence[tuple[float, float, str]]
+    x_name: str = "step"
 
 
 def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
@@ -155,9 +159,13 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
     yield Chart("Where the time of a step went", "s", areas=parts, format_value="{:.3g}".format)
     for tier in figures.tiers:
         yield _occupancy(steps, tier, figures)
+    for tier, samples in history.usage.items():
+        yield _within_steps(tier, samples, figures.capacity_bytes.get(tier, 0))
+    yield Chart("Bandwidth of links while they move", "GB/s", lines=list(_bandwidths(steps)), starts_at_zero=True)
     unit, name = binary_unit(max((step.get("rss_bytes", 0) for step in steps), default=0))
-    memory = Line("", _curve(steps, "rss_bytes", unit))
-    yield Chart("Memory of the process", name, lines=[memory], starts_at_zero=True)
+    in_tier = [(step["step"], step.get("tier_used_bytes", {}).get("ram", 0) / unit) for step in steps]
+    memory = [Line("process", _curve(steps, "rss_bytes", unit)), Line("of it in the RAM tier", average(in_tier), 2)]
+    yield Chart("Memory of the process", name, lines=memory, starts_at_zero=True)
     yield Chart("Written to drives", "GB", lines=list(_written(steps, figures)), starts_at_zero=True)
 
 
@@ -192,6 +200,7 @@ def lay_out(chart: Chart) -> Drawing | None:
             for step, value in piece
         ],
         tips=list(_tips(chart, scale)),
+        x_name=chart.x_name,
     )
 
 
@@ -275,6 +284,53 @@ def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) 
         ends = [(used[0][0], planned / unit), (used[-1][0], planned / unit)]
         lines.append(Line("planned: the least that it needs", ends, 3, "dashed"))
     return Chart(f"{tier.upper()} in use", name, lines=lines, starts_at_zero=True)
+
+
+def _within_steps(tier: str, samples: Sequence[Point], capacity_bytes: int) -> Chart:
+    """Return how full a tier was from op to op of the traced steps."""
+    unit, name = binary_unit(max(capacity_bytes, *(nbytes for _, nbytes in samples)))
+    start_s = samples[0][0]
+    points = [((at_s - start_s) * 1000, nbytes / unit) for at_s, nbytes in samples]
+    edges = [round(number * len(points) / MAX_COLUMNS) for number in range(MAX_COLUMNS + 1)]
+    if len(points) > MAX_COLUMNS:  # the fullest moment of each column, not its mean: the ledger's limit is on that
+        points = [(points[last - 1][0], max(v for _, v in points[first:last])) for first, last in pairwise(edges)]
+    lines = [Line("in use", points)]
+    if capacity_bytes:
+        lines.append(Line("capacity", [(x, capacity_bytes / unit) for x, _ in (points[0], points[-1])], 6, "dashed"))
+    return Chart(f"{tier.upper()} within the traced steps", name, lines=lines, starts_at_zero=True, x_name="ms")
+
+
+def _bandwidths(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    """Yield for each link the bytes of a step over the seconds in which any of them moved."""
+    for number, link in enumerate(dict.fromkeys(link for step in steps for link in step.get("link_busy_s", {}))):
+        rates = [
+            (float(step["step"]), step["link_bytes"].get(link, 0) / busy_s / GB)
+            for step in steps
+            if (busy_s := step.get("link_busy_s", {}).get(link, 0.0)) > 0
+        ]
+        if rates:
+            yield Line(link, average(rates), 1 + number % NUM_COLORS)
+
+
+def laid_over(charts: Iterable[Chart], name: str, others: Iterable[Chart], other_name: str) -> Iterator[Chart]:
+    """Yield charts with the lines of another run's charts of the same titles over them, dashed."""
+    theirs = {chart.title: chart for chart in others}
+    for chart in charts:
+        other = theirs.get(chart.title)
+        if other is None or chart.areas or chart.x_name != "step" or chart.title.endswith("in use"):
+            yield chart
+            continue
+        mine = [replace(line, name=_joined(line.name, name)) for line in chart.lines]
+        added = [
+            replace(line, name=_joined(line.name, other_name), style="dashed", color=line.color % NUM_COLORS + 1)
+            for line in other.lines
+            if line.style != "faint"
+        ]
+        yield replace(chart, lines=[*mine, *added])
+
+
+def _joined(line: str, run: str) -> str:
+    return f"{line} ({run})" if line else run
 
 
 def _written(steps: Sequence[Mapping[str, Any]], figures: Figures) -> Iterator[Line]:
@@ -382,5 +438,5 @@ def _tips(chart: Chart, scale: _Scale) -> Iterator[tuple[float, float, str]]:
         steps = steps[:: len(steps) // MAX_COLUMNS]
     edges = [FRAME.left, *((scale.x(a) + scale.x(b)) / 2 for a, b in pairwise(steps)), FRAME.right]
     for step, (left, right) in zip(steps, pairwise(edges), strict=True):
-        text = "\n".join([f"step {step:,.0f}", *texts[step]])
+        text = "\n".join([f"{chart.x_name} {step:,.0f}", *texts[step]])
         yield round(left, 1), round(max(0.1, right - left), 1), text

@@ -115,6 +115,9 @@ class Figures:
         versions: Library -> version.
         export_dir: Of the newest exported model.
         link_paths: Link -> how its bytes were moved in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
+        beside_tier_bytes: The most memory of the process beyond the RAM tier: Python, libraries, data, workspace that
+            no slot holds.
+        timeline: File of the traced steps.
     """
 
     name: str
@@ -151,6 +154,8 @@ class Figures:
     versions: Mapping[str, str] = field(default_factory=dict)
     export_dir: str | None = None
     link_paths: Mapping[str, str] = field(default_factory=dict)
+    beside_tier_bytes: int | None = None
+    timeline: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; numbers that are not finite become None."""
@@ -200,8 +205,17 @@ def compute_figures(history: RunHistory) -> Figures:
         settings=_changed_settings(resolved_values(history.config)) if history.config is not None else (),
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
+        beside_tier_bytes=_beside_tier(steps),
+        timeline=None if history.timeline is None else str(history.timeline),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
     )
+
+
+def _beside_tier(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    beside = [
+        step["rss_bytes"] - step.get("tier_used_bytes", {}).get("ram", 0) for step in steps if step.get("rss_bytes")
+    ]
+    return max(beside, default=None)
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:

@@ -23,6 +23,8 @@ from megatrain.config.schema import RunConfig
 from megatrain.run.folder import living_owner
 from megatrain.run.loggers import METRICS_NAME
 from megatrain.run.status import FINAL_STATES, RunStatus, read_status
+from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
+from megatrain.run.timeline import read_usage
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
@@ -54,6 +56,8 @@ class RunHistory:
         ends: ``summary.json``: one entry for each start that ended well.
         saved: Checkpoints that are there now.
         config: As resolved; None where it cannot be read.
+        timeline: The file of traced steps; None: there is none.
+        usage: Tier -> (seconds, bytes in use) within the traced steps.
     """
 
     path: Path
@@ -66,6 +70,8 @@ class RunHistory:
     ends: Sequence[Mapping[str, Any]] = ()
     saved: Sequence[CheckpointInfo] = ()
     config: RunConfig | None = None
+    timeline: Path | None = None
+    usage: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -83,6 +89,7 @@ def read_history(folder: Path | str) -> RunHistory:
     status, owner = read_status(path), living_owner(path)
     plan = _read(path / PLAN_NAME)
     lines = _read_lines(path / METRICS_NAME)
+    timeline = path / TIMELINE_NAME
     if status is None and not plan and not lines and owner is None:
         raise NotARunError(f"'{folder}' is not the folder of a run. Give the output_dir of one")
     state: str = status.state if status is not None else "not known"
@@ -100,6 +107,8 @@ def read_history(folder: Path | str) -> RunHistory:
         ends=_entries(path / SUMMARY_NAME, "ends"),
         saved=_read_checkpoints(path),
         config=_read_config(path / FILE_NAME),
+        timeline=timeline if timeline.is_file() else None,
+        usage=read_usage(timeline),
     )
 
 

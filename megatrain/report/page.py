@@ -12,7 +12,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatrain.checkpoint.state import now_text
-from megatrain.report.charts import COLOR_OF_PART, FRAME, NUM_COLORS, lay_out, make_charts
+from megatrain.report.charts import COLOR_OF_PART, FRAME, NUM_COLORS, laid_over, lay_out, make_charts
+from megatrain.report.compare import compare, names_of, setting_differences
 from megatrain.report.figures import Compared, Drive, Figures
 from megatrain.report.history import RunHistory
 from megatrain.report.text import cause_name, format_flops, perplexity
@@ -24,12 +25,19 @@ _BAD_STATES = ("failed", "died")
 _MOST_ROWS = 30  # of evaluations and checkpoints: the newest ones
 
 
-def render_page(history: RunHistory, figures: Figures) -> str:
-    """Return the page of a run."""
-    drawings = [lay_out(chart) for chart in make_charts(history, figures)]
+def render_page(history: RunHistory, figures: Figures, other: tuple[RunHistory, Figures] | None = None) -> str:
+    """Return the page of a run; with another one beside it, and its curves over this one's."""
+    charts = make_charts(history, figures)
+    if other is not None:
+        charts = laid_over(charts, names_of(figures, other[1])[0], make_charts(*other), names_of(figures, other[1])[1])
+    drawings = [lay_out(chart) for chart in charts]
     template = _template_environment().get_template("page.html.j2")
     return template.render(
         figures=figures,
+        other_names=() if other is None else names_of(figures, other[1]),
+        beside=() if other is None else list(compare(figures, other[1])),
+        other_settings=() if other is None else list(setting_differences(figures, other[1])),
+        timeline=None if history.timeline is None else history.timeline.as_uri(),
         starts=history.plan.get("starts", []),
         kind="bad" if figures.state in _BAD_STATES else "good" if figures.state == "done" else "open",
         headline=re.split(r"\s{2,}", figures.headline.strip()),
@@ -86,7 +94,9 @@ def _tiles(figures: Figures) -> Iterator[tuple[str, str, str]]:
         padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
         yield "tokens", f"{figures.num_real_tokens:,}", f"{trained:.1%} trained{padding}"
     if figures.rss_peak_bytes:
-        yield "process", format_size(figures.rss_peak_bytes), "most memory"
+        beside = figures.beside_tier_bytes
+        note = "most memory" if beside is None else f"RAM tier + {format_size(beside)}"
+        yield "process", format_size(figures.rss_peak_bytes), note
 
 
 def _parts(figures: Figures) -> Iterator[tuple[str, int, float, float]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megatrain.report.compare import Beside, compare, names_of, setting_differences
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
-__all__ = ["binary_unit", "cause_name", "format_flops", "perplexity", "report_lines"]
+__all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "perplexity", "report_lines"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
 _SMALLEST_SHARE = 0.001  # of a step: smaller parts are left out
@@ -32,6 +33,17 @@ def report_lines(figures: Figures) -> list[str]:
         lines.append("a step is " + " | ".join(_times(figures)))
     lines += _rest(figures)
     return lines
+
+
+def comparison_lines(figures: Figures, other: Figures) -> list[str]:
+    """Return two runs beside each other, as lines."""
+    names = names_of(figures, other)
+    rows = [Beside("", *names), *compare(figures, other), *setting_differences(figures, other)]
+    widths = [max(len(getattr(row, column)) for row in rows) for column in ("name", "first", "second")]
+    return [
+        f"{row.name:<{widths[0]}}  {row.first:>{widths[1]}}  {row.second:>{widths[2]}}  {row.difference}".rstrip()
+        for row in rows
+    ]
 
 
 def _headline(figures: Figures) -> str:
@@ -121,7 +133,9 @@ def _rest(figures: Figures) -> Iterator[str]:
         yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
     if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
         grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
-        yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps"
+        beside = figures.beside_tier_bytes
+        parts = f"; the RAM tier + {format_size(beside)} of Python, libraries and data" if beside is not None else ""
+        yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
     for path, drive in figures.drives.items():
         yield f"wrote   {path}   {_wear(drive) if drive.nbytes else 'nothing in steps'}"
     if figures.checkpoints:
@@ -135,6 +149,8 @@ def _rest(figures: Figures) -> Iterator[str]:
     if figures.restarts:
         at = ", ".join(f"step {step}" for step, _ in figures.restarts)
         yield f"starts  continued {len(figures.restarts)} time{'s' if len(figures.restarts) > 1 else ''}: {at}"
+    if figures.timeline is not None:
+        yield f"trace   {figures.timeline}: open it at https://ui.perfetto.dev"
     if figures.export_dir is not None:
         yield f"model   {figures.export_dir}"
 

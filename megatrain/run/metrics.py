@@ -60,6 +60,7 @@ class StepMetrics:
         stall_s: cause -> seconds that this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
+        link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer under way.
         rss_bytes: resident memory of the process.
         model_flops: floating-point operations without recomputation and padding; 0: unknown.
         hardware_flops: all floating-point operations, see ``megatrain.engine.trace.step_flops``; 0: unknown.
@@ -85,6 +86,7 @@ class StepMetrics:
     hardware_flops: int = 0
     mean_step_s: float = 0.0
     warmup_steps: int = 0
+    link_busy_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def real_tokens_per_s(self) -> float:

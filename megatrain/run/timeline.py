@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FILE_NAME = "trace.json"
 #: The first rows; links follow as they appear.
 COMPUTE, WAITING = "compute", "waiting"
+_IN_USE = " in use"  # behind the name of a tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,13 @@ class Timeline:
 
     Attributes:
         is_on: whether spans are collected.
+        read_usage: returns tier -> bytes in use, asked at each op; None: that is not collected.
     """
 
     def __init__(self) -> None:
         self.is_on = False
+        self.read_usage: Callable[[], Mapping[str, int]] | None = None
+        self._usage: list[tuple[float, Mapping[str, int]]] = []
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._op: tuple[str, float] | None = None
@@ -70,6 +74,8 @@ class Timeline:
         now_s = time.perf_counter()
         if self._op is not None and self.is_on:
             self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
+        if self.is_on and self.read_usage is not None:
+            self._usage.append((now_s, self.read_usage()))
         self._op = None if op is None else (f"{op.phase} {op.visit}", now_s)
 
     def _add(self, span: Span) -> None:
@@ -109,6 +115,24 @@ class Timeline:
                     "dur": (span.end_s - span.start_s) * 1e6,
                     "args": {"bytes": span.nbytes} if span.nbytes else {},
                 }
+        for at_s, used in self._usage:
+            for tier, nbytes in used.items():
+                time_us = (at_s - start_s) * 1e6
+                yield {"ph": "C", "pid": 0, "name": f"{tier}{_IN_USE}", "ts": time_us, "args": {"bytes": nbytes}}
+
+
+def read_usage(path: Path) -> Mapping[str, Sequence[tuple[float, int]]]:
+    """Return tier -> (seconds, bytes in use) in the steps of a timeline file; {} where it says nothing of that."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        found: dict[str, list[tuple[float, int]]] = {}
+        for event in events:
+            if event.get("ph") == "C" and str(event.get("name", "")).endswith(_IN_USE):
+                tier = event["name"].removesuffix(_IN_USE)
+                found.setdefault(tier, []).append((float(event["ts"]) / 1e6, int(event["args"]["bytes"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # cut off, or of somebody else: `megatrain-tier trace` says which
+    return found
 
 
 def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:

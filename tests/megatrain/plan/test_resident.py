@@ -141,9 +141,9 @@ def test_without_a_kernel_no_state_lives_there(tmp_path: Path) -> None:
     [
         (
             "64MiB",
-            ["every block is at home in gpu: nothing is fetched", "6 of 6 groups of blocks, 100 % of the trained"],
+            ["every block is resident in gpu: nothing is streamed", "6 of 6 groups of blocks, 100 % of the trained"],
         ),
-        ("12MiB", ["moved per step  gpu->ram", "of gpu are open to copies", "3 of 6 groups of blocks,"]),
+        ("12MiB", ["moved per step  gpu->ram", "of gpu are prefetch room", "3 of 6 groups of blocks,"]),
     ],
 )
 def test_the_plan_says_what_lives_there(gpu: str, lines: list[str], tmp_path: Path) -> None:

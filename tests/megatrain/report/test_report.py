@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatrain.config import load_config
+from megatrain.report.charts import make_charts
 from megatrain.report.figures import Setting, compute_figures
 from megatrain.report.history import NotARunError, read_history, write_plan, write_summary
 from megatrain.report.page import render_page
@@ -259,6 +260,7 @@ def real_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     for max_steps, ram in ((2, "7MiB"), (5, "6MiB")):
         text = config_text(folder, tiny_model, ram=ram, placement='weights = ["nvme"]\noptimizer = ["nvme"]')
         text = text.replace("[training]\n", f"[training]\nmax_steps = {max_steps}\n")
+        text += "[profile]\ntrace_steps = [4]\n"
         text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\nname = "book"\npath = "{book}"\n'
         (folder / "run.toml").write_text(text)
         Trainer(load_config(folder / "run.toml").config, observer=RunObserver()).train()
@@ -309,3 +311,45 @@ def test_the_command(real_run: Path, tmp_path: Path, cli_call: Callable[..., Any
     assert values["step"] == 5 and values["page"] is None and values["links"]["ram->nvme"]["planned"] > 0
     missing = cli_call("report", real_run, "--html", tmp_path / "none" / "report.html")
     assert missing.exit_code == 1 and "Name another file" in missing.stderr
+
+
+def test_occupancy_within_a_step_and_bandwidths(real_run: Path) -> None:
+    """What is drawn stays within the capacity; a link's rate counts only the time in which it moved."""
+    history = read_history(real_run)
+    figures = compute_figures(history)
+    charts = {chart.title: chart for chart in make_charts(history, figures)}
+    within = charts["RAM within the traced steps"]
+    assert within.x_name == "ms" and len(within.lines[0].points) > 5
+    assert 0 < max(value for _, value in within.lines[0].points) <= within.lines[1].points[0][1] == 6
+    rates = {line.name: line.points for line in charts["Bandwidth of links while they move"].lines}
+    assert set(rates) == {"ram->nvme", "nvme->ram"}
+    for step, rate in rates["nvme->ram"]:
+        line = history.steps[int(step) - 1]
+        assert rate * 1e9 * line["step_s"] >= line["link_bytes"]["nvme->ram"] * 0.999, (
+            "no slower than the mean of a step"
+        )
+    page = render_page(history, figures)
+    assert (real_run / "trace.json").as_uri() in page and ">ms</text>" in page
+    assert figures.beside_tier_bytes is not None and figures.rss_peak_bytes is not None
+    assert figures.rss_peak_bytes - 6 * MIB <= figures.beside_tier_bytes + 2 * 6 * MIB
+    text = "\n".join(report_lines(figures))
+    assert "the RAM tier + " in text and f"trace   {real_run / 'trace.json'}" in text
+
+
+def test_two_runs_on_one_page(real_run: Path, tmp_path: Path, cli_call: Callable[..., Any]) -> None:
+    other = leave(tmp_path / "other", [5.0, 4.0, 3.0])
+    page = tmp_path / "both.html"
+    result = cli_call("report", real_run, "--compare", other, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert any(line.startswith("last loss") and "3.0000" in line for line in result.stdout.splitlines())
+    text = page.read_text()
+    assert check_page(text) >= 9
+    name = read_history(other).name
+    assert f"Beside {name}" in text and "What their configs differ in" in text
+    assert f"training ({name})" in text, "both losses are in one chart"
+    values = json.loads(cli_call("report", real_run, "--compare", other, "--json").stdout)
+    assert values["compared"]["last_loss"] == 3.0
+    same = cli_call("report", real_run, "--compare", real_run)
+    assert "the same" in same.stdout and str(real_run) in same.stdout, (
+        "runs of one name are told apart by their folders"
+    )
