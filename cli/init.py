@@ -79,10 +79,12 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, i
     if rows is not None and rows.problem:
         click.secho(f"data   {rows.problem}", fg="yellow")
     elif rows is not None and rows.format:
-        columns = "".join(f", {ours} = their {theirs}" for ours, theirs in rows.columns.items())
-        click.echo(f"data   rows are read as {rows.format}{columns}: megatrain-tier data preview {path} shows them")
+        columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
+        click.echo(f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""))
     if to_fill_in:
         click.echo(f"fill   {', '.join(to_fill_in)}")
+    elif rows is not None and rows.format:
+        click.echo(f"look   megatrain-tier data preview {path}")
     click.echo(f"next   megatrain-tier check {path}")
     return 0
 

@@ -79,11 +79,14 @@ def open_chat(folder: Path, places: Sequence[tuple[torch.device, int]], settings
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+    from megatrain.models.small import no_progress_bars
+
     if settings.seed is not None:
         set_seed(settings.seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", trust_remote_code=False)
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", trust_remote_code=False)
         model.to(device).eval()
     except Exception as error:  # transformers raises many kinds; each one means that this folder cannot be opened
         raise ChatError(f"{folder}: transformers cannot open it: {' '.join(str(error).split())}") from error

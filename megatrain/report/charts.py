@@ -322,7 +322,7 @@ def laid_over(charts: Iterable[Chart], name: str, others: Iterable[Chart], other
             continue
         mine = [replace(line, name=_joined(line.name, name)) for line in chart.lines]
         added = [
-            replace(line, name=_joined(line.name, other_name), style="dashed", color=line.color % NUM_COLORS + 1)
+            replace(line, name=_joined(line.name, other_name), style="dashed", color=(line.color + 1) % NUM_COLORS + 1)
             for line in other.lines
             if line.style != "faint"
         ]

@@ -382,7 +382,8 @@ def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
             texts.append(f"{tier} {format_size(nbytes)}")
             continue
         unit, name = (GiB, "GiB") if limit >= GiB else (MiB, "MiB")
-        texts.append(f"{tier} {nbytes / unit:.1f}/{limit / unit:.1f} {name}")
+        shown = "<0.1" if 0 < nbytes < unit / 20 else f"{nbytes / unit:.1f}"
+        texts.append(f"{tier} {shown}/{limit / unit:.1f} {name}")
     return " ".join(texts)
 
 

@@ -1,0 +1,47 @@
+"""What users read of a plan and a schedule before a run: residents, streamed blocks, the process, --max-steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return make_run(tmp_path_factory.mktemp("words") / "w")
+
+
+def test_a_plan_says_what_is_resident_and_what_is_streamed(run: SavedRun) -> None:
+    lines = run.call("plan", run.write_config()).stdout.splitlines()
+    assert any(re.match(r"weights .*float32; resident", line) for line in lines), lines
+    assert "every block is resident in ram: nothing is streamed" in lines
+    result = run.call("plan", run.write_config(placement=ON_NVME, more=NVME))
+    lines = result.stdout.splitlines()
+    assert any(re.match(r"optimizer .*float32; streamed", line) for line in lines), lines
+    assert any("are prefetch room, beside what is resident" in line for line in lines), lines
+    (process,) = (line for line in lines if line.startswith("process"))
+    assert re.search(r"about .*iB of RAM: .*iB in the tier \+ .*iB of Python and libraries", process)
+    values = json.loads(run.call("plan", run.write_config(), "--json").stdout)
+    assert values["process_bytes"] > values["totals"]["ram"] + (50 << 20), "Python and torch are in it"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        (("--max-steps", 3, "--set", "lr_scheduler_type=cosine"), True),
+        (("--max-steps", 3), False),  # the schedule of this config is constant
+        (("--set", "lr_scheduler_type=cosine"), False),
+        (("--max-steps", 3, "--set", "lr_scheduler_type=constant_with_warmup", "--set", "warmup_steps=0.5"), True),
+        (("--max-steps", 3, "--set", "lr_scheduler_type=constant_with_warmup", "--set", "warmup_steps=2"), False),
+    ],
+)
+def test_max_steps_is_another_schedule(run: SavedRun, words: tuple[str | int, ...], is_said: bool) -> None:
+    result = run.call("run", run.write_config(), "--dry-run", *words)
+    assert result.exit_code == 0, result.output
+    assert ("note: --max-steps 3: the learning rate runs through its whole schedule" in result.stderr) == is_said
+    assert not Path(run.out).exists()
