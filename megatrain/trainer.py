@@ -652,6 +652,7 @@ class Trainer:
             num_trained_tokens=result.num_trained_tokens,
             kept=self.plan.program.kept,
             kept_parts=self.plan.program.kept_parts,
+            saved_attention=self.plan.program.saved_attention,
         )
         each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
         return StepMetrics(

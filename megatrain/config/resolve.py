@@ -87,6 +87,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         tiers=tiers,
         placement=_placement(config, _tier_names(tiers, device)),
         keep_graphs=advanced.keep_graphs,
+        save_attention=advanced.save_attention,
         prefetch_bytes=advanced.prefetch if isinstance(advanced.prefetch, int) else None,
         eviction=advanced.eviction_policy,
         trace_steps=config.profile.trace_steps,

@@ -798,6 +798,12 @@ class AdvancedConfig(Table, json_schema_extra=_all_alter("no")):
         "forward is kept in the compute tier. auto: as many as fit where every block is at home there; 0: none.",
         "auto",
     )
+    save_attention: GraphCount = key(
+        "Layers, counted from the last one, whose attention is not computed again in the backward: the results of its "
+        "kernel (sdpa's, without dropout) are kept with the activations. auto: where it saves time, by the plan; 0: "
+        "none. Compiled layers compute it again.",
+        "auto",
+    )
     emulate_gpu: bool = key(
         'With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
         "tests, and for trying a setup out; the processor computes.",

@@ -64,6 +64,7 @@ class AttentionCall:
         is_ragged: whether sequences of several lengths are concatenated into one.
         num_copied_bytes: of inputs that the kernel first copies into another layout.
         is_causal: whether the kernel leaves out the keys after each query.
+        has_dropout: whether it draws which scores to leave out.
     """
 
     backend: Backend
@@ -80,6 +81,7 @@ class AttentionCall:
     is_ragged: bool = False
     num_copied_bytes: int = 0
     is_causal: bool = False
+    has_dropout: bool = False
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
@@ -115,6 +117,7 @@ class AttentionCall:
             is_ragged=is_ragged,
             num_copied_bytes=sum(_copied_bytes(tensor, heads_axis) for tensor in inputs if tensor is not None),
             is_causal=bool(named.get("is_causal", named.get("custom_mask_type"))),
+            has_dropout=bool(named.get("dropout_p", 0.0)),
         )
 
     @property

@@ -133,6 +133,7 @@ class LayerRunner:
         trace: Expected visits, which the forward is checked against; None: no check.
         objective: Label smoothing and noise; None: plain cross entropy.
         random_enabled: False on fake tensors.
+        saved_attention: Visits that save attention's results for their recompute. It changes no bits.
         kept: Visits whose graphs are kept for the backward instead of a recompute. It changes no bits; their weights
             must stay unchanged and in place from forward to backward.
         compiler: Of layers; None: they run eagerly.
@@ -162,6 +163,7 @@ class LayerRunner:
         objective: Objective | None = None,
         random_enabled: bool = True,
         kept: Container[int] = (),
+        saved_attention: Container[int] = (),
         compiler: LayerCompiler | None = None,
         cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
@@ -201,6 +203,7 @@ class LayerRunner:
             trace,
             self._micro_batches.mirror,
             kept,
+            saved_attention,
             self._activity,
             partial(attention_by_documents, on_dense_mask, enabled=by_documents and compiler is None),
         )
@@ -488,6 +491,7 @@ class Trunk:
         trace: Expected visits, which the forward is checked against; None: no check.
         mirror: Host mirror of the model's inputs; None: the model reads them from the device.
         kept: Visits whose graphs are kept for the backward.
+        saved_attention: Visits that save attention's results for their recompute.
         activity: Progress within the step, for status.
         attention: Makes the context that forward and backward run in: how attention is computed.
 
@@ -506,6 +510,7 @@ class Trunk:
         trace: VisitTrace | None,
         mirror: HostMirror | None = None,
         kept: Container[int] = (),
+        saved_attention: Container[int] = (),
         activity: Activity | None = None,
         attention: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -515,7 +520,7 @@ class Trunk:
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
         self._head, self._trace = head, trace
-        self._kept = kept
+        self._kept, self._saved_attention = kept, saved_attention
         self._accepts_use_cache = accepts_use_cache(graph.model)
         self.visits = VisitSequence(access)
 
@@ -593,7 +598,10 @@ class Trunk:
                 planned = "the end of the forward" if expected is None else units[expected].name
                 raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
         bound, is_kept = self._bounds[index], number in self._kept
-        visit = UnitVisit(number, bound, self._access, self._random, self.visits, anchor, is_kept, self._activity)
+        saves = number in self._saved_attention
+        visit = UnitVisit(
+            number, bound, self._access, self._random, self.visits, anchor, is_kept, saves, self._activity
+        )
         self.visits.append(visit)
         return visit
 

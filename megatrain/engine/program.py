@@ -46,12 +46,14 @@ __all__ = [
     "VisitTrace",
     "activation_key",
     "activations_of",
+    "attention_key",
     "evaluation_program",
     "gradient_key",
     "keeping_graphs",
     "kind_of_key",
     "layouts_of_unit",
     "part_keys",
+    "saving_attention",
     "state_key",
     "stored_keys",
     "uses_of_layouts",
@@ -77,6 +79,10 @@ class TracedVisit:
         backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
             and weights cast to other dtypes; not the weights themselves, nor what visits share.
+        attention_nbytes: Size of the results of its attention kernels, if they are saved for the recompute; 0: it has
+            none that can be saved.
+        attention_flops: Floating-point operations of these kernels in the forward.
+        attention_skipped_flops: Those of them that kernels of causal attention leave out.
     """
 
     unit: int
@@ -89,6 +95,9 @@ class TracedVisit:
     forward_flops: int = 0
     backward_flops: int = 0
     graph_nbytes: int = 0
+    attention_nbytes: int = 0
+    attention_flops: int = 0
+    attention_skipped_flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +236,7 @@ class StepProgram:
         defers_updates: whether the norm of the whole step decides about its updates.
         updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs are kept for the backward; their inputs are no blocks.
+        saved_attention: visits whose attention results are blocks, for their recompute.
         parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
         kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
@@ -238,6 +248,7 @@ class StepProgram:
     defers_updates: bool = True
     updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
+    saved_attention: frozenset[int] = frozenset()
     kept_parts: int = 1
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
 
@@ -332,6 +343,12 @@ class BlockAccess(Protocol):
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation, once: the same shape, dtype and bits. Its contents are dead on exit."""
 
+    def attention_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
+        """Lease the bytes of attention's results, uint8 [N]: in the forward to write, in the backward to read once.
+
+        For visits of ``StepProgram.saved_attention`` only. Comes after the activations of the micro-batch.
+        """
+
 
 class GradientSink(Protocol):
     """fp32 gradient accumulators of one use site."""
@@ -372,7 +389,40 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
         for tick in program.ticks
     )
     blocks = {key: block for key, block in program.blocks.items() if key not in dropped}
-    return replace(program, blocks=blocks, ticks=ticks, kept=program.kept | visits)
+    saved = program.saved_attention - visits
+    return replace(program, blocks=blocks, ticks=ticks, kept=program.kept | visits, saved_attention=saved)
+
+
+def saving_attention(program: StepProgram, trace: VisitTrace, visits: frozenset[int]) -> StepProgram:
+    """Return the program in which these visits save attention's results: one block of bytes for each micro-batch.
+
+    Args:
+        visits: that have such results, and whose graphs are not kept.
+    """
+    blocks, ticks = dict(program.blocks), list(program.ticks)
+    for number, tick in enumerate(ticks):
+        if tick.phase in ("forward", "backward") and tick.visit in visits:
+            ticks[number] = _saving_attention(tick, program, len(trace.visits[tick.visit].saved))
+            nbytes = trace.visits[tick.visit].attention_nbytes
+            for key in {key for key, _ in ticks[number].uses} - blocks.keys():
+                blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
+    return replace(program, blocks=blocks, ticks=tuple(ticks), saved_attention=program.saved_attention | visits)
+
+
+def _saving_attention(tick: Tick, program: StepProgram, num_inputs: int) -> Tick:
+    """Return the tick of a visit with the blocks of attention's results behind each micro-batch's inputs."""
+    groups: list[Group] = []
+    slots = [slot for slot in range(len(tick.passing)) if activation_key(tick.visit, slot, 0) in program.blocks]
+    for slot in slots:
+        inputs = tick.passing[slot * num_inputs : (slot + 1) * num_inputs]
+        key = attention_key(tick.visit, slot)
+        if tick.phase == "forward":
+            groups += [*inputs, ((key, "w"),)]
+        else:  # inputs and results are there together while the unit runs again
+            groups.append((*(use for group in inputs for use in group), (key, "r")))
+    others = tick.passing[len(slots) * num_inputs :]
+    spent = {attention_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
+    return replace(tick, passing=(*groups, *others), spent=tick.spent | spent)
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
@@ -665,3 +715,7 @@ def kind_of_key(key: str) -> str:
 
 def activation_key(visit: int, micro_batch: int, index: int) -> str:
     return f"activations/{visit}/{micro_batch}.{index}"
+
+
+def attention_key(visit: int, micro_batch: int) -> str:
+    return f"activations/{visit}/{micro_batch}.attention"

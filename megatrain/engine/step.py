@@ -25,6 +25,7 @@ from megatrain.engine.program import (
     Stays,
     StepProgram,
     activation_key,
+    attention_key,
     evaluation_program,
     layouts_of_unit,
     uses_of_layouts,
@@ -156,6 +157,7 @@ class StepEngine:
             objective=objective,
             kept=program.kept,
             kept_parts=program.kept_parts,
+            saved_attention=program.saved_attention,
             compiler=compiler,
             cross_entropy=cross_entropy,
             activity=activity,
@@ -716,6 +718,15 @@ class StoreAccess:
         shape = self._shapes[key]
         with self._leases([key]) as tensors:
             yield tensors[key][: shape.numel()].view(shape)
+
+    @contextmanager
+    def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
+        """Lease the block of attention's results: to write in a forward, to read in its backward, dead afterwards."""
+        key = attention_key(visit, micro_batch)
+        if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
+            key = attention_key(visit, 0)
+        with self._leases([key]) as tensors:
+            yield tensors[key]
 
     def _activation(self, visit: int, micro_batch: int, index: int, num_elements: int) -> str:
         key = activation_key(visit, micro_batch, index)

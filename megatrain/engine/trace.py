@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
 from megatrain.engine.program import TracedVisit, VisitTrace
+from megatrain.engine.saved_attention import AttentionSizes
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
@@ -188,6 +189,7 @@ class _Tracer:
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
+        self._attention: dict[int, AttentionSizes] = {}
         self._filled: dict[int, set[str]] = {}
         self._shared_nbytes = 0
         self.runner = LayerRunner(
@@ -254,6 +256,9 @@ class _Tracer:
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
         yield self._saved[visit][index]
 
+    def attention_room(self, visit: int, micro_batch: int) -> NoReturn:
+        raise AssertionError("a trace measures attention's results, and saves none")
+
     # -- the units' forwards ------------------------------------------------------------------------------------
 
     def _guessing(self, bound: BoundUnit) -> Callable[..., Any]:
@@ -294,7 +299,8 @@ class _Tracer:
                 saved.add(tensor.untyped_storage()._cdata)
                 return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            sizes = self._attention[self._phases[-1].visit] = AttentionSizes()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), sizes.measuring():
                 value = forward(*args, **kwargs)
             self._note_graph(value, saved)
             return value
@@ -336,9 +342,16 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
             graph_nbytes = self._graph_nbytes.get(number, 0)
-            visits.append(
-                TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes)
-            )
+            visit = TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes)
+            sizes = self._attention.get(number)
+            if sizes is not None and saved and not is_head:
+                visit = replace(
+                    visit,
+                    attention_nbytes=sizes.nbytes,
+                    attention_flops=sizes.num_flops,
+                    attention_skipped_flops=sizes.num_skipped_flops,
+                )
+            visits.append(visit)
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
         return VisitTrace(
             visits=tuple(visits),
@@ -528,6 +541,7 @@ def step_flops(
     num_trained_tokens: int,
     kept: Container[int] = (),
     kept_parts: int = 1,
+    saved_attention: Container[int] = (),
 ) -> StepFlops:
     """Return the FLOPs of a step from those of the micro-batch that was traced.
 
@@ -541,6 +555,7 @@ def step_flops(
         num_trained_tokens: those with a label.
         kept: visits whose graphs are kept: they are not recomputed.
         kept_parts: parts of the vocabulary whose logits are kept, likewise.
+        saved_attention: visits whose recompute leaves attention out.
     """
     if not trace.exact or trace.uncounted or not trace.num_tokens:
         return StepFlops()
@@ -549,6 +564,7 @@ def step_flops(
     backward = sum(visit.backward_flops for visit in trunk)
     recomputed = sum(visit.forward_flops for visit in trunk if visit.has_backward)
     saved = sum(v.forward_flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
+    saved += sum(visit.attention_flops for number, visit in enumerate(trace.visits) if number in saved_attention)
     head = trace.head_flops * num_trained_tokens
     again = max(0, trace.head_parts - kept_parts)
     logits = trace.logits_flops * num_trained_tokens * again // trace.head_parts

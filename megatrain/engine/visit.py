@@ -3,7 +3,8 @@
 The engine's activation checkpointing, unit by unit. Forward: the unit runs once for every micro-batch that waits at it,
 without saving anything for autograd; its inputs are offloaded. Backward: the inputs come back, the unit runs again, and
 its graph gives the gradients. Outside of both its parameters are placeholders without memory. A visit whose graph is
-kept (`StepProgram.kept`) skips the offload and the recompute.
+kept (`StepProgram.kept`) skips the offload and the recompute; one that saves attention's results
+(`StepProgram.saved_attention`) skips attention in the recompute.
 
 `UnitVisit` is the mechanism; `BoundUnit` binds weights to an unmodified module and runs it.
 """
@@ -23,6 +24,7 @@ from torch.nn import functional
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult, tree_map
 from megatrain.engine.program import BlockAccess, GradientSink
+from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
 from megatrain.engine.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
@@ -66,6 +68,7 @@ class UnitVisit:
         anchor: A scalar that requires grad: ties the outputs of units without differentiable inputs to the graph.
         keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
             weights must then stay in place, unchanged, until that backward.
+        saves_attention: Whether attention's results go into a block, for the recompute, unless the graph is kept.
         activity: Progress within the step, for status.
 
     Attributes:
@@ -81,6 +84,7 @@ class UnitVisit:
         visits: VisitSequence,
         anchor: Tensor,
         keeps_graph: bool = False,
+        saves_attention: bool = False,
         activity: Activity | None = None,
     ) -> None:
         self.number = number
@@ -90,6 +94,7 @@ class UnitVisit:
         self._visits = visits
         self._anchor = anchor
         self._keeps_graph = keeps_graph
+        self._saves_attention = saves_attention and not keeps_graph
         self._activity = activity or Activity()
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
@@ -163,9 +168,14 @@ class UnitVisit:
             # Contiguous, as the recompute gets it from its block: kernels may round differently for other strides.
             leaves[i] = tensor.detach().contiguous().requires_grad_(requires and differentiable)
         random_state = forward.random_state
+        attention = AttentionResults() if differentiable and self._saves_attention else None
         # Without autocast's cache: a cached cast of a weight is one node of the graph for all its uses, and its
         # gradients are added in another order than in the recompute, which has no cache.
-        with forward.modes.applied(cache_enabled=False if keeps_graph else None):
+        with ExitStack() as stack:
+            if attention is not None:
+                room = stack.enter_context(self._access.attention_room(self.number, forward.micro_batch))
+                stack.enter_context(attention.saving(room))
+            stack.enter_context(forward.modes.applied(cache_enabled=False if keeps_graph else None))
             self._random.set(random_state)
             result = self.bound.run(captured, leaves, keys, keep_graph=keeps_graph)
             forward.random_state = self._random.get()
@@ -184,6 +194,7 @@ class UnitVisit:
                     forward.modes,
                     requires_grad,
                     len(result.outputs),
+                    attention,
                 )
             )
         return result, differentiable
@@ -228,6 +239,9 @@ class UnitVisit:
             for index in range(len(item.captured.activations)):
                 with self._access.get_activation(self.number, item.number, index):
                     pass
+            if item.attention is not None:
+                with self._access.attention_room(self.number, item.number):
+                    pass
         self._micro_batches, self._leaves = [], {}
 
     def _backward_kept(
@@ -257,10 +271,15 @@ class UnitVisit:
                 saved = stack.enter_context(self._access.get_activation(self.number, item.number, index))
                 streams.append(saved.detach().requires_grad_(item.requires_grad[index]))
                 tensors[i] = streams[-1]
+            room = None
+            if item.attention is not None:
+                room = stack.enter_context(self._access.attention_room(self.number, item.number))
             if all(gradient is None for gradient in grad_outputs):
                 return [None] * len(streams)
             wanted = [stream for stream in streams if stream.requires_grad]
-            with item.modes.applied(cache_enabled=False):
+            with item.modes.applied(cache_enabled=False), ExitStack() as answering:
+                if item.attention is not None and room is not None:
+                    answering.enter_context(item.attention.answering(room))
                 self._random.set(item.random_state)
                 result = self.bound.run(captured, tensors, item.record_keys, keep_graph=True)
             outputs = result.outputs
@@ -388,6 +407,7 @@ class _MicroBatch:
     modes: ThreadModes
     requires_grad: tuple[bool, ...]
     num_outputs: int
+    attention: AttentionResults | None
 
 
 class KeptGraph:

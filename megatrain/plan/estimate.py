@@ -159,7 +159,12 @@ def flops_per_token(plan: Plan) -> float:
     tokens = plan.trace.num_tokens
     traced, recomputed = _traced_flops(plan, plan.program.kept), _traced_flops(plan, ())
     if traced:
-        return traced / tokens * (1 - plan.trace.skipped_flops / recomputed)
+        saved = sum(
+            visit.attention_flops - visit.attention_skipped_flops
+            for number, visit in enumerate(plan.trace.visits)
+            if number in plan.program.saved_attention
+        )
+        return (traced * (1 - plan.trace.skipped_flops / recomputed) - saved) / tokens
     once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
     return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
 
@@ -177,6 +182,7 @@ def tick_flops(plan: Plan) -> list[float]:
         elif is_traced and tick.phase != "update":
             visit = visits[tick.visit]
             again = visit.forward_flops if tick.visit in kept and visit.has_backward else 0
+            again += visit.attention_flops if tick.visit in plan.program.saved_attention else 0
             flops = visit.forward_flops if tick.phase == "forward" else visit.backward_flops - again
         elif tick.phase != "update":
             again = 0 if tick.visit in kept else _RECOMPUTE_FLOPS

@@ -1,8 +1,9 @@
-"""Which visits keep their graphs: those whose graphs fit into what is left when everything else has its place.
+"""Which visits keep their graphs, or attention's results: those that fit into what is left beside everything else.
 
 A kept graph saves one forward of its unit, and its inputs' way out and back in. It takes memory from the unit's forward
 to its backward, so the last visits of a forward come first: their graphs live shortest
-(docs/decisions/0015-keep-graphs-where-memory-is-left.md).
+(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Attention's results alone take a small part of a graph and
+save the recompute of attention; they are blocks like a unit's inputs (docs/decisions/0027-saving-attention-alone.md).
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.engine.program import activations_of, keeping_graphs, layouts_of_unit, uses_of_layouts, weight_key
+from megatrain.engine.program import (
+    activations_of,
+    keeping_graphs,
+    layouts_of_unit,
+    saving_attention,
+    uses_of_layouts,
+    weight_key,
+)
 from megatrain.plan.placement import DoesNotFitError, Homes, PlacementSolver
 from tiered.units import PAGE_BYTES, format_size, round_up
 
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptGraphs:
-    """A program with the graphs that it keeps, and its placement.
+    """A program with the graphs and attention results that it keeps, and its placement.
 
     Attributes:
         budgets: with the kept graphs in the workspace of the compute tier.
@@ -38,7 +46,7 @@ class KeptGraphs:
 
 
 class GraphKeeper:
-    """Chooses the visits of one program whose graphs are kept.
+    """Chooses the visits of one program whose graphs are kept, and those that save attention's results.
 
     Args:
         program: of a step that keeps none.
@@ -56,94 +64,176 @@ class GraphKeeper:
         allowed: Homes,
         num_together: int,
     ) -> None:
-        self._graph, self._trace, self._program = graph, trace, program
+        self._graph, self.trace, self._program = graph, trace, program
         self._budgets, self._allowed, self._num_together = budgets, allowed, num_together
 
-    def solve(self, wanted: Literal["auto"] | int) -> KeptGraphs:
+    def solve(self, wanted: Literal["auto"] | int, attention: Literal["auto"] | int = 0) -> KeptGraphs:
         """Return what is kept, and where everything else lives then.
 
         Args:
             wanted: ``auto``: as many as fit where the compute tier fetches nothing. A number: those of so many of the
                 last layers, before anything else gets the room, as far as their weights are at home there even so.
+            attention: ``auto``: attention's results of the last layers without a kept graph, as many as fit where
+                nothing moves. A number: of so many of the last layers, wherever there is a home for them.
 
         Raises:
             DoesNotFitError: a tier is too small, for the number that is wanted or whatever is kept.
         """
+        saved = frozenset() if attention == "auto" else self._last_with_attention(attention)
         if wanted == "auto":
-            return self._what_is_left(self._solved(frozenset()))
+            return self._what_is_left(self._solved(frozenset(), saved), graphs=True, attention=attention == "auto")
         visits = frozenset(self._last(wanted))
         while True:
             try:
-                found = self._solved(visits)
+                found = self._solved(visits, saved)
             except DoesNotFitError as error:
                 raise self._with_advice(error, visits) if visits else error from error
             away = {visit for visit in visits if not self._is_at_home(found.placement, visit)}
             if not away:
-                return found
+                return self._what_is_left(found, graphs=False, attention=attention == "auto")
             visits -= away
 
-    def _solved(self, visits: frozenset[int]) -> KeptGraphs:
-        nbytes = self._nbytes(visits)
-        program, budgets = keeping_graphs(self._program, visits), self._with_graphs(nbytes)
+    def _solved(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs:
+        nbytes = self.nbytes(visits)
+        program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
+        program = saving_attention(program, self.trace, saved - visits)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
         return KeptGraphs(program, budgets, placement, nbytes)
 
-    def _what_is_left(self, without: KeptGraphs) -> KeptGraphs:
-        """Keep the graphs of the last visits, as many as fit beside a placement, which stays as it is."""
-        tier, placement = self._program.compute_tier, without.placement
-        if placement.working_bytes[tier] or not self._trace.exact:
-            return without  # room is worth more to copies; or nobody knows how much graphs would take
-        budget, activations = self._budgets[tier], activations_of(self._program)
-        visits, freed = frozenset[int](), 0
-        for visit in reversed(self._candidates()):
-            gone = freed + sum(budget.slot_bytes(self._program.blocks[key].nbytes) for key in activations[visit])
-            if placement.peak_bytes(tier) - gone + self._nbytes(visits | {visit}) > budget.capacity_bytes:
-                break
-            visits, freed = visits | {visit}, gone
-        return self._beside(placement, visits, freed)
+    def _what_is_left(self, found: KeptGraphs, *, graphs: bool, attention: bool) -> KeptGraphs:
+        """Keep graphs, or attention's results, of the last visits, beside a placement which stays as it is.
 
-    def _beside(self, placement: Placement, visits: frozenset[int], freed_bytes: int) -> KeptGraphs:
-        """Return a placement in which graphs take the room of their activations, and more that is left."""
-        program, nbytes = keeping_graphs(self._program, visits), self._nbytes(visits)
-        tier, home_bytes = program.compute_tier, dict(placement.home_bytes)
-        home_bytes[tier] = {**home_bytes[tier], "activations": home_bytes[tier]["activations"] - freed_bytes}
-        budgets = self._with_graphs(nbytes)
+        As many as fit; first that which saves more operations for its bytes.
+        """
+        tier, placement = self._program.compute_tier, found.placement
+        # Room is worth more to copies; or nobody knows how much graphs would take.
+        is_known = self.trace.exact and not placement.working_bytes[tier]
+        graphs &= is_known
+        attention &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
+        left = _Room(self, found, tier)
+        if attention and self._attention_is_worth_more():
+            left.save_attention()
+        if graphs:
+            left.keep_graphs()
+        if attention:
+            left.save_attention()
+        return left.kept()
+
+    def _attention_is_worth_more(self) -> bool:
+        """Return whether a byte of attention's results saves more operations than one of whole graphs."""
+        visits = [self.trace.visits[number] for number in visits_with_attention(self.trace)]
+        skipped = sum(visit.attention_skipped_flops for visit in visits)
+        in_attention = sum(visit.attention_flops for visit in visits) - skipped
+        in_all = sum(visit.forward_flops for visit in visits) - skipped
+        of_graphs = sum(visit.graph_nbytes for visit in visits)
+        return in_attention * of_graphs > in_all * sum(visit.attention_nbytes for visit in visits)
+
+    def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
+        """Return the budgets with so many bytes of graphs in the compute tier's workspace."""
+        tier = self._program.compute_tier
+        budget = self._budgets[tier]
+        return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
+
+    def candidates(self) -> list[int]:
+        """Return the visits that are run again unless their graphs are kept."""
+        return [n for n, visit in enumerate(self.trace.visits) if visit.has_backward and not visit.is_head]
+
+    def _last(self, num_layers: int) -> Iterator[int]:
+        """Yield the visits of so many of the last layers, and of all that comes after the first of them."""
+        for visit in reversed(self.candidates()) if num_layers else ():
+            num_layers -= self._graph.units[self.trace.visits[visit].unit].is_layer
+            if num_layers < 0:
+                return
+            yield visit
+
+    def _last_with_attention(self, num_layers: int) -> frozenset[int]:
+        return visits_with_attention(self.trace).intersection(self._last(num_layers))
+
+    def nbytes(self, visits: Collection[int]) -> int:
+        """Return what the graphs of these visits take together."""
+        each = sum(self.trace.visits[visit].graph_nbytes for visit in visits)
+        return round_up(self._num_together * each, PAGE_BYTES)
+
+    def _is_at_home(self, placement: Placement, visit: int) -> bool:
+        names = layouts_of_unit(self._graph, self.trace.visits[visit].unit)
+        return all(placement.homes[weight_key(name)] == self._program.compute_tier for name in names)
+
+    def _with_advice(self, error: DoesNotFitError, visits: Collection[int]) -> DoesNotFitError:
+        advice = f"Graphs that are kept take {format_size(self.nbytes(visits))}: lower advanced.keep_graphs, "
+        advice += f'or write "auto", or give tiers.{error.tier} that size.'
+        return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice)
+
+
+class _Room:
+    """What is left of the compute tier beside a placement, being given to graphs and attention's results."""
+
+    def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
+        self._keeper, self._found, self._tier = keeper, found, tier
+        self._inputs = activations_of(found.program)
+        self._graphs = found.program.kept
+        self._attention = frozenset[int]()  # besides those of the program that was found
+
+    def keep_graphs(self) -> None:
+        """Keep the graphs of the last visits, as many as fit; they need no results of attention then."""
+        for visit in reversed(self._keeper.candidates()):
+            if not self._try(self._graphs | {visit}, self._attention - {visit}):
+                return
+
+    def save_attention(self) -> None:
+        """Save attention's results of the last visits whose graphs are not kept, as many as fit."""
+        others = visits_with_attention(self._keeper.trace) - self._graphs - self._found.program.saved_attention
+        for visit in sorted(others, reverse=True):
+            if not self._try(self._graphs, self._attention | {visit}):
+                return
+
+    def _try(self, graphs: frozenset[int], attention: frozenset[int]) -> bool:
+        budget = self._found.budgets[self._tier]
+        grown = self._keeper.nbytes(graphs) - self._found.nbytes
+        used = self._found.placement.peak_bytes(self._tier) + grown + self._grown(graphs, attention)
+        if used > budget.capacity_bytes:
+            return False
+        self._graphs, self._attention = graphs, attention
+        return True
+
+    def _grown(self, graphs: frozenset[int], attention: frozenset[int]) -> int:
+        """Return how much more the blocks of activations take."""
+        slot_bytes, blocks = self._found.budgets[self._tier].slot_bytes, self._found.program.blocks
+        dropped = [key for visit in graphs - self._found.program.kept for key in self._inputs[visit]]
+        # As many blocks as a visit has of its first input.
+        added = sum(
+            self._num_slots(visit) * slot_bytes(self._keeper.trace.visits[visit].attention_nbytes)
+            for visit in attention
+        )
+        return added - sum(slot_bytes(blocks[key].nbytes) for key in dropped)
+
+    def _num_slots(self, visit: int) -> int:
+        return len(self._inputs[visit]) // len(self._keeper.trace.visits[visit].saved)
+
+    def kept(self) -> KeptGraphs:
+        """Return the program and placement that result."""
+        found, tier, nbytes = self._found, self._tier, self._keeper.nbytes(self._graphs)
+        program = keeping_graphs(found.program, self._graphs - found.program.kept)
+        program = saving_attention(program, self._keeper.trace, self._attention)
+        home_bytes = dict(found.placement.home_bytes)
+        grown = self._grown(self._graphs, self._attention)
+        home_bytes[tier] = {**home_bytes[tier], "activations": home_bytes[tier]["activations"] + grown}
+        budgets = self._keeper.with_graphs(nbytes)
         placement = replace(
-            placement,
-            homes={key: placement.homes[key] for key in program.blocks},
+            found.placement,
+            homes={key: found.placement.homes.get(key, tier) for key in program.blocks},
             home_bytes=home_bytes,
             workspace_bytes={name: budget.workspace_bytes for name, budget in budgets.items()},
         )
         return KeptGraphs(program, budgets, placement, nbytes)
 
-    def _with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
-        tier = self._program.compute_tier
-        budget = self._budgets[tier]
-        return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
 
-    def _candidates(self) -> list[int]:
-        return [n for n, visit in enumerate(self._trace.visits) if visit.has_backward and not visit.is_head]
-
-    def _last(self, num_layers: int) -> Iterator[int]:
-        """Yield the visits of so many of the last layers, and of all that comes after the first of them."""
-        for visit in reversed(self._candidates()) if num_layers else ():
-            num_layers -= self._graph.units[self._trace.visits[visit].unit].is_layer
-            if num_layers < 0:
-                return
-            yield visit
-
-    def _nbytes(self, visits: Collection[int]) -> int:
-        each = sum(self._trace.visits[visit].graph_nbytes for visit in visits)
-        return round_up(self._num_together * each, PAGE_BYTES)
-
-    def _is_at_home(self, placement: Placement, visit: int) -> bool:
-        names = layouts_of_unit(self._graph, self._trace.visits[visit].unit)
-        return all(placement.homes[weight_key(name)] == self._program.compute_tier for name in names)
-
-    def _with_advice(self, error: DoesNotFitError, visits: Collection[int]) -> DoesNotFitError:
-        advice = f"Graphs that are kept take {format_size(self._nbytes(visits))}: lower advanced.keep_graphs, "
-        advice += f'or write "auto", or give tiers.{error.tier} that size.'
-        return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice)
+def visits_with_attention(trace: VisitTrace) -> frozenset[int]:
+    """Return the visits that are run again, and whose attention has results to save."""
+    return frozenset(
+        number
+        for number, visit in enumerate(trace.visits)
+        if visit.attention_nbytes and visit.has_backward and not visit.is_head
+    )
 
 
 def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
@@ -161,6 +251,11 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
     visits = enumerate(trace.visits)
     layers = [n for n, visit in visits if visit.has_backward and not visit.is_head and graph.units[visit.unit].is_layer]
     return sum(layer in program.kept for layer in layers), len(layers)
+
+
+def num_layers_saving_attention(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
+    """Return how many layers are run again in the backward but for their attention."""
+    return sum(graph.units[trace.visits[visit].unit].is_layer for visit in program.saved_attention)
 
 
 def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:

@@ -118,6 +118,7 @@ class RunSpec:
         tiers: what it may use of the machine.
         placement: where kinds of blocks may live.
         keep_graphs: layers whose graphs are kept for the backward; "auto": as many as fit.
+        save_attention: layers whose attention results are saved for the recompute; "auto": where it saves time.
         prefetch_bytes: fetched ahead; None: no limit but the room.
         eviction: policy of what leaves a full tier.
         trace_steps: numbers, from 1, of steps whose timeline is written.
@@ -143,6 +144,7 @@ class RunSpec:
     tiers: TierSpecs
     placement: PlacementSpec
     keep_graphs: Literal["auto"] | int
+    save_attention: Literal["auto"] | int
     prefetch_bytes: int | None
     eviction: Literal["schedule", "lru"]
     trace_steps: tuple[int, ...]

@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from megatrain.engine.program import (
     StepProgram,
     VisitTrace,
     layouts_of_unit,
+    saving_attention,
     state_key,
     stored_keys,
 )
@@ -30,8 +31,8 @@ from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
-from megatrain.plan.estimate import estimate_step
-from megatrain.plan.kept import GraphKeeper, weights_stay
+from megatrain.plan.estimate import estimate_step, flops_per_token
+from megatrain.plan.kept import GraphKeeper, visits_with_attention, weights_stay
 from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
@@ -118,9 +119,29 @@ def plan_run(
     plan = replace(plan, estimate=estimate_step(plan, plan.shape, profile))
     if any(plan.traffic.values()):
         plan = fastest(
-            replace(other, estimate=estimate_step(other, other.shape, profile)) for other in with_open_room(plan)
+            replace(other, estimate=estimate_step(other, other.shape, profile))
+            for start in (plan, *_saving_everywhere(plan))
+            for other in with_open_room(start)
         )
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+
+
+def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
+    """Return the layers whose attention results are saved, as the config asks for; compiled layers save none."""
+    return run.save_attention if run.model.compile_backend is None else 0
+
+
+def _saving_everywhere(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan in which all layers save attention's results, if that may make a step shorter that moves blocks.
+
+    The results move as well then, so only measured rates can tell.
+    """
+    if attention_to_save(plan.run) != "auto" or measured_rates(plan) is None or plan.run.tiers.machine is not None:
+        return
+    visits = visits_with_attention(plan.trace) - plan.program.kept - plan.program.saved_attention
+    other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
+    if flops_per_token(other) < WORTHWHILE * flops_per_token(plan):
+        yield other
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +225,7 @@ def _place(
         known = with_folder(budgets, program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
-        return keeper.solve(run.keep_graphs)
+        return keeper.solve(run.keep_graphs, attention_to_save(run))
 
     try:
         return placed(updates_beside_device=True)

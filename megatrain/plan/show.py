@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatrain.engine.program import KINDS, Kind
-from megatrain.plan.kept import num_layers_kept
+from megatrain.plan.kept import num_layers_kept, num_layers_saving_attention
 from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def _notes(plan: Plan) -> dict[Kind, str]:
         shared = {key for _, key in plan.program.occupants}
         num_gradients = len({gradient.key for gradient in plan.program.occupants.values()})
         notes["gradients"] += f"; {num_gradients} layers' take turns in {len(shared)} of them"
+    if saved := num_layers_saving_attention(plan.graph, plan.trace, plan.program):
+        notes["activations"] += f"; attention of {saved} layers is not computed again"
     notes["activations"] += f"; micro-batches {plan.num_micro_batches} x {plan.micro_batch_size} rows"
     return notes
 

@@ -10,6 +10,7 @@ import torch
 
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.engine.forward import LayerRunner
+from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import workspace_bytes
@@ -31,13 +32,14 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def step(config: Any, dtype: torch.dtype, kept: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
+def step(config: Any, dtype: torch.dtype, kept: Any, saved: Any = ()) -> tuple[Any, dict[str, torch.Tensor], int]:
     """Return the loss, the gradients, and the most memory that the step took beside weights and gradients."""
     graph, model = build_graph(config, dtype=dtype), build_model(config, dtype).to("cuda")
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
+    access._device = "cuda"
     access._weights = {name: weight.to("cuda") for name, weight in access._weights.items()}
     del model
-    runner = LayerRunner(graph, access, device="cuda", compute_dtype=dtype, kept=kept)
+    runner = LayerRunner(graph, access, device="cuda", compute_dtype=dtype, kept=kept, saved_attention=saved)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
@@ -65,3 +67,23 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
     graphs = NUM_MICRO_BATCHES * sum(visit.graph_nbytes for visit in trace.visits if not visit.is_head)
     libraries_bytes = 64 * MiB if virtual is None else 0  # their own workspaces come on top
     assert peak <= graphs + workspace_bytes(trace, NUM_MICRO_BATCHES) + libraries_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_saved_attention_on_a_device(family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
+    config = tiny_config(family, tied=False, max_position_embeddings=512)
+    loss, gradients, _ = step(config, dtype, ())
+    num_calls: list[int] = []
+    answering = AttentionResults.answering
+
+    def counted(results: AttentionResults, room: torch.Tensor) -> Any:
+        num_calls.append(sum(call is not None for call in results._calls))
+        return answering(results, room)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionResults, "answering", counted)
+        saved_loss, saved_gradients, _ = step(config, dtype, (), saved=range(1, 1 + config.num_hidden_layers))
+    assert num_calls == [1] * config.num_hidden_layers * NUM_MICRO_BATCHES
+    assert saved_loss == loss and saved_gradients.keys() == gradients.keys()
+    assert all(torch.equal(saved_gradients[name], gradients[name]) for name in gradients)

@@ -18,7 +18,7 @@ class MemoryAccess:
     def __init__(
         self, graph: ModelGraph, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str = "cpu"
     ) -> None:
-        self._graph = graph
+        self._graph, self._device = graph, device
         self._weights: dict[str, torch.Tensor] = {}
         for layout in graph.layouts.values():
             flat = torch.zeros(layout.num_elements, dtype=dtype, device=device)
@@ -31,6 +31,8 @@ class MemoryAccess:
         self._open: list[str] = []
         self.log: list[tuple[str, int]] = []
         self.largest_num_activations = 0
+        self.attention_nbytes = 1 << 20  # of the room for a micro-batch's results
+        self._rooms: dict[tuple[int, int], torch.Tensor] = {}
 
     def begin(self, phase: str, visit: int) -> None:
         self.log.append((phase, visit))
@@ -59,9 +61,21 @@ class MemoryAccess:
         yield tensor
         tensor.fill_(0)  # whoever still uses it is seen
 
+    @contextmanager
+    def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
+        if self.log[-1][0] == "forward":
+            assert (visit, micro_batch) not in self._rooms
+            room = torch.full((self.attention_nbytes,), 255, dtype=torch.uint8, device=self._device)
+            self._rooms[visit, micro_batch] = room
+            yield room
+            return
+        room = self._rooms.pop((visit, micro_batch))
+        yield room
+        room.fill_(255)  # whoever still uses it is seen
+
     def finish(self) -> dict[str, torch.Tensor]:
         """Return the gradients summed over use sites in use order, and start over."""
-        assert not self._activations, list(self._activations)
+        assert not self._activations and not self._rooms, (list(self._activations), list(self._rooms))
         gradients: dict[str, torch.Tensor] = {}
         for visit in sorted(self._accumulators):
             for name in self._filled[visit]:

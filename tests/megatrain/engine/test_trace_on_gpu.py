@@ -263,3 +263,16 @@ def test_the_command_says_whether_the_plan_is_exact(
         assert room in found["messages"] and room in plain.stdout.replace("\n", " ")
     assert found["workspace_is_exact"] is is_exact and len(found["guesses"]) == (0 if is_exact else 1)
     assert next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] > MiB
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_attention_would_save(padded: bool) -> None:
+    """Output and sums of flash attention, for whole rows and for documents, and next to nothing else."""
+    config = tiny_config("llama", tied=False)
+    trace = trace_of(config=config, length=512, padded=padded)
+    layers = [visit for visit in trace.visits if visit.saved and visit.attention_nbytes]
+    assert len(layers) == config.num_hidden_layers
+    for visit in layers:
+        results = 512 * (config.hidden_size * 2 + config.num_attention_heads * 4)
+        assert 0 <= visit.attention_nbytes - results <= 4 * 512
+        assert visit.attention_flops == 2 * visit.attention_skipped_flops == 4 * 512 * 512 * config.hidden_size
