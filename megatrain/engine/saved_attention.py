@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,7 +165,7 @@ class _Interception(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.scaled_dot_product_attention or func is torch.ops.aten._flash_attention_forward:
+        if func is functional.scaled_dot_product_attention or isinstance(func, OpOverloadPacket | OpOverload):
             with _Kernels(self._call):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, StepLoss
+from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
+from megatrain.models.graph import ModelGraph, build_graph
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
@@ -61,9 +63,11 @@ class Side:
         *,
         dtype: torch.dtype = torch.float32,
         nbytes: int = 1 << 20,
+        change: Callable[[ModelGraph], None] = lambda graph: None,
         **options: Any,
     ) -> None:
         graph = build_graph(config, dtype=dtype)
+        change(graph)
         self.access = MemoryAccess(graph, dict(build_model(config, dtype, ()).named_parameters()), dtype)
         self.access.attention_nbytes = nbytes
         runner = LayerRunner(
@@ -90,3 +94,69 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 def test_saved_and_recomputed_are_the_same_bits(family: str) -> None:
     again, side = compare(tiny_config(family, tied=False), padded_batches())
     assert side.num_forwards == again.num_forwards == 0 or side.num_forwards < again.num_forwards
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+def test_each_kernel_runs_once(order: str) -> None:
+    config = tiny_config("llama", tied=False)
+    again, side = compare(config, order=order)
+    assert again.num_forwards == 2 * side.num_forwards == 2 * 2 * config.num_hidden_layers
+    again, side = compare(config, saved={2}, order=order)
+    assert side.num_forwards == again.num_forwards - 2
+
+
+def test_bfloat16() -> None:
+    again, side = compare(tiny_config("llama", tied=False), dtype=torch.bfloat16)
+    assert again.num_forwards == 2 * side.num_forwards
+
+
+def test_dropout_draws_what_it_drew() -> None:
+    """In attention, whose kernel then leaves scores in memory and is run again, and behind it."""
+    compare(tiny_config("gpt2", tied=False, **DROPOUT))
+    behind = {**DROPOUT, "attn_pdrop": 0.0}
+    again, side = compare(tiny_config("gpt2", tied=False, **behind))
+    assert again.num_forwards == 2 * side.num_forwards
+
+
+def test_the_trace_says_how_much_room_the_results_take() -> None:
+    """Where less is left, because rows have several documents, what fits is saved."""
+    config, batches = tiny_config("llama", tied=False), whole_rows(length=48)
+    trace = trace_visits(build_graph(config), 2, 48, torch.float32, padded=False)
+    sizes = {visit.attention_nbytes for visit in trace.visits} - {0}
+    assert len(sizes) == 1
+    nbytes = sizes.pop()
+    again, side = compare(config, batches, nbytes=nbytes)
+    assert again.num_forwards == 2 * side.num_forwards
+    again, side = compare(config, batches, nbytes=nbytes - 1)
+    assert again.num_forwards == side.num_forwards
+    by_documents, in_part = compare(config, padded_batches(), nbytes=1024)
+    assert by_documents.num_forwards / 2 < in_part.num_forwards < by_documents.num_forwards
+
+
+def test_a_unit_that_checkpoints_itself() -> None:
+    """It runs its attention again inside of its backward, where nothing is answered."""
+    config = tiny_config("llama", tied=False)
+
+    def checkpointing(graph: ModelGraph) -> None:
+        attention = graph.units[2].module.self_attn
+        forward = attention.forward
+        attention.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    compare(config, change=checkpointing)
+
+
+def test_a_call_that_differs_is_computed() -> None:
+    """Whatever a unit does: what was saved answers only a call with the same shapes and arguments."""
+    query, key = (torch.randn(1, 2, length, 8) for length in (6, 6))
+    results, room = AttentionResults(), torch.zeros(4096, dtype=torch.uint8)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with results.saving(room):
+        causal = attend(query, key, key, is_causal=True)
+    room.zero_()  # whatever is answered is seen
+    with results.answering(room):
+        assert torch.equal(attend(query, key, key), attend(query, key, key))
+    with results.answering(room):
+        assert not attend(query, key, key, is_causal=True).any() and causal.any()
+    with results.answering(room):
+        longer = torch.cat([query, query], dim=2)
+        assert attend(longer, longer, longer, is_causal=True).any()

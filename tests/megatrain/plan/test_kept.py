@@ -37,14 +37,15 @@ def kept_bytes(plan: Plan, visits: list[int]) -> int:
 
 
 def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
-    none = make_plan(tmp_path, advanced="keep_graphs = 0")
+    none = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0")
     least, everything = none.totals["ram"], make_plan(tmp_path)
     assert not none.program.kept and none.kept_bytes == 0
     assert everything.program.kept == set(range(6)) and num_layers_kept(
         everything.graph, everything.trace, everything.program
     ) == (4, 4)
     most = everything.totals["ram"]
-    plans = [make_plan(tmp_path, ram=f"{size}B") for size in (least, least + (most - least) // 2, most - 1, most)]
+    plain = "save_attention = 0"
+    plans = [make_plan(tmp_path, ram=f"{size}B", advanced=plain) for size in (least, least + (most - least) // 2, most - 1, most)]
     for plan in plans:
         kept = sorted(plan.program.kept)
         assert kept == list(range(6))[6 - len(kept) :]
@@ -57,7 +58,7 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
     for fewer, more in pairwise(plans):
         assert fewer.program.kept <= more.program.kept
     assert plans[0].program.kept < plans[1].program.kept < plans[3].program.kept == set(range(6))
-    again = make_plan(tmp_path, ram=f"{least + (most - least) // 2}B")
+    again = make_plan(tmp_path, ram=f"{least + (most - least) // 2}B", advanced=plain)
     assert again.program == plans[1].program and again.placement == plans[1].placement
     with pytest.raises(DoesNotFitError) as refused:
         make_plan(tmp_path, ram=f"{least - 16384}B")
@@ -80,7 +81,7 @@ def test_a_number_of_layers(tmp_path: Path) -> None:
 
 
 def test_a_number_that_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
-    least = make_plan(tmp_path, advanced="keep_graphs = 0").totals["ram"]
+    least = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0").totals["ram"]
     with pytest.raises(DoesNotFitError, match=r"Graphs that are kept take .*: lower advanced.keep_graphs") as refused:
         make_plan(tmp_path, ram=f"{least}B", advanced="keep_graphs = 2")
     enough = make_plan(tmp_path, ram=f"{refused.value.need_bytes}B", advanced="keep_graphs = 2")
@@ -108,6 +109,52 @@ def test_hardware_flops_count_fewer_recomputes(tmp_path: Path) -> None:
     assert everything.hardware == everything.model
 
 
+def attention_blocks(plan: Plan) -> list[str]:
+    return [key for key in plan.program.blocks if key.endswith(".attention")]
+
+
+def test_attention_is_saved_where_graphs_are_not_kept(tmp_path: Path) -> None:
+    nothing = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0")
+    everything = make_plan(tmp_path, advanced="keep_graphs = 0")
+    assert everything.program.saved_attention == {1, 2, 3, 4} and not nothing.program.saved_attention
+    assert len(attention_blocks(everything)) == 4 * 3 and not any(everything.traffic.values())
+    sizes = {everything.program.blocks[key].nbytes for key in attention_blocks(everything)}
+    assert sizes == {everything.trace.visits[1].attention_nbytes}
+    more = everything.totals["ram"] - nothing.totals["ram"]
+    assert more == 12 * everything.budgets_by_tier["ram"].slot_bytes(sizes.pop())
+    # Rows are short here: a byte is worth more in a graph, so graphs come first.
+    most = make_plan(tmp_path).totals["ram"]
+    both = make_plan(tmp_path, ram=f"{(nothing.totals['ram'] + most) // 2}B")
+    assert both.program.kept and both.program.saved_attention
+    assert both.program.saved_attention == {1, 2, 3, 4} - both.program.kept
+    assert both.totals["ram"] <= both.budgets["ram"]
+    rows = {kind: note for kind, _, note in table_rows(both)}
+    assert f"attention of {len(both.program.saved_attention)} layers is not computed again" in rows["activations"]
+    some = make_plan(tmp_path, advanced="keep_graphs = 1\nsave_attention = 3")
+    assert some.program.kept == {4, 5} and some.program.saved_attention == {2, 3}
+
+
+def test_attention_that_would_move_is_left_to_measured_rates(tmp_path: Path) -> None:
+    streamed = {"nvme": 1, "placement": 'optimizer = ["nvme"]'}
+    assert not make_plan(tmp_path, **streamed).program.saved_attention
+    assert make_plan(tmp_path, advanced="save_attention = 2", **streamed).program.saved_attention == {3, 4}
+
+
+def test_saved_attention_is_no_work_of_the_hardware(tmp_path: Path) -> None:
+    tables = "keep_graphs = 0\nsave_attention = "
+    again, saved = (make_plan(tmp_path, advanced=tables + number) for number in ("0", "4"))
+    visits = [saved.trace.visits[visit] for visit in saved.program.saved_attention]
+    tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
+    less = step_flops(saved.trace, **tokens), step_flops(
+        saved.trace, **tokens, saved_attention=saved.program.saved_attention
+    )
+    assert less[0].model == less[1].model
+    in_attention = sum(visit.attention_flops for visit in visits)
+    assert less[0].hardware - less[1].hardware == pytest.approx(in_attention * 384 / saved.trace.num_tokens, abs=1)
+    computed = in_attention - sum(visit.attention_skipped_flops for visit in visits)
+    assert flops_per_token(again) - flops_per_token(saved) == pytest.approx(computed / saved.trace.num_tokens)
+
+
 def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     machine = MachineProfile(
         host=platform.node(),
@@ -124,7 +171,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     )
     shape = StepShape(TOKENS, None, [], [])
     rates = SimulatedRates(nvme_bytes_per_s=1e9, flops_per_s=1e10, update_params_per_s=5e8)
-    again, kept = (make_plan(tmp_path, advanced=f"keep_graphs = {number}") for number in (0, 2))
+    again, kept = (make_plan(tmp_path, advanced=f"keep_graphs = {n}\nsave_attention = 0") for n in (0, 2))
     once = num_parameters_run_once(kept.graph, kept.trace, kept.program)
     layer = sum(parameter.numel() for parameter in kept.graph.units[2].module.parameters())
     assert 2 * layer <= once <= 2.1 * layer
