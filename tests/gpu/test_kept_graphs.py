@@ -1,4 +1,4 @@
-"""On a device, kept graphs and saved attention give the bits of a recompute, and graphs take no more than was traced."""
+"""On a device, kept graphs and saved attention give a recompute's bits, and graphs take no more than was traced."""
 
 from __future__ import annotations
 

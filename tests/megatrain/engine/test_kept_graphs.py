@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import ProgramBuilder, StepProgram, VisitTrace, activations_of, keeping_graphs
+from megatrain.engine.program import (
+    ProgramBuilder,
+    StepProgram,
+    VisitTrace,
+    activations_of,
+    attention_key,
+    keeping_graphs,
+    saving_attention,
+)
 from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit, build_graph
@@ -379,6 +387,32 @@ def test_the_program_of_kept_visits_has_no_activations(order: str) -> None:
         else:
             assert after == before
     assert keeping_graphs(program, frozenset()) == program
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
+    graph = build_graph(tiny_config("llama"))
+    trace = trace_visits(graph, 2, 16, torch.float32)
+    program = program_of(graph, trace, order)
+    saved = saving_attention(program, trace, frozenset({2, 3}))
+    num_slots = 3 if order == "layer" else 1
+    keys = {attention_key(visit, slot) for visit in (2, 3) for slot in range(num_slots)}
+    assert saved.saved_attention == {2, 3} and saved.blocks.keys() - program.blocks.keys() == keys
+    for before, after in zip(program.ticks, saved.ticks, strict=True):
+        if after.phase not in ("forward", "backward") or after.visit not in (2, 3):
+            assert after == before
+            continue
+        own = [attention_key(after.visit, slot) for slot in range(num_slots)]
+        assert [key for key, _ in after.uses if key in keys] == own
+        assert [use for use in after.uses if use[0] not in keys] == list(before.uses)
+        if after.phase == "forward":  # inputs are written one after the other, results while the unit runs
+            assert all(len(group) == 1 for group in after.passing) and after.spent == before.spent
+        else:
+            assert after.spent == before.spent | set(own)
+            assert all(group[-1] == (key, "r") for group, key in zip(after.passing, own, strict=True))
+    kept = keeping_graphs(saved, frozenset({3, 4}))
+    assert kept.saved_attention == {2} and kept.kept == {3, 4}
+    assert kept.blocks.keys() & keys == {key for key in keys if key.startswith("activations/2/")}
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])

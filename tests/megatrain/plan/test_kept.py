@@ -45,7 +45,10 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
     ) == (4, 4)
     most = everything.totals["ram"]
     plain = "save_attention = 0"
-    plans = [make_plan(tmp_path, ram=f"{size}B", advanced=plain) for size in (least, least + (most - least) // 2, most - 1, most)]
+    plans = [
+        make_plan(tmp_path, ram=f"{size}B", advanced=plain)
+        for size in (least, least + (most - least) // 2, most - 1, most)
+    ]
     for plan in plans:
         kept = sorted(plan.program.kept)
         assert kept == list(range(6))[6 - len(kept) :]
@@ -145,8 +148,9 @@ def test_saved_attention_is_no_work_of_the_hardware(tmp_path: Path) -> None:
     again, saved = (make_plan(tmp_path, advanced=tables + number) for number in ("0", "4"))
     visits = [saved.trace.visits[visit] for visit in saved.program.saved_attention]
     tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
-    less = step_flops(saved.trace, **tokens), step_flops(
-        saved.trace, **tokens, saved_attention=saved.program.saved_attention
+    less = (
+        step_flops(saved.trace, **tokens),
+        step_flops(saved.trace, **tokens, saved_attention=saved.program.saved_attention),
     )
     assert less[0].model == less[1].model
     in_attention = sum(visit.attention_flops for visit in visits)

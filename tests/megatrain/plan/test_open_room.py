@@ -24,7 +24,7 @@ def make_plan(folder: Path, ram: str) -> Plan:
     return plan_run(resolve(load_config(folder / "run.toml").config))
 
 
-def profile(folder: Path, *, drive: float) -> LoadedProfile:
+def profile(folder: Path, *, drive: float, flops: float = 1e11) -> LoadedProfile:
     now = datetime.now(UTC)
     rates = dict.fromkeys(
         ("read", "write", "mixed", "bare_read", "bare_write", "bare_mixed"),
@@ -49,7 +49,7 @@ def profile(folder: Path, *, drive: float) -> LoadedProfile:
         ram_copy_bytes_per_s=2e10,
         ram_update_bytes_per_s=2e10,
         adamw_params_per_s={"float32": 1e9, "bfloat16": 1e9},
-        matmul_flops_per_s={"cpu/float32": 1e11},
+        matmul_flops_per_s={"cpu/float32": flops},
         drives={file_system_of(folder).key: measured},
     )
     return LoadedProfile(machine)
@@ -79,3 +79,15 @@ def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monk
 def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
     need = 5500 * 1024
     assert make_plan(tmp_path, f"{need}B").totals["ram"] <= need
+
+
+@pytest.mark.parametrize(("drive", "flops", "saves"), [(1e11, 1e9, True), (1e8, 1e13, False)])
+def test_attention_is_saved_where_blocks_move_if_that_is_faster(
+    drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results move as well: worth it where the drive is fast and the processor slow, and not the other way round."""
+    monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive, flops=flops))
+    monkeypatch.setattr(planner, "WORTHWHILE", 0.999)  # a small model with short rows has little attention
+    plan = make_plan(tmp_path, "10MiB")
+    assert any(plan.traffic.values())
+    assert plan.program.saved_attention == (frozenset({1, 2, 3, 4}) if saves else frozenset())
