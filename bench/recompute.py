@@ -98,7 +98,7 @@ class Bench:
             self._tell_differences(rounds, {name: side.digests() for name, side in sides.items()})
 
     def _config(self, name: str) -> RunConfig:
-        shape, tables = self._arguments.tokens, {"advanced": {"keep_graphs": self._num_kept[name]}}
+        shape, tables = self._arguments.tokens, {"advanced": {"keep_graphs": self._num_kept[name], "save_attention": 0}}
         return run_config(self._model, TEXT, shape, self._folder / name, **tables)
 
     def _side(self, name: str) -> Ours:

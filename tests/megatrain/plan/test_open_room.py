@@ -85,7 +85,7 @@ def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
 def test_attention_is_saved_where_blocks_move_if_that_is_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its results move as well: worth it where the drive is fast and the processor slow, and not the other way round."""
+    """Its results move as well: worth it for a fast drive and a slow processor, not the other way round."""
     monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive, flops=flops))
     monkeypatch.setattr(planner, "WORTHWHILE", 0.999)  # a small model with short rows has little attention
     plan = make_plan(tmp_path, "10MiB")
