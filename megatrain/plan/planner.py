@@ -6,6 +6,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -120,8 +121,7 @@ def plan_run(
     if any(plan.traffic.values()):
         plan = fastest(
             replace(other, estimate=estimate_step(other, other.shape, profile))
-            for start in (plan, *_saving_everywhere(plan))
-            for other in with_open_room(start)
+            for other in chain(with_open_room(plan), _saving_everywhere(plan))
         )
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
 
@@ -132,7 +132,7 @@ def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
 
 
 def _saving_everywhere(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan in which all layers save attention's results, if that may make a step shorter that moves blocks.
+    """Yield plans in which all layers save attention's results, if that may make a step shorter that moves blocks.
 
     The results move as well then, so only measured rates can tell.
     """
@@ -141,7 +141,12 @@ def _saving_everywhere(plan: Plan) -> Iterator[Plan]:
     visits = visits_with_attention(plan.trace) - plan.program.kept - plan.program.saved_attention
     other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
     if flops_per_token(other) < WORTHWHILE * flops_per_token(plan):
-        yield other
+        yield from _placed_anew(other)
+
+
+def _placed_anew(plan: Plan) -> Iterator[Plan]:
+    """Return the plans with open room for a program that is another than the one that was placed."""
+    return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 
 
-def make_plan(folder: Path, ram: str) -> Plan:
-    (folder / "run.toml").write_text(config_text(folder, EXAMPLES / "quickstart" / "model", ram=ram))
+def make_plan(folder: Path, ram: str, **tables: str) -> Plan:
+    (folder / "run.toml").write_text(config_text(folder, EXAMPLES / "quickstart" / "model", ram=ram, **tables))
     return plan_run(resolve(load_config(folder / "run.toml").config))
 
 
@@ -91,3 +91,6 @@ def test_attention_is_saved_where_blocks_move_if_that_is_faster(
     plan = make_plan(tmp_path, "10MiB")
     assert any(plan.traffic.values())
     assert plan.program.saved_attention == (frozenset({1, 2, 3, 4}) if saves else frozenset())
+    beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', advanced="keep_graphs = 1")
+    assert beside.program.kept == {4, 5} and any(beside.traffic.values())
+    assert beside.program.saved_attention == (frozenset({1, 2, 3}) if saves else frozenset())
