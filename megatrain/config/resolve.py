@@ -88,6 +88,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         placement=_placement(config, _tier_names(tiers, device)),
         keep_graphs=advanced.keep_graphs,
         save_attention=advanced.save_attention,
+        stream_updates=advanced.stream_updates,
         prefetch_bytes=advanced.prefetch if isinstance(advanced.prefetch, int) else None,
         eviction=advanced.eviction_policy,
         trace_steps=config.profile.trace_steps,

@@ -804,6 +804,12 @@ class AdvancedConfig(Table, json_schema_extra=_all_alter("no")):
         "none. Compiled layers compute it again.",
         "auto",
     )
+    stream_updates: GraphCount = key(
+        "Beside a GPU: groups of weights with their state in RAM that are updated in GPU memory, where they are "
+        "fetched part by part, while the processor updates the others. auto: as many as finish with the others, if "
+        "measured rates say that a step is shorter; 0: none.",
+        "auto",
+    )
     emulate_gpu: bool = key(
         'With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
         "tests, and for trying a setup out; the processor computes.",

@@ -237,6 +237,8 @@ class StepProgram:
         updates_in_compute_tier: whether the optimizer can update blocks there.
         kept: visits whose graphs are kept for the backward; their inputs are no blocks.
         saved_attention: visits whose attention results are blocks, for their recompute.
+        streamed_updates: layouts, by index, that are updated in the compute tier wherever their blocks live: these
+            are fetched for it, part by part, and written back.
         parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
         kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
@@ -249,6 +251,7 @@ class StepProgram:
     updates_in_compute_tier: bool = False
     kept: frozenset[int] = frozenset()
     saved_attention: frozenset[int] = frozenset()
+    streamed_updates: frozenset[int] = frozenset()
     kept_parts: int = 1
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
 
@@ -289,13 +292,15 @@ class StepProgram:
     def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
         """Return the tier of a tick's leases.
 
-        An update runs in the compute tier if weights and state are at home there, else in RAM: homes alone decide, and
-        optimizer state is never fetched to the compute tier.
+        An update runs in the compute tier if weights and state are at home there, or if the plan streams it; else in
+        RAM.
         """
         if tick.phase != "update":
             return self.compute_tier
         if not self.updates_in_compute_tier:
             return "ram"
+        if tick.visit in self.streamed_updates:
+            return self.compute_tier
         # The weight first: plans ask this often, and of a layer of many parts it mostly settles it.
         groups = chain((tick.held,), tick.passing)
         is_there = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)

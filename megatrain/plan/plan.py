@@ -118,6 +118,7 @@ class RunSpec:
         tiers: what it may use of the machine.
         placement: where kinds of blocks may live.
         keep_graphs: layers whose graphs are kept for the backward; "auto": as many as fit.
+        stream_updates: layers whose state lives in RAM and that are updated in GPU memory; "auto": where it is faster.
         save_attention: layers whose attention results are saved for the recompute; "auto": where it saves time.
         prefetch_bytes: fetched ahead; None: no limit but the room.
         eviction: policy of what leaves a full tier.
@@ -145,6 +146,7 @@ class RunSpec:
     placement: PlacementSpec
     keep_graphs: Literal["auto"] | int
     save_attention: Literal["auto"] | int
+    stream_updates: Literal["auto"] | int
     prefetch_bytes: int | None
     eviction: Literal["schedule", "lru"]
     trace_steps: tuple[int, ...]

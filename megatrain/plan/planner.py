@@ -15,6 +15,7 @@ from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
     ProgramBuilder,
     StepProgram,
+    Tick,
     VisitTrace,
     layouts_of_unit,
     saving_attention,
@@ -117,12 +118,22 @@ def plan_run(
         ),
         packing_warning=subject.packing_warning,
     )
+    if run.stream_updates != "auto":
+        streaming = replace(plan, program=_streaming(plan, run.stream_updates))
+        if streaming.program.streamed_updates:
+            plan = next(_placed_anew(streaming), plan)
     plan = replace(plan, estimate=estimate_step(plan, plan.shape, profile))
     if any(plan.traffic.values()):
         plan = fastest(
             replace(other, estimate=estimate_step(other, other.shape, profile))
             for other in chain(with_open_room(plan), _saving_everywhere(plan))
         )
+        if run.stream_updates == "auto":
+            shared = (
+                replace(other, estimate=estimate_step(other, other.shape, profile))
+                for other in _sharing_updates(plan, profile.machine)
+            )
+            plan = fastest(chain((plan,), shared))
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
 
 
@@ -142,6 +153,45 @@ def _saving_everywhere(plan: Plan) -> Iterator[Plan]:
     other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
     if flops_per_token(other) < WORTHWHILE * flops_per_token(plan):
         yield from _placed_anew(other)
+
+
+def _streaming(plan: Plan, count: int) -> StepProgram:
+    """Return the program that updates so many of the groups in RAM in the compute tier, spread over the step.
+
+    Between two that the processor updates, one that is streamed leaves the bus time to fetch it.
+    """
+    program, homes = plan.program, plan.placement.homes
+    if not program.updates_in_compute_tier or program.compute_tier == "ram":
+        return program
+    in_ram = [tick.visit for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
+    count = min(count, len(in_ram))
+    chosen = frozenset(in_ram[(2 * number + 1) * len(in_ram) // (2 * count)] for number in range(count))
+    return replace(program, streamed_updates=chosen)
+
+
+def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:
+    """Return whether a group is updated in RAM, where its weight and state live."""
+    own = (key for key, _ in tick.uses if key not in tick.spent)
+    return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in own)
+
+
+def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
+    """Yield plans in which a GPU updates some of the groups in RAM, as many as it needs the time for of the processor.
+
+    And half as many, as the bus has other things to carry.
+    """
+    seconds = plan.estimate.seconds if plan.estimate is not None else {}
+    host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None
+    if gpu is None or not host_s or plan.run.tiers.machine is not None:
+        return
+    program, homes, blocks = plan.program, plan.placement.homes, plan.program.blocks
+    ticks = [tick for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
+    uses = [(blocks[key].nbytes, mode) for tick in ticks for key, mode in tick.uses if homes[key] == "ram"]
+    down_s = sum(nbytes for nbytes, _ in uses) / gpu.h2d_bytes_per_s
+    up_s = sum(nbytes for nbytes, mode in uses if mode != "r") / gpu.d2h_bytes_per_s
+    balanced = round(len(ticks) * host_s / (host_s + max(down_s, up_s)))
+    for count in sorted({balanced, balanced // 2} - {0}, reverse=True):
+        yield from _placed_anew(replace(plan, program=_streaming(plan, count)))
 
 
 def _placed_anew(plan: Plan) -> Iterator[Plan]:

@@ -117,10 +117,12 @@ def _moves(plan: Plan) -> tuple[str, ...]:
 def _updates(plan: Plan) -> str:
     if plan.host_updates:
         return f"updates are made in ram: {plan.host_updates}"
-    there = plan.device_updates
+    streamed = plan.program.streamed_updates
+    there = [tick for tick in plan.device_updates if tick.visit not in streamed]
     share = 100 * plan.num_updated_by(there) // max(1, plan.num_updated_by(plan.updates))
     which = f"{len(there)} of {len(plan.updates)} groups of blocks, {share} % of the trained parameters,"
-    return f"{which} live in gpu and are updated there"
+    text = f"{which} live in gpu and are updated there"
+    return text + (f"; {len(streamed)} others are fetched for their updates, part by part" if streamed else "")
 
 
 def _notes(plan: Plan) -> dict[Kind, str]:

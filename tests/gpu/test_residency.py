@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from fakes.virtual_cuda import VirtualCuda
+from megatrain.plan.placement import Traffic
+from megatrain.plan.plan import Plan
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered import parse_size
 
@@ -55,6 +57,47 @@ def test_homes_in_gpu_memory_change_no_bit(
     result.assert_as_planned()
     if gpu == "128MiB" and "adafactor" not in optimizer:
         assert set(result.plan.placement.homes.values()) == {"gpu"} and not any(result.plan.traffic.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"'])
+def test_updates_that_are_shared_between_host_and_device_change_no_bit(
+    optimizer: str, dtype: str, virtual: VirtualCuda | None, tmp_path: Path
+) -> None:
+    """State at home in RAM: some groups are updated there, the others are fetched to the device for their update."""
+    model = write_tiny_model(tmp_path / "model")
+    results: dict[int, TieredRun] = {}
+    for count in (0, 3, 100):
+        text = config_text(
+            tmp_path,
+            model,
+            nvme=0,
+            device="cuda",
+            gpu="24MiB",
+            placement=ALL_RAM,
+            optimizer=optimizer,
+            precision=f'compute_dtype = "{dtype}"',
+            advanced=f"stream_updates = {count}",
+        )
+        results[count] = run_config(text, tmp_path / str(count), num_steps=NUM_STEPS)
+        results[count].assert_as_planned()
+        results[count].assert_same(results[0])
+    plans = {count: result.plan for count, result in results.items()}
+    groups = len(plans[0].updates)
+    assert [len(plan.device_updates) for plan in plans.values()] == [0, 3, groups]
+    assert set(plans[3].placement.homes.values()) == {"ram"}
+    moved = [moved_state(plan) for plan in plans.values()]
+    assert moved[0] == 0 < moved[1] < moved[2]
+
+
+def moved_state(plan: Plan) -> int:
+    """Return the bytes of optimizer state that a step moves to the device; as many come back."""
+    program, placement = plan.program, plan.placement
+    moved = Traffic(program, plan.tiers, placement.homes, placement.stays).of_step(
+        lambda key: program.blocks[key].kind == "optimizer"
+    )
+    assert moved["ram->gpu"] == moved["gpu->ram"]
+    return moved["ram->gpu"]
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
