@@ -182,7 +182,7 @@ def _sharing_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Pla
     """
     seconds = plan.estimate.seconds if plan.estimate is not None else {}
     host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None
-    if gpu is None or not host_s or plan.run.tiers.machine is not None:
+    if gpu is None or not gpu.update_bytes_per_s or not host_s or plan.run.tiers.machine is not None:
         return
     program, homes, blocks = plan.program, plan.placement.homes, plan.program.blocks
     ticks = [tick for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
@@ -432,14 +432,15 @@ def fastest(plans: Iterable[Plan]) -> Plan:
     The first as well for another machine: its rates are too rough to choose by, and a replay of a large model is long.
     """
     best, best_s = None, math.inf
-    seen: list[Mapping[str, str]] = []
+    seen: list[tuple[Mapping[str, str], frozenset[int]]] = []
     for plan in plans:
         rates = measured_rates(plan)
         if rates is None or plan.estimate is None or plan.run.tiers.machine is not None:
             return plan
-        if plan.placement.homes in seen:
+        what = plan.placement.homes, plan.program.streamed_updates
+        if what in seen:
             continue
-        seen.append(plan.placement.homes)
+        seen.append(what)
         step_s = simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
         if step_s < WORTHWHILE * best_s:
             best, best_s = plan, step_s

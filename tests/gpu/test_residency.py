@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from fakes.virtual_cuda import VirtualCuda
+from megatrain.config.load import load_config
+from megatrain.config.resolve import resolve
+from megatrain.plan import planner
+from megatrain.plan.machine import GpuProfile, LoadedProfile, MachineProfile
 from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Plan
+from megatrain.plan.show import messages
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered import parse_size
 
@@ -88,6 +94,43 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
     assert set(plans[3].placement.homes.values()) == {"ram"}
     moved = [moved_state(plan) for plan in plans.values()]
     assert moved[0] == 0 < moved[1] < moved[2]
+
+
+@pytest.mark.parametrize(("params_per_s", "bus", "shares"), [(1e6, 1e12, True), (1e12, 1e6, False)])
+def test_updates_are_shared_where_rates_say_that_it_is_faster(
+    params_per_s: float, bus: float, shares: bool, virtual: VirtualCuda | None, tmp_path: Path
+) -> None:
+    """A slow processor beside a fast bus, and the other way round; without rates nothing is shared."""
+    model = write_tiny_model(tmp_path / "model")
+    text = config_text(tmp_path, model, nvme=0, device="cuda", gpu="24MiB", placement=ALL_RAM)
+    (tmp_path / "run.toml").write_text(text)
+    run = resolve(load_config(tmp_path / "run.toml").config)
+    found = MachineProfile(
+        host="here",
+        cpu="some",
+        ram_bytes=1 << 30,
+        measured_at=datetime.now(UTC),
+        is_quick=True,
+        num_threads=2,
+        ram_read_bytes_per_s=1e10,
+        ram_copy_bytes_per_s=1e10,
+        ram_update_bytes_per_s=1e10,
+        adamw_params_per_s=dict.fromkeys(("float32", "bfloat16"), params_per_s),
+        matmul_flops_per_s=dict.fromkeys(("cuda/float32", "cuda/bfloat16"), 1e13),
+        gpu=GpuProfile(
+            name="some", memory_bytes=1 << 30, h2d_bytes_per_s=bus, d2h_bytes_per_s=bus, update_bytes_per_s=1e12
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(found))
+        plan = planner.plan_run(run)
+    assert bool(plan.program.streamed_updates) == shares
+    if shares:
+        assert all(tick.visit in plan.program.streamed_updates for tick in plan.device_updates)
+        assert any("fetched for their updates" in text for text in messages(plan))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(None))
+        assert not planner.plan_run(run).program.streamed_updates
 
 
 def moved_state(plan: Plan) -> int:
