@@ -59,5 +59,11 @@ def test_every_decision_is_in_the_list() -> None:
 
 def test_every_page_is_on_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= set(re.findall(r": (\w+\.md)$", nav, flags=re.MULTILINE))
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in [*docs.glob("*.md"), *docs.glob("coming_from/*.md")]}
+    shown = re.findall(r"[-:] ([\w/]+\.md)$", nav, flags=re.MULTILINE)
+    assert pages <= set(shown) and len(shown) == len(set(shown))
+    # The references come last.
+    assert shown.index("config.md") > shown.index("embedding.md") and shown.index("cli.md") > shown.index(
+        "quickstart.md"
+    )
