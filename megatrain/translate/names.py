@@ -417,13 +417,33 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
 })  # fmt: skip
 
 #: Names of tools whose files are not translated.
-_OF_OTHERS = {
+OTHERS = {
     **_of(_TRANSFORMERS, {
         "block_size": _same("data.max_length"),
         "train_file": _path("data.train.0.path"),
         "learning_rate_scheduler": _same("optimizer.lr_scheduler_type"),
     }),
     **_of("torchtitan", {
+        "hf_assets_path": _path("model.model_name_or_path"),
+        "dump_folder": _path("output_dir"),
+        "local_batch_size": _same("training.per_device_train_batch_size"),
+        "global_batch_size": _rule("training.gradient_accumulation_steps", "rows of a step divided by those of a "
+                                   "micro-batch; or only training.train_batch_tokens"),
+        "seq_len": _same("data.max_length"),
+        "max_norm": _same("optimizer.max_grad_norm"),
+        "beta1": _same("optimizer.adam_beta1"),
+        "beta2": _same("optimizer.adam_beta2"),
+        "decay_ratio": _rule("optimizer.lr_scheduler_kwargs", 'lr_scheduler_type = "warmup_stable_decay"'),
+        "decay_type": _rule("optimizer.lr_scheduler_type"),
+        "mixed_precision_param": _rule("precision.compute_dtype"),
+        "log_freq": _same("logging.logging_steps"),
+        "enable_tensorboard": _rule("logging.report_to", 'write report_to = ["jsonl", "tensorboard"]'),
+        "enable_wandb": _rule("logging.report_to", 'write report_to = ["jsonl", "wandb"]'),
+        "enable_profiling": _rule("profile.trace_steps", "the steps to trace"),
+        "dataset_path": _path("data.train.0.path"),
+        **_each("enable_cpu_offload fsdp_reshard_after_forward", _unneeded(PLANNER)),
+        **_each("""data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree
+            pipeline_parallel_degree context_parallel_degree expert_parallel_degree""", _unneeded(ONE_DEVICE)),
         "interval": _same("checkpoint.save_steps"),
         "keep_latest_k": _same("checkpoint.save_total_limit"),
         "async_mode": _rule("checkpoint.async_save"),
@@ -467,7 +487,7 @@ def _translations() -> dict[str, Name]:
     """Return the names to advise on; of a name that several tools share, the first table's meaning."""
     found: dict[str, Name] = {}
     skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
-    for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, _OF_OTHERS):
+    for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, OTHERS):
         for key, name in table.items():
             leaf = key.rpartition(".")[2]
             says_something = name.ours or name.fate is not Fate.RULE
