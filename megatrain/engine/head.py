@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ class HeadPlan:
         cut_weight: Owner's name of the weight whose product the logits are, if they may come a part of the vocabulary
             at a time.
         logit_nbytes: What the graph of one logit takes from the last product to the loss.
+        borders: Rows of the cut weight that its parts begin with, the first one left out.
     """
 
     trunk: nn.Module
@@ -104,6 +105,11 @@ class HeadPlan:
     keeps_logits: bool = False
     cut_weight: str | None = None
     logit_nbytes: int = 4
+    borders: tuple[int, ...] = ()
+
+    def ranges(self, columns: int) -> list[tuple[int, int]]:
+        """Return the words of each part of the vocabulary; none has words of two blocks of the weight's gradient."""
+        return vocabulary_ranges(self.vocab_size, columns, self.borders)
 
     @property
     def default_columns(self) -> int:
@@ -145,7 +151,16 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
         return None
     units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
     cut_weight = _cut_weight(graph, candidates, probe)
-    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits, cut_weight, probe.logit_nbytes)
+    borders = () if cut_weight is None else _borders(graph, cut_weight)
+    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits, cut_weight, probe.logit_nbytes, borders)
+
+
+def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+    """Return the rows that parts of a weight begin with, if it is alone in its layout and parts are whole rows."""
+    for layout in graph.layouts.values():
+        if len(layout.entries) == 1 and layout.entries[0].name == name:
+            return layout.first_rows[1:]
+    return ()
 
 
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Probe) -> str | None:
@@ -498,7 +513,7 @@ class ChunkedHead:
 
     def _parts_of(self, weight: Tensor, target: GradientTarget | None) -> list[VocabularyPart]:
         parts: list[VocabularyPart] = []
-        for start, stop in vocabulary_ranges(self._plan.vocab_size, self._columns):
+        for start, stop in self._plan.ranges(self._columns):
             rows = weight.detach()[start:stop]
             leaf = rows if target is None else weight_leaf(rows, replace(target, first_row=start))
             parts.append(VocabularyPart(start, stop, leaf))
@@ -531,10 +546,12 @@ class ChunkedHead:
                 with self._part_at(number, trains=False) as part:
                     for piece in together:
                         self._take_in(piece, part, is_kept=False)
-            for number in reversed(range(self._num_parts)):
-                with self._part_at(number, trains=True) as part:
-                    for piece in together:
-                        self._add_gradients(piece, part, leaves)
+            for place, numbers in self._places(leaves):
+                with place:
+                    for number in numbers:
+                        with self._part_at(number, trains=True) as part:
+                            for piece in together:
+                                self._add_gradients(piece, part, leaves)
         results: list[HeadResult] = []
         for item, own in zip(outputs, pieces, strict=True):
             hidden_grad = self._hidden_grad(item)
@@ -551,6 +568,23 @@ class ChunkedHead:
         Here the whole weight is leased. Where it is in blocks of its own by parts, this is where they come and go.
         """
         yield self._parts[number]
+
+    def _places(self, leaves: Leaves) -> Iterator[tuple[AbstractContextManager[None], list[int]]]:
+        """Yield the places of the weight's gradient that are leased in turn, with their parts of the vocabulary.
+
+        The last ones come first. Where the gradient is there, whole, it is one place.
+        """
+        starts = [part.start for part in self._parts]
+        cut = self._plan.cut_weight
+        for sink in leaves.sinks.values() if cut is not None else ():
+            assert cut is not None
+            rows_of_parts = sink.rows_of_parts(cut)
+            for number in reversed(range(len(rows_of_parts))):
+                inside = [n for n, start in enumerate(starts) if start in rows_of_parts[number]]
+                yield sink.part(cut, number), inside[::-1]
+            if rows_of_parts:
+                return
+        yield nullcontext(), list(reversed(range(self._num_parts)))
 
     @property
     def _num_parts(self) -> int:

@@ -75,6 +75,7 @@ class TracedVisit:
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
         forward_flops: Floating-point operations of the forward.
         backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
+        by_part: Owner's names of the parameters whose gradients can be made one part after the other.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
             and weights cast to other dtypes; not the weights themselves, nor what visits share.
     """
@@ -89,6 +90,7 @@ class TracedVisit:
     forward_flops: int = 0
     backward_flops: int = 0
     graph_nbytes: int = 0
+    by_part: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ class StepProgram:
         parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
         kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
+        by_part: (visit, layout) of the gradients whose parts are leased one after the other.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -240,6 +243,7 @@ class StepProgram:
     kept: frozenset[int] = frozenset()
     kept_parts: int = 1
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
+    by_part: frozenset[tuple[int, str]] = frozenset()
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of."""
@@ -336,6 +340,12 @@ class BlockAccess(Protocol):
 class GradientSink(Protocol):
     """fp32 gradient accumulators of one use site."""
 
+    def rows_of_parts(self, name: str, /) -> Sequence[range]:
+        """Return the rows of the parts that are to be filled one after the other, inside of ``part``; else nothing."""
+
+    def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
+        """Lease a part of a parameter's accumulator. Each is leased once, the head's in reverse."""
+
     def add(self, name: str, gradient: Tensor, /) -> None:
         """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
 
@@ -406,6 +416,8 @@ class ProgramBuilder:
             one more layer's gradients where updates are not deferred.
         frozen_in_folder: see ``BlockPlan.in_folder``; False: the model has no folder with weights.
         in_place: names of layouts, see ``BlockPlan.in_place``.
+        gradients_by_part: lease the parts of a gradient one after the other, where it can be made so. It changes no
+            bits; the head makes more logits a second time.
     """
 
     def __init__(
@@ -424,8 +436,10 @@ class ProgramBuilder:
         updates_beside_device: bool = True,
         frozen_in_folder: bool = False,
         in_place: Collection[str] = (),
+        gradients_by_part: bool = False,
     ) -> None:
         self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
+        self._gradients_by_part = gradients_by_part
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
         self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
@@ -455,6 +469,12 @@ class ProgramBuilder:
             self._defer_updates,
             self._updates_in_compute_tier,
             parts=self._parts,
+            by_part=frozenset(
+                (visit, layout)
+                for layout in self._parts
+                for visit in self._uses[layout]
+                if self._is_by_part(visit, layout)
+            ),
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------
@@ -523,7 +543,7 @@ class ProgramBuilder:
         waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
         for tick in ticks:
             yield tick
-            filled = {key for key, mode in tick.held if mode != "r"}
+            filled = {key for key, mode in tick.uses if mode != "r"}
             # A shared layout has several use sites; backward reaches the first one last and sums the others there.
             updates = [
                 self._update(index, layout)
@@ -556,19 +576,19 @@ class ProgramBuilder:
         if head:
             held = [item for visit in head for item in self._weights(visit)]
             held += [item for visit in head for item in self._gradients(visit, is_first=is_first)]
-            summed = self._summed(head, is_last=is_last)
-            spent = frozenset(key for group in summed for key, _ in group)
+            summed = self._passing_gradients(head, is_first=is_first, is_last=is_last)
+            spent = frozenset(key for group in summed for key, mode in group if mode == "r")
             yield Tick("head", head[0], tuple(dict(held).items()), summed, spent)
         for visit in reversed(trunk):
             activations = self._activations(visit, group, "r")
-            summed = self._summed([visit], is_last=is_last)
+            summed = self._passing_gradients([visit], is_first=is_first, is_last=is_last)
             yield Tick(
                 "backward",
                 visit,
                 (self._weights(visit) if self._trace.visits[visit].has_backward else ())
                 + self._gradients(visit, is_first=is_first),
                 (*activations, *summed),
-                frozenset(key for passing in (*activations, *summed) for key, _ in passing),
+                frozenset(key for passing in (*activations, *summed) for key, mode in passing if mode == "r"),
             )
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
@@ -588,27 +608,45 @@ class ProgramBuilder:
         return tuple((weight_key(name), "r") for name in self._layouts_of(visit))
 
     def _gradients(self, visit: int, *, is_first: bool) -> Group:
-        """Return the accumulators of a visit."""
+        """Return the accumulators that a visit holds."""
         return tuple(
             (key, "w" if is_first else "rw")
-            for name in self._layouts_of(visit)
-            if self._graph.layouts[name].trainable
+            for name in self._trained_layouts_of(visit)
+            if not self._is_by_part(visit, name)
             for key in self._part_keys(gradient_key(name, self._uses[name].index(visit)), name)
         )
 
-    def _summed(self, visits: Sequence[int], *, is_last: bool) -> tuple[Group, ...]:
-        """Return the accumulators that are added to those of these visits, part by part, and dead afterwards.
+    def _passing_gradients(self, visits: Sequence[int], *, is_first: bool, is_last: bool) -> tuple[Group, ...]:
+        """Return the accumulators that pass, part by part: those that are added to others, and the visits' own.
 
         The first use site, which backward fills last, takes those of all others.
         """
         groups: list[Group] = []
-        for visit in visits if is_last else ():
-            for name in self._layouts_of(visit):
+        for visit in visits:
+            for name in self._trained_layouts_of(visit):
                 uses = self._uses[name]
-                if self._graph.layouts[name].trainable and uses[0] == visit and len(uses) > 1:
-                    others = [self._part_keys(gradient_key(name, use), name) for use in range(1, len(uses))]
-                    groups += [tuple((key, "r") for key in keys) for keys in zip(*others, strict=True)]
+                others = range(1, len(uses)) if is_last and uses[0] == visit else ()
+                of_parts = zip(*(self._part_keys(gradient_key(name, use), name) for use in others), strict=True)
+                summed: list[Group] = [tuple((key, "r") for key in keys) for keys in of_parts]
+                if self._is_by_part(visit, name):
+                    own = self._part_keys(gradient_key(name, uses.index(visit)), name)
+                    summed = [
+                        ((key, "w" if is_first else "rw"), *group)
+                        for key, group in zip(own, summed or [()] * len(own), strict=True)
+                    ]
+                    if self._trace.visits[visit].is_head:  # its second pass goes back
+                        summed.reverse()
+                groups += summed
         return tuple(groups)
+
+    def _is_by_part(self, visit: int, layout: str) -> bool:
+        """Return whether a visit makes the parts of a layout's gradient one after the other."""
+        if layout not in self._parts or not self._gradients_by_part or not self._graph.layouts[layout].first_rows:
+            return False
+        return self._graph.layouts[layout].entries[0].name in self._trace.visits[visit].by_part
+
+    def _trained_layouts_of(self, visit: int) -> list[str]:
+        return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
         num_saved = len(self._trace.visits[visit].saved)

@@ -189,6 +189,7 @@ class _Tracer:
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
         self._filled: dict[int, set[str]] = {}
+        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
         self._shared_nbytes = 0
         self.runner = LayerRunner(
             graph,
@@ -243,7 +244,9 @@ class _Tracer:
         names = {owner for _, owner, _ in unit.params}
         with self.counts.paused():  # they are blocks, or counted by the planner
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
-        yield _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        yield accumulator
+        self._only_rows[visit] = accumulator.with_rows - accumulator.with_more
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         with self.counts.paused():
@@ -336,9 +339,9 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
             graph_nbytes = self._graph_nbytes.get(number, 0)
-            visits.append(
-                TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes)
-            )
+            by_part = self.runner.by_part_in_head if is_head else frozenset(self._only_rows.get(number, ()))
+            counts = (*peaks, *flops, graph_nbytes)
+            visits.append(TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *counts, by_part))
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
         return VisitTrace(
             visits=tuple(visits),
@@ -358,7 +361,29 @@ class _Tracer:
 
 
 class _TracedAccumulator(GradientAccumulator):
-    """Takes the memory and the FLOPs of the accumulators of a run."""
+    """Takes the memory and the FLOPs of the accumulators of a run.
+
+    Attributes:
+        with_rows: parameters that rows were added to.
+        with_more: parameters that something else was added to.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
+        super().__init__(targets, added)
+        self.with_rows: set[str] = set()
+        self.with_more: set[str] = set()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self.with_more.add(name)
+        super().add(name, gradient)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        self.with_more.add(name)
+        super().add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        self.with_rows.add(name)
+        super().add_rows(name, indexes, rows, ignored)
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:

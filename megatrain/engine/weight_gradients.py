@@ -11,7 +11,7 @@ Whatever else a model does with a weight (slices, transposes, casts, stacked exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,14 @@ class GradientAccumulator:
         else:
             self._targets[name].copy_(gradient)
             self._added.add(name)
+
+    def rows_of_parts(self, name: str) -> Sequence[range]:
+        """Return nothing: all accumulators are there, whole."""
+        return ()
+
+    def part(self, name: str, number: int) -> AbstractContextManager[None]:
+        """Never called."""
+        raise AssertionError(f"{name} is there, whole")
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
         """Accumulate ``left`` [M, K] times ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""

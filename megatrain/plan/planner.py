@@ -50,10 +50,11 @@ from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FileRange
+    from megatrain.models.layout import UnitLayout
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
@@ -184,22 +185,24 @@ def _place(
     """
     graph, trace = subject.graph, subject.trace
     is_cuda = run.device.type == "cuda"
-    staging = gradient_staging_bytes(graph, trace, run.grad_dtype)
 
-    def budgets_with(kept_parts: int) -> dict[str, TierBudget]:
-        budgets = tier_budgets(run, workspace_bytes(trace, run.batch.num_together, kept_parts) + staging)
+    def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
+        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.batch.num_together))
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
         program = _build_program(run, subject, updates_beside_device=updates_beside_device)
-        parts = trace.head_parts
-        budgets = budgets_with(parts)
+        program = replace(program, kept_parts=trace.head_parts)
+        budgets = budgets_with(program)
         if not _holds_everything(budgets[subject.compute_tier], program):
-            parts = parts_without_room(trace)
-            budgets = budgets_with(parts)
-        program = replace(program, kept_parts=parts)
+            by_part = _build_program(run, subject, updates_beside_device=updates_beside_device, gradients_by_part=True)
+            if passing_bytes(graph, trace, by_part, run.batch.num_together) < spared_bytes(graph, by_part):
+                program = by_part
+            is_head = any(trace.visits[visit].is_head for visit, _ in program.by_part)
+            program = replace(program, kept_parts=1 if is_head else parts_without_room(trace))
+            budgets = budgets_with(program)
         readers = buffer_bytes(subject.in_place.values(), graph.dtype)
         known = with_folder(budgets, program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
@@ -282,7 +285,9 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
 
 
-def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bool) -> StepProgram:
+def _build_program(
+    run: RunSpec, subject: _Subject, *, updates_beside_device: bool, gradients_by_part: bool = False
+) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
         graph,
@@ -298,6 +303,7 @@ def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bo
         updates_beside_device=updates_beside_device,
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
+        gradients_by_part=gradients_by_part,
     ).build()
     return sharing_gradients(program)
 
@@ -410,16 +416,70 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
-def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, grad_dtype: torch.dtype) -> int:
-    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit."""
+def gradient_staging_bytes(
+    graph: ModelGraph,
+    trace: VisitTrace,
+    grad_dtype: torch.dtype,
+    by_part: Collection[tuple[int, str]] = (),
+) -> int:
+    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit.
+
+    Args:
+        graph: the model.
+        trace: of the model.
+        grad_dtype: of gradients at rest.
+        by_part: as in the program.
+    """
     if grad_dtype == torch.float32:
         return 0
+
+    def nbytes(visit: int, layout: UnitLayout) -> int:
+        return 4 * (max(map(len, layout.parts)) if (visit, layout.name) in by_part else layout.num_elements)
+
     nbytes_by_visit = [
-        sum(4 * graph.layouts[name].num_elements for name in layouts_of_unit(graph, visit.unit))
-        for visit in trace.visits
+        sum(nbytes(number, graph.layouts[name]) for name in layouts_of_unit(graph, visit.unit))
+        for number, visit in enumerate(trace.visits)
     ]
     head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
     return max([head, *nbytes_by_visit])
+
+
+def step_workspace_bytes(
+    graph: ModelGraph, trace: VisitTrace, program: StepProgram, grad_dtype: torch.dtype, num_micro_batches: int
+) -> int:
+    """Return what the compute device holds outside blocks in a step, but for kept graphs.
+
+    Args:
+        graph: the model.
+        trace: of the model.
+        program: of the step.
+        grad_dtype: of gradients at rest.
+        num_micro_batches: that are there together.
+    """
+    return (
+        workspace_bytes(trace, num_micro_batches, program.kept_parts)
+        + gradient_staging_bytes(graph, trace, grad_dtype, program.by_part)
+        + passing_bytes(graph, trace, program, num_micro_batches)
+    )
+
+
+def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
+    """Return what the working set shrinks by where the parts of a gradient pass."""
+    layouts = {graph.layouts[layout] for _, layout in program.by_part}
+    return max((4 * (layout.num_elements - max(map(len, layout.parts))) for layout in layouts), default=0)
+
+
+def passing_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
+    """Return what waits where parts of a gradient pass: rows of all micro-batches, and what comes back to them.
+
+    In the head these are its inputs with their gradients, in fp32, and in an embedding the rows to be added.
+    """
+    widths = [graph.layouts[layout].entries[0].shape[-1] for _, layout in program.by_part]
+    return 2 * 4 * num_micro_batches * trace.num_tokens * (max(widths) + _SOFTMAX_NUMBERS) if widths else 0
+
+
+#: Numbers of the loss of one row, and its label, on their way through the parts of the vocabulary.
+_SOFTMAX_NUMBERS = 16
 
 
 def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:

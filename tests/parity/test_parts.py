@@ -43,6 +43,23 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
 
 
+def test_gradients_of_the_vocabulary_pass_by_part_with_the_same_bits(
+    tiny_model: Path, tmp_path: Path, small_parts: None
+) -> None:
+    """Where something moves, the head and the embedding lease one part of their gradient at a time."""
+    runs: dict[str, TieredRun] = {}
+    for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
+        folder = tmp_path / name.replace(" ", "_")
+        runs[name] = run_config(config_text(folder, tiny_model, **PLACEMENTS[name]), folder, num_steps=3)
+    held = runs.pop("in RAM")
+    assert held.plan.trace.head_parts > 1 and not held.plan.program.by_part
+    for run in runs.values():
+        visits = [run.plan.trace.visits[visit].is_head for visit, _ in sorted(run.plan.program.by_part)]
+        assert visits == [False, True]
+        run.assert_same(held)
+        run.assert_as_planned()
+
+
 @pytest.fixture(scope="module")
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
     """Runs whose layouts are not cut."""
