@@ -46,7 +46,7 @@ from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.objective import CrossEntropy, Objective
-    from megatrain.engine.program import GradientSink, VisitTrace
+    from megatrain.engine.program import GradientSink, MatrixParts, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.run.timeline import Timeline
@@ -432,7 +432,10 @@ class Updater:
         layout, segments = self.trained[index]
         inside = self._program.parts_of(layout)[part]
         blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
-        blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
+        if layout.name in self._program.cut_weights:
+            blocks["weight"] = tensors[self._program.weight_keys(layout)[part]]
+        else:
+            blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
         # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
         starts = {entry.offset for entry in layout.entries if entry.name in filled}
         chosen = [
@@ -625,13 +628,20 @@ class StoreAccess:
     # -- weights -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
         """Yield the unit's parameters by full name: views of the leased slots, nothing is copied."""
-        names = layouts_of_unit(self._graph, unit.index)
-        with self._leases([weight_key(name) for name in names]) as blocks:
-            tensors: dict[str, torch.Tensor] = {}
-            for name in names:
-                tensors.update(views(blocks[weight_key(name)], self._graph.layouts[name]))
+        program = self._program
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
+        passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
+        held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
+        with self._leases(held) as blocks:
+            tensors: dict[str, torch.Tensor | MatrixParts] = {}
+            for layout in layouts:
+                keys = program.weight_keys(layout)
+                if layout.name in program.cut_weights:
+                    tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
+                else:
+                    tensors.update(views(blocks[keys[0]], layout))
             yield tensors
 
     # -- gradients ---------------------------------------------------------------------------------------------
@@ -767,6 +777,50 @@ class StoreAccess:
         return block.key
 
 
+class LeasedParts:
+    """A weight that is cut; ``MatrixParts``.
+
+    Args:
+        layout: of the matrix alone.
+        keys: of the parts.
+        held: blocks that are leased already, by key: all of the parts or none.
+        lease: leases others.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        keys: Sequence[str],
+        held: Mapping[str, torch.Tensor],
+        lease: Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]],
+    ) -> None:
+        self._keys, self._held, self._lease = keys, held, lease
+        self.shape, self.rows = layout.entries[0].shape, rows_of_parts(layout)
+        self.passes = keys[0] not in held
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[torch.Tensor]:
+        """Yield the rows of a part."""
+        key, shape = self._keys[number], (len(self.rows[number]), self.shape[1])
+        if not self.passes:
+            yield _matrix(self._held[key], shape)
+            return
+        with self._lease([key]) as blocks:
+            yield _matrix(blocks[key], shape)
+
+
+def rows_of_parts(layout: UnitLayout) -> list[range]:
+    """Return the rows of each part of a layout of one matrix."""
+    first = layout.first_rows
+    stops = (*first[1:], layout.entries[0].shape[0])
+    return [range(start, stop) for start, stop in zip(first, stops, strict=True)]
+
+
+def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return a part's rows; a block may end with padding."""
+    return block[: shape[0] * shape[1]].view(shape)
+
+
 class PassingGradient:
     """The gradient of one matrix at one use site, whose parts are leased one after the other.
 
@@ -780,8 +834,7 @@ class PassingGradient:
     def __init__(self, access: StoreAccess, layout: UnitLayout, visit: int, keys: Sequence[str]) -> None:
         self._access, self._layout, self._visit, self._keys = access, layout, visit, keys
         (self._entry,) = layout.entries
-        first = layout.first_rows
-        self.rows = [range(start, stop) for start, stop in zip(first, (*first[1:], self._entry.shape[0]), strict=True)]
+        self.rows = rows_of_parts(layout)
         self._recorded: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
         self._open: GradientAccumulator | None = None
         self._num_closed = 0
@@ -795,7 +848,7 @@ class PassingGradient:
         """Lease a part for what is added inside."""
         rows, name = self.rows[number], self._entry.name
         with self._access.gradient_part(self._layout, self._visit, number, self._keys[number]) as total:
-            place = total[: len(rows) * self._entry.shape[-1]].view(len(rows), self._entry.shape[-1])
+            place = _matrix(total, (len(rows), self._entry.shape[-1]))
             target = InPieces([(Piece(number, 0, rows, None, tuple(place.shape)), place)])
             self._open = GradientAccumulator({name: target}, {name})  # zeroed, or continued
             try:

@@ -197,8 +197,9 @@ def _place(
         program = replace(program, kept_parts=trace.head_parts)
         budgets = budgets_with(program)
         if not _holds_everything(budgets[subject.compute_tier], program):
-            by_part = _build_program(run, subject, updates_beside_device=updates_beside_device, gradients_by_part=True)
-            if passing_bytes(graph, trace, by_part, run.batch.num_together) < spared_bytes(graph, by_part):
+            by_part = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
+            # Twice, since the head makes logits once more then.
+            if 2 * passing_bytes(graph, trace, by_part, run.batch.num_together) < spared_bytes(graph, by_part):
                 program = by_part
             is_head = any(trace.visits[visit].is_head for visit, _ in program.by_part)
             program = replace(program, kept_parts=1 if is_head else parts_without_room(trace))
@@ -286,7 +287,7 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
 
 
 def _build_program(
-    run: RunSpec, subject: _Subject, *, updates_beside_device: bool, gradients_by_part: bool = False
+    run: RunSpec, subject: _Subject, *, updates_beside_device: bool, passing_parts: bool = False
 ) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
@@ -303,7 +304,7 @@ def _build_program(
         updates_beside_device=updates_beside_device,
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
-        gradients_by_part=gradients_by_part,
+        passing_parts=passing_parts,
     ).build()
     return sharing_gradients(program)
 
@@ -464,9 +465,13 @@ def step_workspace_bytes(
 
 
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
-    """Return what the working set shrinks by where the parts of a gradient pass."""
-    layouts = {graph.layouts[layout] for _, layout in program.by_part}
-    return max((4 * (layout.num_elements - max(map(len, layout.parts))) for layout in layouts), default=0)
+    """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
+
+    def spared(layout: UnitLayout) -> int:
+        nbytes = 4 + (graph.dtype.itemsize if layout.name in program.cut_weights else 0)
+        return nbytes * (layout.num_elements - max(map(len, layout.parts)))
+
+    return max((spared(graph.layouts[layout]) for _, layout in program.by_part), default=0)
 
 
 def passing_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:

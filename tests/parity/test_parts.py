@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
+from megatrain.engine import head
 from megatrain.engine.program import kind_of_key
 from megatrain.models import layout as layouts
+from megatrain.models.graph import ModelGraph
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan import planner
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
@@ -45,10 +48,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
 
 
-def test_gradients_of_the_vocabulary_pass_by_part_with_the_same_bits(
+def test_the_vocabulary_passes_by_part_with_the_same_bits(
     tiny_model: Path, tmp_path: Path, small_parts: None
 ) -> None:
-    """Where something moves, the head and the embedding lease one part of their gradient at a time."""
+    """Where something moves, the head and the embedding lease one part of weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}
     for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
         folder = tmp_path / name.replace(" ", "_")
@@ -58,17 +61,30 @@ def test_gradients_of_the_vocabulary_pass_by_part_with_the_same_bits(
     for run in runs.values():
         visits = [run.plan.trace.visits[visit].is_head for visit, _ in sorted(run.plan.program.by_part)]
         assert visits == [False, True]
+        for tick in run.plan.program.ticks:
+            for group in (tick.held, *tick.passing):
+                kinds = [kind_of_key(key) for key, _ in group if key.startswith("model.embed_tokens/")]
+                assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # of the tied head and of the embedding
         run.assert_same(held)
         run.assert_as_planned()
 
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
-    """Runs whose layouts are not cut."""
+    """Runs whose layouts are not cut, with the parts of the vocabulary of those that are: these decide about bits."""
+
+    def borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+        alone = [layout for layout in graph.layouts.values() if [entry.name for entry in layout.entries] == [name]]
+        (layout,) = (replace(each, parts=layouts._parts(each, PART_ALIGNMENT_ELEMENTS)) for each in alone)
+        return layout.first_rows[1:]
+
     runs: dict[str, TieredRun] = {}
-    for name, options in RUNS.items():
-        folder = tmp_path_factory.mktemp("whole")
-        runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "_borders", borders)
+        for name, options in RUNS.items():
+            folder = tmp_path_factory.mktemp("whole")
+            runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)
+            assert runs[name].plan.trace.head_parts > 1
     return runs
 
 
@@ -100,9 +116,10 @@ def test_parts_change_no_bit_and_move_as_planned(
     assert run.losses == whole.losses and run.grad_norms == whole.grad_norms
     assert run.weights.keys() == whole.weights.keys()
     assert all(torch.equal(run.weights[key], whole.weights[key]) for key in whole.weights)
-    assert {key for key in run.digests if key.endswith("/weight")} == {
-        key for key in whole.digests if key.endswith("/weight")
-    }
+    assert program.cut_weights == {"model.embed_tokens"}
+    weights = {key for key in whole.digests if key.endswith("/weight")} - {"model.embed_tokens/weight"}
+    assert {key for key in run.digests if key.endswith("/weight")} == weights
+    assert all(run.digests[key] == whole.digests[key] for key in weights)
     run.assert_as_planned()
 
 
@@ -112,12 +129,14 @@ def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, sma
     )
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     for tick in plan.updates:
-        (weight,) = [key for key, _ in tick.held if kind_of_key(key) == "weight"]
-        layout = plan.graph.layouts[weight.removesuffix("/weight")]
+        weight = next(key for key, _ in tick.uses if kind_of_key(key) == "weight")
+        layout = plan.graph.layouts[weight.rpartition("/")[0]]
+        is_cut = layout.name in plan.program.cut_weights
+        assert [kind_of_key(key) for key, _ in tick.held[:1]] == ([] if is_cut else ["weight"])
         groups = tick.passing or (tick.held[1:],)
         assert len(groups) == len(layout.parts)
         for group, part in zip(groups, layout.parts, strict=True):
-            assert [kind_of_key(key) for key, _ in group] == ["low", "m", "v", "grad"]
+            assert [kind_of_key(key) for key, _ in group] == ["weight"] * is_cut + ["low", "m", "v", "grad"]
             assert {plan.program.blocks[key].num_elements for key, _ in group} == {len(part)}
 
 
