@@ -11,7 +11,7 @@ import torch
 
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.engine.program import BlockPlan, kind_of_key
+from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.step import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from megatrain.models.load import Origin, WeightLoader
     from megatrain.plan.plan import Plan
     from tiered import Lease, TieredStore
+
+#: Elements that are read at a time where a checkpoint has a weight in other blocks.
+_READ_ELEMENTS = 1 << 20
 
 __all__ = ["AdaptedWeights", "RandomWeights", "WeightSource", "Weights"]
 
@@ -222,16 +225,35 @@ class Weights:
         )
 
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.is_own and not checkpoint.is_copy:
+        saved = {key: block for key, block in self._plan.program.blocks.items() if block.is_saved}
+        reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
+        if checkpoint.is_own and not checkpoint.is_copy and saved.keys() == reader.blocks.keys():
             self._store.load(checkpoint.generation, on_bytes=self._activity.moved)
             return
-        reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
-        for key, block in self._plan.program.blocks.items():
-            if block.is_saved:
-                with self._store.acquire(key, "ram", "w") as lease:
+        for key, block in saved.items():
+            with self._store.acquire(key, "ram", "w") as lease:
+                if block.kind == "weights" and key not in reader.blocks:
+                    self._read_cut_otherwise(reader, key, lease.tensor)
+                else:
                     reader.read(key, lease.tensor)
-                self._evict(key)
-                self._count(key)
+            self._evict(key)
+            self._count(key)
+
+    def _read_cut_otherwise(self, reader: GenerationReader, key: str, out: Tensor) -> None:
+        """Read a weight, or a part of one, that the checkpoint has in other blocks: whole, or in parts."""
+        name = key.rpartition("/")[0]
+        layout = self._plan.graph.layouts[name]
+        (start,) = (part.start for part, own in self._weight_parts(layout) if own == key)
+        begin = 0
+        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # with none the reader says what lacks
+            end = begin + reader.spec(stored).num_elements
+            first, last = max(start, begin), min(start + out.numel(), end)
+            for at in range(first, last, _READ_ELEMENTS):
+                stop = min(at + _READ_ELEMENTS, last)
+                size = out.element_size()
+                found = reader.read_range(stored, (at - begin) * size, (stop - begin) * size)
+                out[at - start : stop - start] = found.view(out.dtype)
+            begin = end
 
     def _carried_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
         origin = self.source.origin

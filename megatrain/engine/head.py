@@ -441,7 +441,7 @@ class ChunkedHead:
         self._kept_parts, self._smoothing = kept_parts, smoothing
         self._in_turn = in_turn and columns > 0
         self._parts: list[VocabularyPart] = []  # that are there until the weights go
-        self._cut_matrix: PartedWeight | None = None
+        self._passing: PartedWeight | None = None  # the weight whose blocks are leased one at a time
         self._activity = activity or Activity()
         self._model = model
         self._plan = plan
@@ -481,7 +481,7 @@ class ChunkedHead:
         losses: list[Tensor] = []
         with ExitStack() as stack:
             self._bound_weights(stack)
-            if self._passes:
+            if self._passing is not None:
                 pieces = [piece for item in outputs for piece in self._pieces(item, 1)]
                 self._take_in_all(pieces)
                 return [piece.softmax.loss() for piece in pieces if piece.softmax is not None]
@@ -525,27 +525,20 @@ class ChunkedHead:
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
         """Return the parts of the vocabulary whose weight is there until the stack closes: none where it passes."""
         ranges = self._plan.ranges(self._columns)
-        self._cut_matrix = None
+        self._passing = None
         if not isinstance(weight, PartedWeight):
             return _vocabulary_parts(weight.detach(), 0, ranges, target_of(weight))
-        self._cut_matrix = weight
         if weight.parts.passes:
+            self._passing = weight
             return []
         parts: list[VocabularyPart] = []
         for number in range(len(weight.parts.rows)):
-            parts += stack.enter_context(self._block(number))
+            parts += stack.enter_context(self._block(weight, number))
         return parts
 
-    @property
-    def _passes(self) -> bool:
-        """Whether blocks of the bound weight are leased one at a time."""
-        return self._cut_matrix is not None and self._cut_matrix.parts.passes
-
     @contextmanager
-    def _block(self, number: int) -> Iterator[list[VocabularyPart]]:
+    def _block(self, weight: PartedWeight, number: int) -> Iterator[list[VocabularyPart]]:
         """Lease a block of the weight, and yield the parts of the vocabulary in it."""
-        weight = self._cut_matrix
-        assert weight is not None
         rows = weight.parts.rows[number]
         inside = [(start, stop) for start, stop in self._plan.ranges(self._columns) if start in rows]
         assert inside[-1][1] == rows.stop, (rows, inside)
@@ -578,7 +571,7 @@ class ChunkedHead:
         pieces = [list(self._pieces(item, num_items)) for item in outputs]
         together = [piece for own in pieces for piece in own]
         self._take_in_all(together)
-        if self._passes:  # the second pass is another tick: each block comes once in a tick
+        if self._passing is not None:  # the second pass is another tick: each block comes once in a tick
             stack.close()
             units = self._bound_weights(stack)
         leaves = self._leaves(stack, units)
@@ -598,35 +591,41 @@ class ChunkedHead:
 
     def _take_in_all(self, pieces: Sequence[_Piece]) -> None:
         """Have all pieces pass a part of the vocabulary before the next one, for their loss."""
-        numbers = range(len(self._cut_matrix.parts.rows)) if self._passes and self._cut_matrix is not None else [None]
-        for number in numbers:
-            with nullcontext(self._parts) if number is None else self._block(number) as parts:
+        weight = self._passing
+        blocks: Iterator[AbstractContextManager[list[VocabularyPart]]] = (
+            iter([nullcontext(self._parts)])
+            if weight is None
+            else (self._block(weight, number) for number in range(len(weight.parts.rows)))
+        )
+        for block in blocks:
+            with block as parts:
                 for part in parts:
                     for piece in pieces:
                         self._take_in(piece, part, is_kept=False)
 
     def _places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
-        """Yield the places of the weight's gradient that are leased in turn, with their parts of the vocabulary.
+        """Yield the blocks of weight and gradient that are leased in turn, with their parts of the vocabulary.
 
-        The last ones come first. Where the gradient is there, whole, it is one place.
+        The last ones come first. Where everything is there, it is one place.
         """
         cut = self._plan.cut_weight
-        for sink in leaves.sinks.values() if cut is not None else ():
-            assert cut is not None
-            rows_of_parts = sink.rows_of_parts(cut)
-            for number in reversed(range(len(rows_of_parts))):
-                yield self._place(sink.part(cut, number), number, rows_of_parts[number])
-            if rows_of_parts:
-                return
-        assert not self._passes, "a weight passes with its gradient"
-        yield nullcontext(self._parts)
+        assert cut is not None
+        sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(cut)]
+        weight = self._passing
+        rows = weight.parts.rows if weight is not None else sinks[0].rows_of_parts(cut) if sinks else ()
+        for number in reversed(range(len(rows))):
+            gradient = sinks[0].part(cut, number) if sinks else nullcontext()
+            yield self._place(gradient, number, rows[number])
+        if not rows:
+            yield nullcontext(self._parts)
 
     @contextmanager
     def _place(
         self, gradient: AbstractContextManager[None], number: int, rows: range
     ) -> Iterator[list[VocabularyPart]]:
         inside = [part for part in self._parts if part.start in rows]
-        with gradient, self._block(number) if self._passes else nullcontext(inside) as parts:
+        weight = self._passing
+        with gradient, nullcontext(inside) if weight is None else self._block(weight, number) as parts:
             yield parts
 
     def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:

@@ -192,23 +192,35 @@ def _place(
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
 
-    def placed(*, updates_beside_device: bool) -> KeptGraphs:
-        program = _build_program(run, subject, updates_beside_device=updates_beside_device)
-        program = replace(program, kept_parts=trace.head_parts)
-        budgets = budgets_with(program)
-        if not _holds_everything(budgets[subject.compute_tier], program):
-            by_part = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
-            # Twice, since the head makes logits once more then.
-            if 2 * passing_bytes(graph, trace, by_part, run.batch.num_together) < spared_bytes(graph, by_part):
-                program = by_part
-            is_head = any(trace.visits[visit].is_head for visit, _ in program.by_part)
-            program = replace(program, kept_parts=1 if is_head else parts_without_room(trace))
-            budgets = budgets_with(program)
+    def solved(program: StepProgram) -> KeptGraphs:
         readers = buffer_bytes(subject.in_place.values(), graph.dtype)
-        known = with_folder(budgets, program, readers)
+        known = with_folder(budgets_with(program), program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
         return keeper.solve(run.keep_graphs)
+
+    def placed(*, updates_beside_device: bool) -> KeptGraphs:
+        held = _build_program(run, subject, updates_beside_device=updates_beside_device)
+        held = replace(held, kept_parts=trace.head_parts)
+        if _holds_everything(budgets_with(held)[subject.compute_tier], held):
+            return solved(held)
+        held = replace(held, kept_parts=parts_without_room(trace))
+        passing = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
+        if not passing.by_part:
+            return solved(held)
+        in_head = any(trace.visits[visit].is_head for visit, _ in passing.by_part)
+        passing = replace(passing, kept_parts=1 if in_head else held.kept_parts)
+        waiting = passing_bytes(graph, trace, passing, run.batch.num_together)
+        # Twice, since the head makes logits once more where parts pass.
+        best, other = (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
+        try:
+            return solved(best)
+        except DoesNotFitError as error:
+            try:
+                return solved(other)
+            except DoesNotFitError as second:
+                needs_less = second.tier == error.tier and second.need_bytes < error.need_bytes
+                raise (second if needs_less else error) from None
 
     try:
         return placed(updates_beside_device=True)

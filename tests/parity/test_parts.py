@@ -14,7 +14,7 @@ from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.engine import head
-from megatrain.engine.program import kind_of_key
+from megatrain.engine.program import ProgramBuilder, kind_of_key
 from megatrain.models import layout as layouts
 from megatrain.models.graph import ModelGraph
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
@@ -48,9 +48,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
 
 
-def test_the_vocabulary_passes_by_part_with_the_same_bits(
-    tiny_model: Path, tmp_path: Path, small_parts: None
-) -> None:
+def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     """Where something moves, the head and the embedding lease one part of weight and gradient at a time."""
     runs: dict[str, TieredRun] = {}
     for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
@@ -153,6 +151,9 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 ) -> None:
     """Saved with state on a drive, continued in RAM, exported from its files: the bits of a run that never stopped."""
 
+    def keys_of(out: Path) -> set[str]:
+        return {record.key for record in read_manifest(out / "checkpoints").blocks}
+
     def train(steps: int, name: str, **options: Any) -> Path:
         text = config_text(tmp_path / name, tiny_model, precision=BF16, **options)
         (tmp_path / name).mkdir(exist_ok=True)
@@ -165,9 +166,14 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 
     straight = train(4, "straight", nvme=0)
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
+    # And by a version whose weights are whole: a checkpoint is continued however its weights are cut.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramBuilder, "_takes_parts", lambda *_: False)
+        stopped = train(3, "stopped", nvme=0)
+        assert "model.embed_tokens/weight" in keys_of(stopped)
     stopped = train(4, "stopped", nvme=0)
-    keys = {record.key for record in read_manifest(stopped / "checkpoints").blocks}
-    assert any(key.endswith("/low.1") for key in keys)
+    assert "model.embed_tokens/weight.1" in keys_of(stopped)
+    assert any(key.endswith("/low.1") for key in keys_of(stopped))
     assert current_generation(stopped / "checkpoints") is not None
     exported = export_checkpoint(stopped, tmp_path / "exported")
     whole = (straight / "final/model.safetensors").read_bytes()
