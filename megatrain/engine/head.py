@@ -461,7 +461,7 @@ class ChunkedHead:
         """
         with ExitStack() as stack:
             if self._in_turn:
-                with torch.enable_grad(), without_auxiliary_loss(self._model):
+                with torch.enable_grad():
                     results = self._run_in_turn(outputs, num_items, stack)
                 for item, result in zip(outputs, results, strict=True):
                     yield (item.micro_batch, *result)
@@ -568,18 +568,19 @@ class ChunkedHead:
         The bits are those of ``_run_one``: what is computed of a piece and a part is the same, as is each sum's order.
         """
         units = self._bound_weights(stack)
-        pieces = [list(self._pieces(item, num_items)) for item in outputs]
-        together = [piece for own in pieces for piece in own]
-        self._take_in_all(together)
-        if self._passing is not None:  # the second pass is another tick: each block comes once in a tick
-            stack.close()
-            units = self._bound_weights(stack)
-        leaves = self._leaves(stack, units)
-        for place in self._places(leaves):
-            with place as parts:
-                for part in reversed(parts):
-                    for piece in together:
-                        self._add_gradients(piece, part, leaves)
+        with without_auxiliary_loss(self._model):
+            pieces = [list(self._pieces(item, num_items)) for item in outputs]
+            together = [piece for own in pieces for piece in own]
+            self._take_in_all(together)
+            if self._passing is not None:  # the second pass is another tick: each block comes once in a tick
+                stack.close()
+                units = self._bound_weights(stack)
+            leaves = self._leaves(stack, units)
+            for place in self._places(leaves):
+                with place as parts:
+                    for part in reversed(parts):
+                        for piece in together:
+                            self._add_gradients(piece, part, leaves)
         results: list[HeadResult] = []
         for item, own in zip(outputs, pieces, strict=True):
             hidden_grad = self._hidden_grad(item)

@@ -193,6 +193,7 @@ def test_the_routers_loss_is_added_once() -> None:
     config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
     expected = train_step(build_model(config), padded_batches(), SEED)
     assert_close(step(config), (expected.loss, expected.gradients))
+    assert_close(step(config, parts_in_turn=True), (expected.loss, expected.gradients))
 
 
 def with_bias_of_words(module: Any, args: Any, logits: Tensor) -> Tensor:
