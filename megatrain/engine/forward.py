@@ -44,7 +44,7 @@ from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, 
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
-from megatrain.engine.vocabulary import PartWeight, vocabulary_ranges
+from megatrain.engine.vocabulary import PartWeight
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -238,7 +238,7 @@ class LayerRunner:
         """Number of parts of the vocabulary; 1 if logits are whole."""
         if self._plan is None or not self._head_columns:
             return 1
-        return len(vocabulary_ranges(self._plan.vocab_size, self._head_columns))
+        return len(self._plan.ranges(self._head_columns))
 
     @property
     def logits_flops(self) -> int:
@@ -246,11 +246,22 @@ class LayerRunner:
         return 2 * self._stand_in.numel() if self._stand_in is not None and self._head_columns else 0
 
     @property
+    def by_part_in_head(self) -> frozenset[str]:
+        """Owner's name of the weight whose gradient the head can make part by part; nothing where it cannot.
+
+        Gradients of other weights of the head would be summed in another order.
+        """
+        if self._plan is None or not self._head_columns or not self._plan.borders:
+            return frozenset()
+        trained = {name for unit in self._plan.units for name in self.bounds[unit.index].trainable}
+        return frozenset(trained) if trained == {self._plan.cut_weight} else frozenset()
+
+    @property
     def head_part_nbytes(self) -> int:
         """Size of the graph of a part's logits for a full piece; 0 if logits are whole."""
         if self._plan is None or not self._head_columns:
             return 0
-        start, stop = vocabulary_ranges(self._plan.vocab_size, self._head_columns)[0]
+        start, stop = max(self._plan.ranges(self._head_columns), key=lambda words: words[1] - words[0])
         return self._head_rows * (stop - start) * self._plan.logit_nbytes
 
     def forward_backward(

@@ -8,6 +8,7 @@ that were hit), the trace makes them up and says that its byte counts are estima
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
 from megatrain.engine.program import TracedVisit, VisitTrace
+from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
@@ -189,6 +193,8 @@ class _Tracer:
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
         self._filled: dict[int, set[str]] = {}
+        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
+        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
         self._shared_nbytes = 0
         self.runner = LayerRunner(
             graph,
@@ -243,7 +249,9 @@ class _Tracer:
         names = {owner for _, owner, _ in unit.params}
         with self.counts.paused():  # they are blocks, or counted by the planner
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
-        yield _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        yield accumulator
+        self._only_rows[visit] = accumulator.with_rows - accumulator.with_more
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         with self.counts.paused():
@@ -264,7 +272,7 @@ class _Tracer:
         forward = bound.forward
 
         def guess(*args: Any, **kwargs: Any) -> Any:
-            with self.counts.inside(bound.unit.name):
+            with self.counts.inside(bound.unit.name), self._noting_look_ups(bound):
                 try:
                     return forward(*args, **kwargs)
                 except (UnsupportedModelError, CountingError):
@@ -281,6 +289,16 @@ class _Tracer:
                     return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
 
         return guess
+
+    @contextmanager
+    def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
+        """Note the weights of which a run of a unit takes rows once, by `F.embedding`, and nothing else."""
+        uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
+        with nullcontext() if bound.unit.is_layer else uses:
+            yield
+        found = {owner for owner, count in uses.num_look_ups.items() if count == 1} - uses.others
+        visit = self._phases[-1].visit
+        self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
     def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a unit's forward that, in a recompute, measures the graph it builds."""
@@ -336,9 +354,12 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
             graph_nbytes = self._graph_nbytes.get(number, 0)
-            visits.append(
-                TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes)
-            )
+            by_part = self.runner.by_part_in_head
+            if not is_head:  # activations come back for one run, and looking rows up takes one of its own
+                rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
+                by_part = frozenset() if saved else frozenset(rows)
+            counts = (*peaks, *flops, graph_nbytes)
+            visits.append(TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *counts, by_part))
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
         return VisitTrace(
             visits=tuple(visits),
@@ -357,8 +378,72 @@ class _Tracer:
         )
 
 
+class _Uses(TorchFunctionMode):
+    """Counts what functions of torch do with weights.
+
+    Args:
+        owners: id of a weight -> its owner's name.
+
+    Attributes:
+        num_look_ups: plain calls of `F.embedding`, by owner's name.
+        others: owners' names of weights that something else was done with.
+    """
+
+    def __init__(self, owners: Mapping[int, str]) -> None:
+        super().__init__()
+        self._owners = owners
+        self.num_look_ups = Counter[str]()
+        self.others: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
+        result = func(*args, **kwargs)
+        if owners and func is torch.nn.functional.embedding and _is_plain_look_up(*args, **kwargs):
+            self.num_look_ups.update(owners)
+        elif getattr(func, "__name__", "") not in METADATA_QUERIES and isinstance(result, Tensor):
+            self.others.update(owners)
+        return result
+
+
+def _is_plain_look_up(
+    indexes: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    return max_norm is None and not scale_grad_by_freq and not sparse
+
+
 class _TracedAccumulator(GradientAccumulator):
-    """Takes the memory and the FLOPs of the accumulators of a run."""
+    """Takes the memory and the FLOPs of the accumulators of a run.
+
+    Attributes:
+        with_rows: parameters that rows were added to.
+        with_more: parameters that something else was added to.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
+        super().__init__(targets, added)
+        self.with_rows: set[str] = set()
+        self.with_more: set[str] = set()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self.with_more.add(name)
+        super().add(name, gradient)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        self.with_more.add(name)
+        super().add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        self.with_rows.add(name)
+        super().add_rows(name, indexes, rows, ignored)
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
