@@ -8,7 +8,7 @@ that were hit), the trace makes them up and says that its byte counts are estima
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
@@ -57,6 +59,7 @@ def trace_visits(
     objective: Objective | None = None,
     padded: bool = True,
     by_documents: bool = True,
+    example: Mapping[str, Tensor] | None = None,
 ) -> VisitTrace:
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
@@ -71,6 +74,8 @@ def trace_visits(
         objective: As for the runner.
         padded: Whether rows may have padding or hold several documents. If not, each row is one document.
         by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
+        example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
+            and sizes of images, is known to the trace. None: all is text.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -86,6 +91,11 @@ def trace_visits(
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+            # Outside of the pause: pixels are held from the beginning of a step to its end.
+            for name, value in (example or {}).items():
+                batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
+                tracer.counts.know(batch[name], value)
+            with tracer.counts.paused():
                 # All pieces of the head are alike: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
@@ -200,6 +210,7 @@ class _Tracer:
             objective=objective,
             random_enabled=False,
             by_documents=by_documents,
+            around_model=_KnownLists(),
             on_dense_mask=lambda what: self._dense_masks.setdefault(what),
         )
         for bound in self.runner.bounds:
@@ -357,6 +368,17 @@ class _Tracer:
         )
 
 
+class _KnownLists(TorchFunctionMode):
+    """Lets model code make a tensor of a list of scalar tensors: torch would read those past all dispatch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            args = (tree_map(args[0], lambda item: item.item() if isinstance(item, Tensor) else item), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 class _TracedAccumulator(GradientAccumulator):
     """Takes the memory and the FLOPs of the accumulators of a run."""
 
@@ -395,6 +417,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.new_nbytes: dict[int, int] = {}
         self._known: dict[int, int] = {}
         self._paused = False
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> the real one that it stands for
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -404,6 +427,11 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused = before
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Take it that a fake tensor has the values of a real one on the host; what is computed of it is known, too."""
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            self._values[tensor] = value.clone()
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -432,12 +460,63 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = self._result(func, args, kwargs)
+        result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
         try:
             self._book(func, args, kwargs, result)
         except Exception as error:
             raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
         return result
+
+    def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator of which some tensors may be known, and note the values of its result."""
+        inputs: list[Tensor] = []
+        tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
+        unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
+        if func is torch.ops.aten.index.Tensor and unknown:
+            args = (args[0], self._numbered(args[1]), *args[2:])
+        if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
+            for tensor in _changed(func, args):
+                self._values.pop(tensor, None)
+            return self._result(func, args, kwargs)
+        device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real)
+            value = func(*real_args, **real_kwargs)
+        if not _tensors(value):
+            return value
+        changed = _changed(func, args)
+        if changed or not _has_dynamic_shape(func):
+            result = self._result(func, args, kwargs)
+        else:
+            result = tree_map(
+                value,
+                lambda item: (
+                    torch.empty(item.shape, dtype=item.dtype, device=device) if isinstance(item, Tensor) else item
+                ),
+            )
+        for fake, real in zip(_tensors(result), _tensors(value), strict=True):
+            if not any(fake is tensor for tensor in changed) and real.numel() <= _MOST_KNOWN:
+                self._values[fake] = real
+        return result
+
+    def _real(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self._values.get(item, item)
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    def _numbered(self, indices: Sequence[Any]) -> list[Any]:
+        """Return indices with known masks as the numbers that they choose: how many is not known of a mask."""
+        found: list[Any] = []
+        for index in indices:
+            if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
+                found.append(index)
+                continue
+            with _disable_current_modes():  # type: ignore[no-untyped-call]
+                chosen = self._values[index].nonzero().unbind(1)
+            for numbers in chosen:
+                found.append(torch.empty(numbers.shape, dtype=torch.long, device=index.device))
+                self._values[found[-1]] = numbers
+        return found
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator: fake tensors, or a made-up number."""
@@ -499,6 +578,38 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self.live_nbytes -= self._known.pop(key)
         self.new_nbytes.pop(key, None)
+
+
+#: Elements of a tensor whose values the trace computes.
+_MOST_KNOWN = 1 << 25
+#: Known values of these would be others than those of a run, or are of no use.
+_NOT_REPEATED = frozenset({torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format})
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor has values of its own: constants of the model's code, in the trace as well."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
+    return found
+
+
+def _changed(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the arguments that an operator changes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    pairs = zip(schema.arguments, args, strict=False)
+    return [arg for of, arg in pairs if of.alias_info is not None and of.alias_info.is_write and isinstance(arg, Tensor)]
+
+
+def _has_dynamic_shape(func: Any) -> bool:
+    return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(getattr(func, "tags", ())))
 
 
 _NO_FLOPS = 0

@@ -67,6 +67,8 @@ class UnitVisit:
         keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
             weights must then stay in place, unchanged, until that backward.
         activity: Progress within the step, for status.
+        unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
+            leased all the same.
 
     Attributes:
         pending_outputs: Outputs of the forward, on their way into the outer graph.
@@ -82,6 +84,7 @@ class UnitVisit:
         anchor: Tensor,
         keeps_graph: bool = False,
         activity: Activity | None = None,
+        unused: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.number = number
         self.bound = bound
@@ -91,6 +94,7 @@ class UnitVisit:
         self._anchor = anchor
         self._keeps_graph = keeps_graph
         self._activity = activity or Activity()
+        self._unused = unused
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
         self._leaves: dict[str, Tensor] = {}
@@ -106,7 +110,7 @@ class UnitVisit:
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every forward that waits at it; return what each of them resumes with."""
         self._access.begin("forward", self.number)
-        self._first_micro_batch = forwards[0].micro_batch
+        self._first_micro_batch = forwards[0].micro_batch if forwards else 0
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
         with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
@@ -130,6 +134,9 @@ class UnitVisit:
                 stop = len(self.pending_outputs)
                 result.outputs = []  # drops the inner graph, unless it is kept
                 results.append((result, tensors, forward, slice(start, stop), originals))
+            if torch.is_grad_enabled():
+                for micro_batch, index in self._unused:
+                    self._access.put_activation(self.number, micro_batch, index, self._anchor.detach()[None][:0])
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
             with torch.enable_grad():
@@ -149,7 +156,8 @@ class UnitVisit:
         streams = [tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
         differentiable = forward.modes.grad_enabled and (any(requires_grad) or bool(self.bound.trainable))
-        keys = tuple(call.collector) if call.collector else ()
+        # Beside its lists a collector may hold which of its items are wanted.
+        keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         keeps_graph = differentiable and self._keeps_graph
         if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
@@ -214,6 +222,7 @@ class UnitVisit:
                     grad_inputs.extend(self._backward_kept(item, grads, sink))
                 else:
                     grad_inputs.extend(self._backward_one(item, grads, leaves, sink))
+            self._take_unused()
         self._leaves = {}
         return grad_inputs
 
@@ -228,7 +237,13 @@ class UnitVisit:
             for index in range(len(item.captured.activations)):
                 with self._access.get_activation(self.number, item.number, index):
                     pass
+        self._take_unused()
         self._micro_batches, self._leaves = [], {}
+
+    def _take_unused(self) -> None:
+        for micro_batch, index in self._unused:
+            with self._access.get_activation(self.number, micro_batch, index):
+                pass
 
     def _backward_kept(
         self, item: KeptGraph, grad_outputs: Sequence[Tensor | None], sink: GradientSink | None
