@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ class ImageProcessor:
     Args:
         folder: with the processor's files.
         tokenizer: of the model.
+        max_length: tokens of a row: its images must not have more pixels than a row of that length full of images.
 
     Attributes:
         chat_template: its own, if it has one.
@@ -167,8 +169,11 @@ class ImageProcessor:
         DataError: the folder has no processor of images, or a package that it needs is missing.
     """
 
-    def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        self._folder, self._max_length = folder, max_length
+        self._fill = next(
+            (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0
+        )
         self._processor = _open(folder, tokenizer)
         self._token = getattr(self._processor, "image_token", None)
         if not isinstance(self._token, str):
@@ -181,7 +186,11 @@ class ImageProcessor:
         self.chat_template: str | None = template if isinstance(template, str) else None
         probe = self._call([self._token], [[_blank(_SIDES[-2], _SIDES[-2])]])
         self._types_name = next((name for name in _TYPES if name in probe), None)
-        self._most: dict[int, int] = {}
+        self._most_elements = _num_elements(self.example(1))
+
+    def describe(self) -> str:
+        """Return what decides which tokens and pixels it makes."""
+        return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
 
     def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[Inserted]]:
         """Return a rendered conversation with what stands for its images, and where that is.
@@ -207,6 +216,13 @@ class ImageProcessor:
             raise RowError(
                 where, f"the processor refuses the images: {reason}", reason="the processor refuses the images"
             ) from None
+        if _num_elements(made) > self._most_elements:
+            raise RowError(
+                where,
+                f"its images have more pixels than memory is planned for in a row of {self._max_length} tokens",
+                "Raise data.max_length, or make the images smaller",
+                reason="its images have more pixels than memory is planned for; raise data.max_length",
+            )
         inserted: list[Inserted] = []
         pieces: list[str] = []
         at = 0
@@ -217,7 +233,9 @@ class ImageProcessor:
             at = end
         return "".join([*pieces, text[at:]]), inserted
 
-    def inputs(self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int) -> dict[str, Tensor]:
+    def inputs(
+        self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
+    ) -> dict[str, Tensor]:
         """Return what a micro-batch has beside tokens: pixels, sizes, and which tokens are of images [rows, width].
 
         Args:
@@ -239,32 +257,34 @@ class ImageProcessor:
             found[self._types_name] = types
         return found
 
-    def example(self, num_rows: int, max_length: int, fill: int) -> dict[str, Tensor]:
-        """Return a micro-batch as full of images as rows of ``max_length`` tokens can be; ``fill`` is a token of text.
+    def example(self, num_rows: int) -> dict[str, Tensor]:
+        """Return a micro-batch as full of images as rows of ``max_length`` tokens can be.
 
         Raises:
             DataError: the rows are too short for an image.
         """
+        row: list[int] = []
+        images: list[Any] = []
         for side in _SIDES:
             image = _blank(side, side)
-            one = self._call([self._token], [[image]])["input_ids"][0]
-            if len(one) < max_length:
-                break
-        else:
+            one = list(self._call([self._token], [[image]])["input_ids"][0])
+            count = (self._max_length - len(row)) // (len(one) + 1)  # with text between two of them
+            row += [*one, self._fill] * count
+            images += [image] * count
+        if not images:
             raise DataError(
                 self._folder,
-                f"the smallest image takes {len(one)} tokens, and data.max_length = {max_length}",
+                f"the smallest image takes {len(one)} tokens, and data.max_length = {self._max_length}",
                 "Raise data.max_length",
             )
-        count = max_length // (len(one) + 1)
-        row = [*([*one, fill] * count), *([fill] * (max_length - count * (len(one) + 1)))]
+        row += [self._fill] * (self._max_length - len(row))
         types: dict[str, Tensor] = {}
         if self._types_name is not None:
             (own,) = self._processor.create_mm_token_type_ids([row])
             types[self._types_name] = torch.tensor([own] * num_rows, dtype=torch.long)
         ids = torch.tensor([row] * num_rows, dtype=torch.long)
         mask = torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, **self._pixels([[image] * count] * num_rows), **types}
+        return {"input_ids": ids, "attention_mask": mask, **self._pixels([images] * num_rows), **types}
 
     def _pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         made = self._call([str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True)
@@ -301,6 +321,17 @@ def _blank(width: int, height: int) -> Any:
     return Image.new("RGB", (width, height), (127, 127, 127))
 
 
+def _num_elements(made: Mapping[str, Any]) -> int:
+    """Return the elements of what a processor made of images."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, list | tuple):
+            return sum(map(count, value))
+        return math.prod(value.shape) if hasattr(value, "shape") else 0
+
+    return sum(count(value) for name, value in made.items() if name not in _OF_TEXT)
+
+
 class _NotForImages(dict[str, Any]):
     """Stands for a part of a processor that videos or sounds would need, and packages with it; prints as `{}`."""
 
@@ -333,7 +364,9 @@ def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
     from transformers import AutoImageProcessor, ProcessorMixin
 
     mixin: Any = ProcessorMixin
-    before = {name: mixin.__dict__[name] for name in ("_get_arguments_from_pretrained", "check_argument_for_proper_class")}
+    before = {
+        name: mixin.__dict__[name] for name in ("_get_arguments_from_pretrained", "check_argument_for_proper_class")
+    }
     check = before["check_argument_for_proper_class"]
 
     def parts(cls: Any, folder: Any, processor_dict: Any = None, **options: Any) -> list[Any]:

@@ -583,7 +583,9 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 #: Elements of a tensor whose values the trace computes.
 _MOST_KNOWN = 1 << 25
 #: Known values of these would be others than those of a run, or are of no use.
-_NOT_REPEATED = frozenset({torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format})
+_NOT_REPEATED = frozenset(
+    {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
+)
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -605,7 +607,9 @@ def _changed(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     if schema is None or not schema.is_mutable:
         return []
     pairs = zip(schema.arguments, args, strict=False)
-    return [arg for of, arg in pairs if of.alias_info is not None and of.alias_info.is_write and isinstance(arg, Tensor)]
+    return [
+        arg for of, arg in pairs if of.alias_info is not None and of.alias_info.is_write and isinstance(arg, Tensor)
+    ]
 
 
 def _has_dynamic_shape(func: Any) -> bool:

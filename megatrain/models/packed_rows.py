@@ -56,6 +56,11 @@ def settle_packing(
     Raises:
         UnsupportedModelError: the config asks for packing, and the model would mix documents.
     """
+    if packing and model.images != "off":
+        problem = "rows with images have positions and masks of their own"
+        if is_default:
+            return False, _off_by_itself(type(graph.model).__name__, problem)
+        raise UnsupportedModelError(type(graph.model).__name__, f"{problem}. Write data.packing = false")
     if not packing or (packing == "concat" and carried_modules(graph.model) is None):
         return packing, ""
     problem = why_documents_mix(graph, model.attn_implementation)
@@ -64,7 +69,11 @@ def settle_packing(
     name = type(graph.model).__name__
     if not is_default:
         raise UnsupportedModelError(name, f"{problem}. Write data.packing = false")
-    return False, (
+    return False, _off_by_itself(name, problem)
+
+
+def _off_by_itself(name: str, problem: str) -> str:
+    return (
         f"data.packing is off, one document a row, where it is on by default: {name}: {problem}. "
         "data.packing = false says the same without this warning"
     )

@@ -203,14 +203,18 @@ def make_folder(family: str, folder: Path) -> Path:
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(special))}, replace_extra_special_tokens=False)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(dict.fromkeys(special))}, replace_extra_special_tokens=False
+    )
     tokenizer.chat_template = _PARTS.replace("IMAGE", made.placeholder)
     model = random_model(family, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor = {"processor_class": made.processor, **made.values}
     (folder / "processor_config.json").write_text(json.dumps(processor))
-    (folder / "preprocessor_config.json").write_text(json.dumps(made.image_processor | {"processor_class": made.processor}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(made.image_processor | {"processor_class": made.processor})
+    )
     return folder
 
 
