@@ -309,9 +309,9 @@ class ModelConfig(Table):
         'Globs of parameter names that stay as they are, e.g. ["model.embed_tokens.*"].', (), alters="yes"
     )
     images: Literal["off", "frozen", "trained"] = key(
-        "Whether rows may have images, prepared by the processor in the model's folder. frozen: what reads them, vision "
-        "tower and projector, is streamed and stays as it is; trained: it is trained with the rest, as far as freeze "
-        "leaves it. off: rows with images are left out, and what reads them is not loaded.",
+        "Whether rows may have images, prepared by the processor in the model's folder. frozen: what reads them, "
+        "vision tower and projector, is streamed and stays as it is; trained: it is trained with the rest, as far as "
+        "freeze leaves it. off: rows with images are left out, and what reads them is not loaded.",
         "off",
         alters="yes",
     )

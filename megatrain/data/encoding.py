@@ -151,7 +151,7 @@ class TokenWriter:
         self._images += refs_to_bytes(images)
         self._image_starts.append(self._images_end + len(self._images))
         for ref in images:
-            self._images_digest.update(f"{self.num_documents} {ref.checksum}\n")
+            self._images_digest.update(f"{self.num_documents} {ref.checksum}\n".encode())
         self.num_documents += 1
         if len(self._tokens) >= _FLUSH_TOKENS or len(self._images) >= _FLUSH_IMAGE_BYTES:
             self.flush()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlparse
@@ -32,7 +33,7 @@ __all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "refs_from_by
 #: Stands for an image in the text of a message: a character for private use, which no text has.
 IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'
-_SIDES = (2048, 1024, 512, 256, 128, 64, 32)  # of images that are tried, to learn what a row may hold
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # of images that are tried, to learn what a row may hold
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -184,9 +185,8 @@ class ImageProcessor:
             )
         template = getattr(self._processor, "chat_template", None)
         self.chat_template: str | None = template if isinstance(template, str) else None
-        probe = self._call([self._token], [[_blank(_SIDES[-2], _SIDES[-2])]])
+        probe = self._call([self._token], [[_blank(_SIDES[1], _SIDES[1])]])
         self._types_name = next((name for name in _TYPES if name in probe), None)
-        self._most_elements = _num_elements(self.example(1))
 
     def describe(self) -> str:
         """Return what decides which tokens and pixels it makes."""
@@ -216,7 +216,7 @@ class ImageProcessor:
             raise RowError(
                 where, f"the processor refuses the images: {reason}", reason="the processor refuses the images"
             ) from None
-        if _num_elements(made) > self._most_elements:
+        if _num_elements(made) > self._most_elements:  # the blocks of a step would be too small
             raise RowError(
                 where,
                 f"its images have more pixels than memory is planned for in a row of {self._max_length} tokens",
@@ -265,18 +265,10 @@ class ImageProcessor:
         """
         row: list[int] = []
         images: list[Any] = []
-        for side in _SIDES:
-            image = _blank(side, side)
-            one = list(self._call([self._token], [[image]])["input_ids"][0])
-            count = (self._max_length - len(row)) // (len(one) + 1)  # with text between two of them
-            row += [*one, self._fill] * count
+        for image, tokens in reversed(self._fitting):
+            count = (self._max_length - len(row)) // (len(tokens) + 1)  # with text between two of them
+            row += [*tokens, self._fill] * count
             images += [image] * count
-        if not images:
-            raise DataError(
-                self._folder,
-                f"the smallest image takes {len(one)} tokens, and data.max_length = {self._max_length}",
-                "Raise data.max_length",
-            )
         row += [self._fill] * (self._max_length - len(row))
         types: dict[str, Tensor] = {}
         if self._types_name is not None:
@@ -285,6 +277,29 @@ class ImageProcessor:
         ids = torch.tensor([row] * num_rows, dtype=torch.long)
         mask = torch.ones_like(ids)
         return {"input_ids": ids, "attention_mask": mask, **self._pixels([images] * num_rows), **types}
+
+    @cached_property
+    def _most_elements(self) -> int:
+        """How much a row may have of what is made of images."""
+        return _num_elements(self.example(1))
+
+    @cached_property
+    def _fitting(self) -> list[tuple[Any, list[int]]]:
+        """Images that fit a row, from small to large, with their tokens."""
+        found: list[tuple[Any, list[int]]] = []
+        for side in _SIDES:
+            image = _blank(side, side)
+            tokens = list(self._call([self._token], [[image]])["input_ids"][0])
+            if len(tokens) >= self._max_length or (found and tokens == found[-1][1]):
+                break
+            found.append((image, tokens))
+        if not found:
+            raise DataError(
+                self._folder,
+                f"the smallest image takes {len(tokens)} tokens, and data.max_length = {self._max_length}",
+                "Raise data.max_length",
+            )
+        return found
 
     def _pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         made = self._call([str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True)
@@ -369,7 +384,7 @@ def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
     }
     check = before["check_argument_for_proper_class"]
 
-    def parts(cls: Any, folder: Any, processor_dict: Any = None, **options: Any) -> list[Any]:
+    def parts(cls: Any, /, folder: Any, processor_dict: Any = None, **options: Any) -> list[Any]:
         made: list[Any] = []
         for name in cls.get_attributes():
             if name == "tokenizer":

@@ -430,7 +430,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
         """Take it that a fake tensor has the values of a real one on the host; what is computed of it is known, too."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             self._values[tensor] = value.clone()
 
     @contextmanager
@@ -476,10 +476,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = (args[0], self._numbered(args[1]), *args[2:])
         if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
             for tensor in _changed(func, args):
-                self._values.pop(tensor, None)
+                self._values.pop(tensor, None)  # type: ignore[no-untyped-call]
             return self._result(func, args, kwargs)
         device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real)
             value = func(*real_args, **real_kwargs)
         if not _tensors(value):
@@ -501,7 +501,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _real(self, item: Any) -> Any:
         if isinstance(item, Tensor):
-            return self._values.get(item, item)
+            return self._values[item] if item in self._values else item
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _numbered(self, indices: Sequence[Any]) -> list[Any]:
@@ -511,7 +511,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
                 found.append(index)
                 continue
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with _disable_current_modes():
                 chosen = self._values[index].nonzero().unbind(1)
             for numbers in chosen:
                 found.append(torch.empty(numbers.shape, dtype=torch.long, device=index.device))

@@ -28,6 +28,7 @@ __all__ = ["settle_packing", "settle_packing_of", "why_documents_mix"]
 PackingMode = bool | Literal["concat"]
 
 _MIXES = "it carries what it has read of one document into the next one of the row"
+_HAS_IMAGES = "rows with images have positions and masks of their own"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
 
 _TOKENS = (37, 41)  # of the document before, and of the one that is compared; longer than a small copy's windows
@@ -57,10 +58,9 @@ def settle_packing(
         UnsupportedModelError: the config asks for packing, and the model would mix documents.
     """
     if packing and model.images != "off":
-        problem = "rows with images have positions and masks of their own"
         if is_default:
-            return False, _off_by_itself(type(graph.model).__name__, problem)
-        raise UnsupportedModelError(type(graph.model).__name__, f"{problem}. Write data.packing = false")
+            return False, _off_by_itself(type(graph.model).__name__, _HAS_IMAGES)
+        raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
     if not packing or (packing == "concat" and carried_modules(graph.model) is None):
         return packing, ""
     problem = why_documents_mix(graph, model.attn_implementation)

@@ -60,7 +60,12 @@ _QWEN: dict[str, Any] = {
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
     },
-    "tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"},
+    "tokens": {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+    },
     "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
     "ids": {
         "image_token_id": "<|image_pad|>",
@@ -102,7 +107,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4": Family(
         "Gemma4Processor",
-        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 16, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 16,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
+        },
         {
             "boi_token": "<|image>",
             "eoi_token": "<image|>",
@@ -123,8 +133,7 @@ FAMILIES: dict[str, Family] = {
         },
         {"image_seq_length": 70},
         {
-            "": {
-                "vision_config": {
+            "": {"vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 48,
                 "num_hidden_layers": 2,
@@ -139,7 +148,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "llava": Family(
         "LlavaProcessor",
-        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}},
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": SIDE},
+            "crop_size": {"height": SIDE, "width": SIDE},
+        },
         {"image_token": "<image>"},
         "<image>",
         {"image_token_index": "<image>", "image_token_id": "<image>"},
