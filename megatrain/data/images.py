@@ -290,9 +290,10 @@ class ImageProcessor:
         for side in _SIDES:
             image = _blank(side, side)
             tokens = list(self._call([self._token], [[image]])["input_ids"][0])
-            if len(tokens) >= self._max_length or (found and tokens == found[-1][1]):
+            if len(tokens) >= self._max_length:
                 break
-            found.append((image, tokens))
+            if not found or tokens != found[-1][1]:
+                found.append((image, tokens))
         if not found:
             raise DataError(
                 self._folder,

@@ -624,10 +624,21 @@ class Trunk:
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
         bound, is_kept = self._bounds[unit], number in self._kept
-        num_saved = 0 if self._trace is None or is_kept else len(self._trace.visits[number].saved)
+        planned = self._trace.visits[number] if self._trace is not None and unit in self._graph.image_units else None
+        num_saved = 0 if planned is None or is_kept else len(planned.saved)
         unused = [(micro_batch, index) for micro_batch in absent for index in range(num_saved)]
+        has_backward = planned is not None and planned.has_backward
         visit = UnitVisit(
-            number, bound, self._access, self._random, self.visits, anchor, is_kept, self._activity, unused
+            number,
+            bound,
+            self._access,
+            self._random,
+            self.visits,
+            anchor,
+            is_kept,
+            self._activity,
+            unused,
+            has_backward,
         )
         self.visits.append(visit)
         return visit
