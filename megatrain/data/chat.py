@@ -67,6 +67,7 @@ class _Texts:
         row: the conversation as it was rendered.
         rendered: the conversation before what stands for images was put into it.
         inserted: where that stands.
+        images: that it stands for.
     """
 
     plain: tuple[str, ...] = ()
@@ -75,6 +76,7 @@ class _Texts:
     row: Conversation | None = None
     rendered: str = ""
     inserted: Sequence[Inserted] = ()
+    images: tuple[ImageRef, ...] = ()
 
 
 class RowEncoder:
@@ -210,8 +212,9 @@ class RowEncoder:
                     reason='a row has images, and the run reads none (model.images = "off")',
                 )
             return _Texts(chat=(text,), row=row)
-        whole, inserted = self._images.insert(text, row.images, row.where)
-        return _Texts(chat=(whole,), row=row, rendered=text, inserted=inserted)
+        refs = tuple(named.ref() for named in row.images)
+        whole, inserted = self._images.insert(text, refs, row.where)
+        return _Texts(chat=(whole,), row=row, rendered=text, inserted=inserted, images=refs)
 
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -264,7 +267,7 @@ class RowEncoder:
         trained = list(coded.trained)
         for place in places:
             trained[place.start : place.stop] = [False] * len(place)
-        return replace(coded, trained=trained, images=row.images, image_tokens=tuple(places))
+        return replace(coded, trained=trained, images=texts.images, image_tokens=tuple(places))
 
     def _masked_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
         text = texts.chat[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.data.images import ImageRef
+from megatrain.data.images import NamedImage
 from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 
@@ -54,7 +54,7 @@ class Conversation:
     trained_from: int = 0
     tools: tuple[Mapping[str, Any], ...] | None = None
     flags: tuple[bool | None, ...] = ()
-    images: tuple[ImageRef, ...] = ()
+    images: tuple[NamedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from megatrain.data.rows_report import DataError, RowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "refs_from_bytes", "refs_to_bytes"]
+__all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
 
 #: Stands for an image in the text of a message: a character for private use, which no text has.
 IMAGE_MARK = "\U0010f8f1"
@@ -124,6 +124,25 @@ class ImageRef:
                 'Put it back; or, to begin a run with it, empty data.cache_dir or write cache_dir = "none"',
             )
         return content
+
+
+@dataclass(frozen=True, slots=True)
+class NamedImage:
+    """An image as a row names it; nothing of it has been read.
+
+    Attributes:
+        value: as ``ImageRef.of`` takes it.
+        folder: that relative paths begin at.
+        where: file and row.
+    """
+
+    value: object
+    folder: Path
+    where: str
+
+    def ref(self) -> ImageRef:
+        """Read it. Raises RowError."""
+        return ImageRef.of(self.value, self.folder, self.where)
 
 
 def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:

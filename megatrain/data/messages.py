@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.images import IMAGE_MARK, ImageRef
+from megatrain.data.images import IMAGE_MARK, NamedImage
 from megatrain.data.rows_report import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -142,15 +142,15 @@ class ImagePlaces:
         self._named.append(named)
         return IMAGE_MARK
 
-    def found(self, folder: Path, where: str) -> tuple[ImageRef, ...]:
-        """Return the images.
+    def found(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
+        """Return the images, none of which is read yet.
 
         Args:
             folder: that relative paths begin at.
             where: file and row.
 
         Raises:
-            RowError: there are more or fewer places than images, or one of them is no image.
+            RowError: there are more or fewer places than images.
         """
         num_places = sum(named is None for named in self._named)
         if self._is_single and not num_places:
@@ -164,7 +164,7 @@ class ImagePlaces:
                 reason="a row has another number of images than places for them",
             )
         rest = iter(self._column)
-        return tuple(ImageRef.of(next(rest) if named is None else named, folder, where) for named in self._named)
+        return tuple(NamedImage(next(rest) if named is None else named, folder, where) for named in self._named)
 
 
 _PLACEHOLDER = "<image>"

@@ -87,7 +87,7 @@ def make_loader(folder: Path, rows: Path, *, num_micro_batches: int, batch_rows:
     )
 
 
-@pytest.mark.parametrize("images", ["frozen", "trained"])
+@pytest.mark.parametrize("images", ["trained", "frozen"])
 @pytest.mark.parametrize(
     "family", [family if family in IN_CI else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
