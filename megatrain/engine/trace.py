@@ -44,6 +44,7 @@ __all__ = ["CountingError", "CountingMode", "StepFlops", "count_flops", "step_fl
 _RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
 _ALIGNMENT_BYTES = 512  # allocators round sizes up to it
 _TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add to it
+_IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
 
 
@@ -99,10 +100,14 @@ def trace_visits(
                 # All pieces of the head are alike: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-            with nullcontext() if padded else rows_are_documents(), _texts_explained(graph.model):
+            with (
+                nullcontext() if padded else rows_are_documents(),
+                _failures_explained(graph.model, "text" if example is None else "images"),
+            ):
                 tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
             tracer.close()
-    return _with_all_pieces(tracer.trace(), num_rows, num_tokens)
+    trace = _with_all_pieces(tracer.trace(), num_rows, num_tokens)
+    return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -126,8 +131,8 @@ def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) 
 
 
 @contextmanager
-def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
-    """Explain it if a model that also reads images does not run on text alone."""
+def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
+    """Explain it if a model that also reads images does not run on text alone, or on images as they are prepared."""
     try:
         yield
     except UnsupportedModelError:
@@ -136,6 +141,12 @@ def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
         if not reads_more_than_text(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if inputs == "images":
+            raise UnsupportedModelError(
+                type(model).__name__,
+                f"its forward cannot be planned with what the folder's processor makes of images ({reason}). Compare "
+                'the processor\'s files with those of the published model, or write model.images = "off"',
+            ) from error
         raise UnsupportedModelError(
             type(model).__name__,
             f"only text can be trained, and its forward does not run on text alone ({reason}). Take a text model",
@@ -501,7 +512,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _real(self, item: Any) -> Any:
         if isinstance(item, Tensor):
-            return self._values[item] if item in self._values else item
+            return self._values.get(item, item)  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _numbered(self, indices: Sequence[Any]) -> list[Any]:

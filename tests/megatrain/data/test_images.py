@@ -132,12 +132,10 @@ def test_every_way_to_name_an_image_gives_the_same_batch(model: Path, tmp_path: 
 
 
 def test_images_of_parquet_as_datasets_writes_them(model: Path, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
     row = {**WAYS["column, placeholder"], "images": [{"bytes": PNG, "path": None}]}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     batch = batch_of(spec(path, model), model)
     other = batch_of(spec(write(tmp_path / "other", WAYS["image_url"]), model), model)
     assert all(torch.equal(batch[key], other[key]) for key in other)
