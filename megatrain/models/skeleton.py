@@ -124,6 +124,7 @@ def build_skeleton(
     with torch.device("meta"):
         model.tie_weights()
     if images != "off":
+        check_internals(with_images=True)
         freeze_beyond_text(model, images)
     elif type(model) is beyond_text:
         detach_non_text_modules(model)

@@ -222,8 +222,8 @@ def test_a_folder_without_a_processor_and_a_machine_without_pillow_are_told(
 ) -> None:
     text = Path(__file__).parents[3] / "examples/quickstart/model"
     path = write(tmp_path / "rows", WAYS["image_url"])
-    with pytest.raises(DataError, match="its processor of images|no processor of images"):
+    with pytest.raises(DataError, match=r"its processor of images|no processor of images"):
         load_dataset(spec(path, text), load_tokenizer(str(text)))
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(DataError, match="images need Pillow, which is not installed. Install it: pip install"):
+    with pytest.raises(DataError, match=r"images need Pillow, which is not installed\. Install it: pip install"):
         load_dataset(spec(path, model), load_tokenizer(str(model)))
