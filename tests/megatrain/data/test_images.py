@@ -209,7 +209,7 @@ def test_wrong_images_are_told_with_their_row(name: str, model: Path, tmp_path: 
 def test_images_for_a_run_of_text_are_told(model: Path, tmp_path: Path) -> None:
     data = spec(write(tmp_path / "rows", WAYS["image_url"]), model, images_folder=None)
     with pytest.raises(
-        RowError, match='the run reads none. Take an image-text model and write model.images = "frozen"'
+        RowError, match=r'the run reads none\. Take an image-text model and write model\.images = "frozen"'
     ):
         load_dataset(data, load_tokenizer(str(model)))
     with pytest.raises(DataError, match="no token would be trained") as caught:
