@@ -10,6 +10,8 @@ kept (`StepProgram.kept`) skips the offload and the recompute.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -74,6 +76,9 @@ class UnitVisit:
         keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
             weights must then stay in place, unchanged, until that backward.
         activity: Progress within the step, for status.
+        unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
+            leased all the same.
+        plans_backward: Whether a backward that does not take place leases the weights all the same.
 
     Attributes:
         pending_outputs: Outputs of the forward, on their way into the outer graph.
@@ -89,6 +94,8 @@ class UnitVisit:
         anchor: Tensor,
         keeps_graph: bool = False,
         activity: Activity | None = None,
+        unused: Sequence[tuple[int, int]] = (),
+        plans_backward: bool = False,
     ) -> None:
         self.number = number
         self.bound = bound
@@ -98,6 +105,8 @@ class UnitVisit:
         self._anchor = anchor
         self._keeps_graph = keeps_graph
         self._activity = activity or Activity()
+        self._to_put, self._to_take = deque(unused), deque[tuple[int, int]]()
+        self._plans_backward = plans_backward
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
         self._leaves: dict[str, Tensor] = {}
@@ -114,7 +123,7 @@ class UnitVisit:
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every forward that waits at it; return what each of them resumes with."""
         self._access.begin("forward", self.number)
-        self._first_micro_batch = forwards[0].micro_batch
+        self._first_micro_batch = forwards[0].micro_batch if forwards else 0
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
         with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
@@ -124,6 +133,7 @@ class UnitVisit:
             for turn, forward in enumerate(forwards):
                 self.bound.turn = turn
                 self._activity.micro_batch = forward.micro_batch + 1
+                self._put_unused(forward.micro_batch)
                 call = forward.call
                 assert call is not None
                 captured = CapturedArguments(self.bound.unit.name, call.args, call.kwargs)
@@ -140,6 +150,7 @@ class UnitVisit:
                 stop = len(self.pending_outputs)
                 result.outputs = []  # drops the inner graph, unless it is kept
                 results.append((result, tensors, forward, slice(start, stop), originals))
+            self._put_unused()
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
             with torch.enable_grad():
@@ -159,7 +170,8 @@ class UnitVisit:
         streams = [tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
         differentiable = forward.modes.grad_enabled and (any(requires_grad) or bool(self.bound.trainable))
-        keys = tuple(call.collector) if call.collector else ()
+        # Beside its lists a collector may hold which of its items are wanted.
+        keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         keeps_graph = differentiable and self._keeps_graph
         if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
@@ -227,22 +239,45 @@ class UnitVisit:
                 if isinstance(item, KeptGraph):
                     grad_inputs.extend(self._backward_kept(item, grads, sink))
                 else:
+                    self._take_unused(item.number)
                     grad_inputs.extend(self._backward_one(item, grads, leaves, sink))
+            self._take_unused()
         self._leaves = {}
         return grad_inputs
 
     def skip_backward(self) -> None:
         """Lease accumulators and activations, unused: this step's loss does not depend on the visit."""
-        if self.bound.trainable:
-            with self._access.gradients(self.bound.unit, self.number):
-                pass
+        with ExitStack() as stack:
+            if self._plans_backward:
+                stack.enter_context(self._access.weights(self.bound.unit, self.number))
+            if self.bound.trainable:
+                stack.enter_context(self._access.gradients(self.bound.unit, self.number))
         for item in self._micro_batches:
             if isinstance(item, KeptGraph):
                 continue
+            self._take_unused(item.number)
             for index in range(len(item.captured.activations)):
                 with self._access.get_activation(self.number, item.number, index):
                     pass
+        self._take_unused()
         self._micro_batches, self._leaves, self._wanted = [], {}, []
+
+    # In the order of the plan: prefetch brings one after the other, into room for one.
+
+    def _put_unused(self, before: float = math.inf) -> None:
+        """Lease the unused activations of the micro-batches before one, as the forward would."""
+        if not torch.is_grad_enabled():
+            return
+        while self._to_put and self._to_put[0][0] < before:
+            micro_batch, index = self._to_put.popleft()
+            self._to_take.append((micro_batch, index))
+            self._access.put_activation(self.number, micro_batch, index, self._anchor.detach()[None][:0])
+
+    def _take_unused(self, before: float = math.inf) -> None:
+        """Lease the unused activations of the micro-batches before one, as the backward would."""
+        while self._to_take and self._to_take[0][0] < before:
+            with self._access.get_activation(self.number, *self._to_take.popleft()):
+                pass
 
     def _backward_kept(
         self, item: KeptGraph, grad_outputs: Sequence[Tensor | None], sink: GradientSink | None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
     ProgramBuilder,
@@ -51,6 +52,8 @@ from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FileRange
@@ -258,7 +261,18 @@ def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
             objective=run.objective,
             padded=padded,
             by_documents=run.model.compile_backend is None,
+            example=_example(run),
         )
+
+
+def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
+    """Return a micro-batch that is as full of images as the run's may be; None: they have none."""
+    if run.data.images_folder is None:
+        return None
+    tokenizer = load_tokenizer(run.model.tokenizer_folder)
+    processor = run.data.image_processor(tokenizer)
+    assert processor is not None
+    return processor.example(run.batch.micro_batch_rows)
 
 
 def _make_graph(run: RunSpec) -> ModelGraph:

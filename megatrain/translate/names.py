@@ -100,7 +100,6 @@ SPEED = "changes the speed, not the results"
 _BY_AGE = "checkpoints are kept by their age"
 _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
-_TEXT_ONLY = "what reads images is never trained"
 _OWN_TEMPLATE = "the model's own chat template is used: look at it with `megatrain-tier data preview`"
 _NOT_UPLOADED = "a run uploads nothing: `megatrain-tier export OUTPUT_DIR --push-to-hub ID` does"
 _NO_REMOTE_CODE = "code in a model folder is never run"
@@ -244,8 +243,12 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "interleave_probs": _lost("data.train.N.weight says how often the rows of a source are used in an epoch",
                               "data.train.0.weight", "one for each source"),
     "mix_strategy": _lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
-    **_each("freeze_vision_tower freeze_multi_modal_projector", _unneeded(_TEXT_ONLY)),
-    **_each("image_max_pixels video_max_pixels", _unneeded("text models only")),
+    "freeze_vision_tower": _rule("model.images", 'true is "frozen", false is "trained"'),
+    "freeze_multi_modal_projector": _rule("model.images", 'false is "trained"; model.freeze names what stays'),
+    "freeze_language_model": _rule("model.freeze", "name the language model's parameters"),
+    **_each("image_max_pixels image_min_pixels", _lost("sizes of images are those of preprocessor_config.json in the "
+                                                       "model's folder: change them there")),
+    **_each("video_max_pixels video_min_pixels video_fps video_maxlen", _unneeded("videos are not trained")),
     **_each("use_galore use_badam use_apollo use_adam_mini use_muon", _lost("see optimizer.optim")),
     **_each("hf_hub_token ray_run_name swanlab_project", _rule()),
 })  # fmt: skip
@@ -255,10 +258,11 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "revision_of_model": _rule(),
     "tokenizer_config": _path("model.tokenizer_name_or_path"),
     **_each("""model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
-        is_qwen_derived_model tokenizer_use_fast tokenizer_legacy processor_type base_model_config""",
+        is_qwen_derived_model tokenizer_use_fast tokenizer_legacy base_model_config""",
             _unneeded("transformers finds the classes in config.json")),
     **_each("flash_attention sdp_attention eager_attention", _rule("model.attn_implementation")),
     "xformers_attention": _rule(),
+    "processor_type": _rule("model.images"),
     "unfrozen_parameters": _lost("name those that stay as they are in model.freeze", "model.freeze",
                                  "name the frozen ones instead"),
     "chat_template_jinja": _rule("model.chat_template"),

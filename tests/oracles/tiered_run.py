@@ -174,14 +174,16 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
 def make_loader(config: Any, plan: Plan) -> BatchLoader:
     """Return the loader that the trainer would use."""
     tokenizer = load_tokenizer(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
+    data = resolve_data(config)
     return BatchLoader(
-        load_dataset(resolve_data(config), tokenizer),
+        load_dataset(data, tokenizer),
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
         max_length=config.data.max_length,
         packing=bool(plan.run.data.packing),
         data_seed=config.data_seed,
         pad_token_id=pad_token_id(tokenizer),
+        images=data.image_processor(tokenizer),
     )
 
 
