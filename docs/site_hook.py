@@ -21,16 +21,24 @@ DOCS, HOME, REST = "docs/", "README.md", "repository/"
 PAGES = (HOME, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "bench/README.md")
 _FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)")
+#: A link to a test: its words stay, and the site needs no tests.
+_TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)*tests/[^)\s]*\)")
 
 
 def on_config(config: Any) -> Any:
     """Write out the patterns of nav: a new decision or report needs no entry."""
-    for section in config["nav"]:
-        for title, pages in section.items():
-            if isinstance(pages, str) and "*" in pages:
-                found = (path.relative_to(ROOT).as_posix() for path in ROOT.glob(_source(pages)))
-                section[title] = sorted(map(_uri, found), key=lambda uri: (posixpath.dirname(uri), uri))
+    _write_out(config["nav"])
     return config
+
+
+def _write_out(entries: list[Any]) -> None:
+    for entry in entries:
+        for title, pages in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(pages, list):
+                _write_out(pages)
+            elif "*" in pages:
+                found = (path.relative_to(ROOT).as_posix() for path in ROOT.glob(_source(pages)))
+                entry[title] = sorted(map(_uri, found), key=lambda uri: (posixpath.dirname(uri), uri))
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -39,7 +47,7 @@ def on_files(files: Any, config: Any) -> Any:
     known = {_source(file.src_uri): file for file in files if file.is_documentation_page()}
     wanted = dict.fromkeys(pages)
     for page in [*pages, *known]:
-        for link in _links((ROOT / page).read_text(encoding="utf-8")):
+        for link in _links(_without_tests((ROOT / page).read_text(encoding="utf-8"))):
             source = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
             if not source.startswith((DOCS, "..")) and (ROOT / source).is_file():
                 wanted[source] = None
@@ -59,7 +67,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         uri = _uri(target)
         return posixpath.relpath(uri, here or ".") if files.get_file_from_path(uri) else link
 
-    return _outside_of_code(markdown, lambda text: _LINK.sub(lambda found: f"]({rewrite(found[1])}", text))
+    return _outside_of_code(
+        _without_tests(markdown), lambda text: _LINK.sub(lambda found: f"]({rewrite(found[1])}", text)
+    )
+
+
+def _without_tests(markdown: str) -> str:
+    return _outside_of_code(markdown, lambda text: _TEST_LINK.sub(r"\1", text))
 
 
 def _source(uri: str) -> str:

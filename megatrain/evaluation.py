@@ -135,6 +135,7 @@ def load_evaluation_sets(
             packing=bool(run.data.packing),
             data_seed=run.data.seed,
             pad_token_id=pad_token_id(tokenizer),
+            images=run.data.image_processor(tokenizer),
         )
         # As in training: no more rows share a pass than memory is planned for.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches)))

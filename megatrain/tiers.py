@@ -109,7 +109,8 @@ def make_tiers(
 
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
     layouts = plan.graph.layouts.values()
-    wanted = {key: layout for layout in layouts if plan.program.blocks[key := weight_key(layout.name)].in_place}
+    blocks = plan.program.blocks
+    wanted = {key: each for each in layouts if (key := weight_key(each.name)) in blocks and blocks[key].in_place}
     ranges = layouts_in_place(loader, wanted.values())
     for layout in wanted.values():
         if layout.name not in ranges:

@@ -836,6 +836,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         packing=bool(plan.run.data.packing),
         data_seed=plan.run.data.seed,
         pad_token_id=pad_token_id(tokenizer),
+        images=plan.run.data.image_processor(tokenizer),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.checkpoint.catalog import search_paths
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.engine.program import BlockPlan, kind_of_key, weight_key
+from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.step import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from megatrain.models.load import Origin, WeightLoader
     from megatrain.plan.plan import Plan
     from tiered import Lease, TieredStore
+
+#: Elements that are read at a time where a checkpoint has a weight in other blocks.
+_READ_ELEMENTS = 1 << 20
 
 __all__ = ["AdaptedWeights", "RandomWeights", "WeightSource", "Weights"]
 
@@ -222,16 +225,35 @@ class Weights:
         )
 
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.is_own and not checkpoint.is_copy:
+        saved = {key: block for key, block in self._plan.program.blocks.items() if block.is_saved}
+        reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
+        if checkpoint.is_own and not checkpoint.is_copy and saved.keys() == reader.blocks.keys():
             self._store.load(checkpoint.generation, on_bytes=self._activity.moved)
             return
-        reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
-        for key, block in self._plan.program.blocks.items():
-            if block.is_saved:
-                with self._store.acquire(key, "ram", "w") as lease:
+        for key, block in saved.items():
+            with self._store.acquire(key, "ram", "w") as lease:
+                if block.kind == "weights" and key not in reader.blocks:
+                    self._read_cut_otherwise(reader, key, lease.tensor)
+                else:
                     reader.read(key, lease.tensor)
-                self._evict(key)
-                self._count(key)
+            self._evict(key)
+            self._count(key)
+
+    def _read_cut_otherwise(self, reader: GenerationReader, key: str, out: Tensor) -> None:
+        """Read a weight, or a part of one, that the checkpoint has in other blocks: whole, or in parts."""
+        name = key.rpartition("/")[0]
+        layout = self._plan.graph.layouts[name]
+        (start,) = (part.start for part, own in self._weight_parts(layout) if own == key)
+        begin = 0
+        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # with none the reader says what lacks
+            end = begin + reader.spec(stored).num_elements
+            first, last = max(start, begin), min(start + out.numel(), end)
+            for at in range(first, last, _READ_ELEMENTS):
+                stop = min(at + _READ_ELEMENTS, last)
+                size = out.element_size()
+                found = reader.read_range(stored, (at - begin) * size, (stop - begin) * size)
+                out[at - start : stop - start] = found.view(out.dtype)
+            begin = end
 
     def _carried_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
         origin = self.source.origin
@@ -261,42 +283,54 @@ class Weights:
         return record
 
     def _weight(self, layout: UnitLayout) -> BlockPlan:
-        return self._plan.program.blocks[weight_key(layout.name)]
+        """Return the block of a weight, or of its first part: they are alike."""
+        return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
 
     def _fill(self, layouts: Sequence[UnitLayout]) -> None:
         doing = "making random weights" if self.source.origin is None else "loading weights"
         self._activity.begin(doing, num_bytes=self._durable_bytes)
         for number, layout in enumerate(layouts):
             self._activity.come_to(number, unit=layout.name, num_parts=len(layouts))
-            if self._plan.placement.homes[weight_key(layout.name)] != FOLDER:  # else it is read when it is used
+            if self._plan.placement.homes[self._weight(layout).key] != FOLDER:  # else it is read when it is used
                 self._fill_layout(layout)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
-        weight = weight_key(layout.name)
-        with self._store.acquire(weight, "ram", "w") as lease, self._room_for_master(layout):
-            if not self._is_split:
-                for inside in _cut(range(layout.num_elements)):
-                    self.source.read(layout, inside.start, lease.tensor[inside.start : inside.stop].zero_())
-            else:
-                self._fill_halves(layout, lease.tensor)
-        self._evict(weight)
-        self._count(weight)
+        with self._room_for_master(layout):
+            for part, weight in self._weight_parts(layout):
+                with self._store.acquire(weight, "ram", "w") as lease:
+                    if not self._is_split:
+                        for inside in _cut(part):
+                            place = lease.tensor[inside.start - part.start : inside.stop - part.start]
+                            self.source.read(layout, inside.start, place.zero_())
+                    else:
+                        self._fill_halves(layout, part, lease.tensor)
+                self._evict(weight)
+                self._count(weight)
 
-    def _fill_halves(self, layout: UnitLayout, high: Tensor) -> None:
+    def _fill_halves(self, layout: UnitLayout, of_weight: range, high: Tensor) -> None:
+        """Fill one block of a weight, and the low halves of its elements."""
         buffer = torch.empty(min(layout.num_elements, MASTER_ELEMENTS))
         for part, low in self._low_parts(layout):
+            if part.start not in of_weight:
+                continue
             with nullcontext() if low is None else self._store.acquire(low, "ram", "w") as lease:
                 for inside in _cut(part):
                     master = buffer[: len(inside)].zero_()
                     self.source.read(layout, inside.start, master)
+                    place = high[inside.start - of_weight.start : inside.stop - of_weight.start]
                     if lease is None:
-                        high_half(master, high[inside.start : inside.stop])
+                        high_half(master, place)
                     else:
                         low_half = lease.tensor[inside.start - part.start : inside.stop - part.start]
-                        encode(master, high[inside.start : inside.stop], low_half)
+                        encode(master, place, low_half)
             if low is not None:
                 self._evict(low)
                 self._count(low)
+
+    def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
+        """Return the blocks of a weight, each with its range of elements."""
+        program = self._plan.program
+        return list(zip(program.weight_parts_of(layout), program.weight_keys(layout), strict=True))
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
         """Yield the parts of a layout, each with its low half: frozen weights are never updated and have none."""
@@ -340,27 +374,39 @@ class Weights:
     @contextmanager
     def master(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield what reads a unit's fp32 master weights, in ranges. No update may be pending."""
-        weight, lows = weight_key(layout.name), list(self._low_parts(layout))
-        with self._store.acquire(weight, "ram", "r") as lease, _OneLease(self._store, self._evict) as current:
-            high = lease.tensor
+        weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
+        with (
+            _OneLease(self._store, self._evict) as current_weight,
+            _OneLease(self._store, self._evict) as current,
+        ):
+
+            def high(start: int, stop: int) -> Tensor:
+                """Return elements of the weight: a view where they lie in one block."""
+                wanted = [(part, key) for part, key in weights if part.start < stop and start < part.stop]
+                found: list[Tensor] = []
+                for part, key in wanted:
+                    inside = slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start)
+                    block = current_weight.tensor(key)[inside]
+                    found.append(block if len(wanted) == 1 else block.clone())  # the next one may take its place
+                return found[0] if len(found) == 1 else torch.cat(found)
 
             def read(start: int, stop: int) -> Tensor:
                 if not self._is_split:
-                    return high[start:stop]
+                    return high(start, stop)
                 master = torch.empty(stop - start)
+                weight = high(start, stop)
                 for part, low in lows:
                     first, last = max(start, part.start), min(stop, part.stop)
                     if first >= last:
                         continue
+                    inside = slice(first - start, last - start)
                     if low is None:
-                        master[first - start : last - start] = high[first:last]
+                        master[inside] = weight[inside]
                         continue
-                    low_half = current.tensor(low)[first - part.start : last - part.start]
-                    decode(high[first:last], low_half, master[first - start : last - start])
+                    decode(weight[inside], current.tensor(low)[first - part.start : last - part.start], master[inside])
                 return master
 
             yield read
-        self._evict(weight)
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:

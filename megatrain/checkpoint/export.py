@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -124,7 +124,7 @@ class _Source:
         self._kept: dict[str, tuple[str, int, Tensor]] = {}  # by kind: block, first byte, piece
         with self._explained():
             self._reader = GenerationReader(found.path, found.generation, search_paths(found.path))
-        dtypes = {record.dtype for key, record in self._reader.blocks.items() if key.endswith("/weight")}
+        dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
         if len(dtypes) != 1:
             raise CheckpointError(f"{found} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint")
         self.dtype = dtype_from_name(dtypes.pop())
@@ -140,7 +140,11 @@ class _Source:
             self._check_base(loader)
         expected = {weight_key(layout.name): layout.num_elements for layout in graph.layouts.values()}
         blocks = self._reader.blocks
-        found = {key: record.shape[0] for key, record in blocks.items() if key.endswith("/weight")}
+        found: dict[str, int] = {}
+        for key, record in blocks.items():
+            if kind_of_key(key) == "weight":
+                whole = weight_key(key.rpartition("/")[0])
+                found[whole] = found.get(whole, 0) + record.shape[0]
         in_folder = set() if loader is None else {weight_key(x.name) for x in graph.layouts.values() if not x.trainable}
         expected = {key: size for key, size in expected.items() if key in found or key not in in_folder}
         different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
@@ -156,14 +160,14 @@ class _Source:
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield what reads a unit's fp32 master weights; a ``WeightSource``."""
         self._unit = layout.name
-        if weight_key(layout.name) not in self._reader.blocks:
+        weights = self._parts(weight_key(layout.name))
+        if not weights:
             yield partial(self._read_folder, layout)
             return
-        weight = weight_key(layout.name)
         lows = self._parts(state_key(layout.name, "low"))
 
         def read(start: int, stop: int) -> Tensor:
-            high = self._read(weight, self.dtype, start, stop)
+            high = self._read_parts(weights, self.dtype, start, stop)
             if self.dtype == torch.float32:
                 return high
             if not lows:
@@ -192,6 +196,15 @@ class _Source:
             found.append((range(start, stop), each))
             start = stop
         return found
+
+    def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Return elements of what lies in one block or several."""
+        found: list[Tensor] = []
+        for part, key in parts:
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                found.append(self._read(key, dtype, first - part.start, last - part.start))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return elements of a block; whole pieces are read and verified, and the last one of each kind is kept."""

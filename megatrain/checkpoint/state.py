@@ -24,8 +24,9 @@ __all__ = [
 #: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
 CHECKPOINT_FORMAT = 1
 #: Version of the order of additions: with another one, the last bits of a step are others. 2: pieces of the head have
-#: 2,048 rows and parts of the vocabulary, and gradients of weights are products added in fp32.
-ARITHMETIC = 2
+#: 2,048 rows and parts of the vocabulary, and gradients of weights are products added in fp32. 3: such a part has no
+#: words of two blocks of the weight's gradient, where that is more than one.
+ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10

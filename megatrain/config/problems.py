@@ -326,6 +326,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
     return [
         *_check_batch(config),
         *_check_data(config),
+        *_check_images(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
         *_check_gradients(config),
@@ -412,6 +413,28 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
             "training.train_batch_tokens",
             f"training.train_batch_tokens = {tokens} is not a multiple of data.max_length = {length}",
             f"Write {choices}",
+        )
+
+
+def _check_images(config: RunConfig) -> Iterator[Problem]:
+    images = config.model.images
+    if images == "off":
+        return
+    said = f'model.images = "{images}"'
+    if config.task == "pretrain":
+        yield Problem(
+            "model.images",
+            f'{said} needs conversations, but task = "pretrain" trains plain text',
+            'Leave the key out, or write task = "sft"',
+        )
+    if config.model.train_from_scratch:
+        text = f"{said} needs the weights of what reads images, and model.train_from_scratch = true reads none"
+        yield Problem("model.images", text, "Leave one of them out")
+    if config.lora.is_on:
+        yield Problem(
+            "model.images",
+            f"{said} and [lora]: adapters are trained on text alone by this release",
+            "Leave one of them out",
         )
 
 

@@ -122,6 +122,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         use_liger_kernel=table.use_liger_kernel,
         mlp_rows=table.mlp_rows,
         lora=_lora(config.lora),
+        images=table.images,
     )
 
 
@@ -168,6 +169,7 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         max_cache_bytes=table.max_cache_size,
         val_size=table.val_size if sources is None else None,
         seed=config.data_seed,
+        images_folder=None if config.model.images == "off" else resolve_model(config).folder,
     )
 
 

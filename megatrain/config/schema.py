@@ -233,7 +233,7 @@ RowFormat = Literal[
 #: Our names of fields; the second line are names that other tools use for some of the first.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
-    "conversations", "query", "response",
+    "images", "conversations", "query", "response",
     "role", "content", "input_ids", "labels", "loss_mask", "attention_mask",
 ]  # fmt: skip
 
@@ -307,6 +307,13 @@ class ModelConfig(Table):
     train_from_scratch: bool = key("Start from random weights; only config.json is read.", False, alters="by contents")
     freeze: Listed[str] = key(
         'Globs of parameter names that stay as they are, e.g. ["model.embed_tokens.*"].', (), alters="yes"
+    )
+    images: Literal["off", "frozen", "trained"] = key(
+        "Whether rows may have images, prepared by the processor in the model's folder. frozen: what reads them, "
+        "vision tower and projector, is streamed and stays as it is; trained: it is trained with the rest, as far as "
+        "freeze leaves it. off: rows with images are left out, and what reads them is not loaded.",
+        "off",
+        alters="yes",
     )
 
 

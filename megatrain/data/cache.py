@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from megatrain.data.encoding import EncodingOptions
     from megatrain.data.sources import Source
 
-_VERSION = 3
+_VERSION = 4
 _TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
+_IMAGES, _IMAGE_STARTS = "images.bytes", "image_starts.int64"
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
@@ -40,7 +41,14 @@ _READ_BYTES = 4 * MiB
 _SETTLED_S = 2.0  # a file changed more recently may change again within one tick of its clock
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
-Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+Arrays = tuple[
+    npt.NDArray[np.int32],
+    npt.NDArray[np.bool_],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.bool_],
+    npt.NDArray[np.uint8],
+    npt.NDArray[np.int64],
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,8 @@ class CacheEntry:
         trained: as ``TokenDataset`` has them.
         starts: as ``TokenDataset`` has them.
         begins_row: as ``TokenDataset`` has them.
+        images: as ``TokenDataset`` has them.
+        image_starts: as ``TokenDataset`` has them.
         report: of ``DataReport.to_json``.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.
@@ -62,6 +72,8 @@ class CacheEntry:
     trained: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
     begins_row: npt.NDArray[np.bool_]
+    images: npt.NDArray[np.uint8]
+    image_starts: npt.NDArray[np.int64]
     report: dict[str, Any]
     source_starts: tuple[int, ...]
     content: str
@@ -185,7 +197,7 @@ class TokenCache:
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
-                names = (_TOKENS, _TRAINED, _STARTS, _BEGINS)
+                names = (_TOKENS, _TRAINED, _STARTS, _BEGINS, _IMAGES, _IMAGE_STARTS)
                 files = tuple(stack.enter_context((partial / name).open("wb")) for name in names)
                 writer = TokenWriter(files, lambda nbytes: self._make_room(nbytes, key))
                 report, source_starts = encode(writer)
@@ -196,6 +208,7 @@ class TokenCache:
                 "version": _VERSION,
                 "num_tokens": writer.num_tokens,
                 "num_documents": writer.num_documents,
+                "num_image_bytes": writer.num_image_bytes,
                 "largest_id": writer.largest_id,
                 "content": writer.content,
                 "source_starts": source_starts,
@@ -214,12 +227,9 @@ class TokenCache:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 return None
-            tokens, trained, starts, begins_row = _map(folder, manifest["num_tokens"], manifest["num_documents"])
+            arrays = _map(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"])
             entry = CacheEntry(
-                tokens,
-                trained,
-                starts,
-                begins_row,
+                *arrays,
                 manifest["report"],
                 tuple(manifest["source_starts"]),
                 manifest["content"],
@@ -261,7 +271,7 @@ class TokenCache:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _map(folder: Path, num_tokens: int, num_documents: int) -> Arrays:
+def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> Arrays:
     """Map the arrays of an entry.
 
     Raises:
@@ -272,6 +282,8 @@ def _map(folder: Path, num_tokens: int, num_documents: int) -> Arrays:
         path = folder / name
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} has {path.stat().st_size} bytes")
+        if not count:
+            return np.empty(0, dtype=dtype)  # no file of no bytes can be mapped
         return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
 
     return (
@@ -279,6 +291,8 @@ def _map(folder: Path, num_tokens: int, num_documents: int) -> Arrays:
         mapped(_TRAINED, np.bool_, num_tokens),
         mapped(_STARTS, np.int64, num_documents + 1),
         mapped(_BEGINS, np.bool_, num_documents),
+        mapped(_IMAGES, np.uint8, num_image_bytes),
+        mapped(_IMAGE_STARTS, np.int64, num_documents + 1),
     )
 
 
@@ -293,7 +307,7 @@ def _write_whole(path: Path, values: Any) -> None:
 
 
 #: To be raised whenever the same rows become other tokens or masks.
-ENCODING = 2
+ENCODING = 3
 
 
 def cache_key(
@@ -303,12 +317,15 @@ def cache_key(
     train_on: TrainOn,
     options: EncodingOptions,
     cache: TokenCache,
+    image_processor: str = "",
 ) -> str:
     """Return 32 hex digits. Names and places of files do not count, their contents and order do.
 
     Args:
         files: of each source.
         cache: remembers checksums of files.
+        image_processor: what prepares images, in words; "": rows have none. Else places of files count, as paths of
+            images are relative to them.
     """
     described = [
         {
@@ -328,6 +345,9 @@ def cache_key(
         "joins_texts": options.joins_texts,
         "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
+    if image_processor:
+        folders = [[str(file.absolute().parent) for file in paths] for paths in files]
+        parts["images"] = [image_processor, folders, version("pillow")]
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

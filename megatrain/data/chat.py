@@ -12,12 +12,15 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
+from megatrain.data.images import ImageRef, Inserted
 from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, Span
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from megatrain.data.images import ImageProcessor
 
 TrainOn = Literal["assistant", "last_assistant", "completion", "all"]
 Offsets = Sequence[tuple[int, int]]
@@ -35,6 +38,8 @@ class Encoded:
         untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
         is_start: whether plain text begins here; a large file comes in parts.
         is_end: whether plain text ends here.
+        images: of the row, in order.
+        image_tokens: which tokens stand for each of them.
     """
 
     tokens: list[int]
@@ -43,6 +48,8 @@ class Encoded:
     untrained_turns: tuple[str, ...] = ()
     is_start: bool = True
     is_end: bool = True
+    images: tuple[ImageRef, ...] = ()
+    image_tokens: tuple[range, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -58,12 +65,18 @@ class _Texts:
         bare: without them.
         chat: without them, and with offsets.
         row: the conversation as it was rendered.
+        rendered: the conversation before what stands for images was put into it.
+        inserted: where that stands.
+        images: that it stands for.
     """
 
     plain: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
     chat: tuple[str, ...] = ()
     row: Conversation | None = None
+    rendered: str = ""
+    inserted: Sequence[Inserted] = ()
+    images: tuple[ImageRef, ...] = ()
 
 
 class RowEncoder:
@@ -73,10 +86,20 @@ class RowEncoder:
         tokenizer: a fast tokenizer; its chat template is used for conversations.
         train_on: "assistant": every assistant turn; "last_assistant": the last one; "completion": what follows the
             prompt, in a plain conversation the last turn; "all": every token.
+        images: prepares the images of rows; None: rows with images are refused.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, train_on: TrainOn = "assistant") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        train_on: TrainOn = "assistant",
+        images: ImageProcessor | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._images = images
+        if images is not None and tokenizer.chat_template is None:
+            tokenizer.chat_template = images.chat_template
         self._train_on = train_on
         self._renderer: ChatRenderer | None = None
         self._end_of_turn: int | None = None
@@ -136,7 +159,7 @@ class RowEncoder:
             ids = [*(next(plain) for _ in each.plain), *(next(bare) for _ in each.bare)]
             try:
                 if each.row is not None:
-                    yield self._finish_conversation(each.row, each.chat[0], *next(offsets))
+                    yield self._finish_conversation(each.row, each, *next(offsets))
                 elif isinstance(row, Completion):
                     yield self._finish_completion(row, ids)
                 elif isinstance(row, Document):
@@ -165,15 +188,33 @@ class RowEncoder:
             return _Texts((row.prompt + row.completion, row.prompt) if row.prompt else (row.completion,))
         renderer = self._ready_renderer()
         try:
-            return _Texts(chat=(renderer.render(row.messages, row.where, tools=row.tools),), row=row)
+            text = renderer.render(row.messages, row.where, tools=row.tools)
         except RowError as error:
             if not any(message.get("tool_calls") for message in row.messages):
                 return error
             try:  # some families want the arguments of calls as text
                 row = replace(row, messages=with_text_arguments(row.messages))
-                return _Texts(chat=(renderer.render(row.messages, row.where, tools=row.tools),), row=row)
+                text = renderer.render(row.messages, row.where, tools=row.tools)
             except RowError:
                 return error
+        try:
+            return self._with_images(row, text)
+        except RowError as error:
+            return error
+
+    def _with_images(self, row: Conversation, text: str) -> _Texts:
+        if self._images is None:
+            if row.images:
+                raise RowError(
+                    row.where,
+                    "the row has images, and the run reads none",
+                    'Take an image-text model and write model.images = "frozen", or remove the row',
+                    reason='a row has images, and the run reads none (model.images = "off")',
+                )
+            return _Texts(chat=(text,), row=row)
+        refs = tuple(named.ref() for named in row.images)
+        whole, inserted = self._images.insert(text, refs, row.where)
+        return _Texts(chat=(whole,), row=row, rendered=text, inserted=inserted, images=refs)
 
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -218,13 +259,27 @@ class RowEncoder:
         end = self._tokenizer.eos_token_id
         return tokens[:-1] if len(tokens) > 1 and tokens[-1] == end else tokens
 
-    def _finish_conversation(self, row: Conversation, text: str, tokens: list[int], offsets: Offsets) -> Encoded:
+    def _finish_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
+        coded = self._masked_conversation(row, texts, tokens, offsets)
+        if not texts.inserted:
+            return coded
+        places = [_touching(each.after, offsets) for each in texts.inserted]
+        trained = list(coded.trained)
+        for place in places:
+            trained[place.start : place.stop] = [False] * len(place)
+        return replace(coded, trained=trained, images=texts.images, image_tokens=tuple(places))
+
+    def _masked_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
+        text = texts.chat[0]
         by_default = self._train_on == "all"
         turns = [index for index, flag in enumerate(row.flags) if flag is False] if by_default else self._chosen(row)
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
         if by_default and not turns:
             return _encoded(tokens, [True] * len(tokens))
-        spans = self._ready_renderer().assistant_spans(row.messages, text, row.where, turns, row.tools)
+        # Turns are found in the text without images, which templates are rendered to again and again.
+        plain = texts.rendered or text
+        spans = self._ready_renderer().assistant_spans(row.messages, plain, row.where, turns, row.tools)
+        spans = {index: _moved(span, texts.inserted) for index, span in spans.items()}
         trained = [by_default] * len(tokens)
         for span in spans.values():
             if isinstance(span, Span):
@@ -322,7 +377,7 @@ class RowEncoder:
     def _ready_renderer(self) -> ChatRenderer:
         """Make the renderer on first use, and learn from a probe what ends a turn of the assistant."""
         if self._renderer is None:
-            self._renderer = ChatRenderer(self._tokenizer)
+            self._renderer = ChatRenderer(self._tokenizer, in_parts=self._images is not None)
             self._learn_end(self._renderer)
         return self._renderer
 
@@ -366,6 +421,25 @@ def _overlapping(span: Span, offsets: Offsets) -> list[int]:
         first -= 1
     last = bisect_left(offsets, span.end, lo=first, key=itemgetter(0))
     return [i for i in range(first, last) if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
+
+
+def _moved(span: Span | str, inserted: Sequence[Inserted]) -> Span | str:
+    """Return where a span of a text is once what stands for images was put into it."""
+    if isinstance(span, str):
+        return span
+    start = end = 0
+    for each in inserted:
+        gained = each.after.stop - each.before.stop
+        start, end = (gained if each.before.stop <= at else had for at, had in ((span.start, start), (span.end, end)))
+    return Span(span.message, span.start + start, span.end + end)
+
+
+def _touching(characters: range, offsets: Offsets) -> range:
+    """Return the tokens that hold any of some characters, in one run."""
+    first = bisect_left(offsets, characters.start, key=itemgetter(0))
+    while first and offsets[first - 1][1] > characters.start:
+        first -= 1
+    return range(first, bisect_left(offsets, characters.stop, lo=first, key=itemgetter(0)))
 
 
 def _finish_tokenized(row: Tokenized) -> Encoded:

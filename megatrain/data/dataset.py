@@ -19,6 +19,7 @@ from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key
 from megatrain.data.chat import RowEncoder
 from megatrain.data.encoding import Encoder, EncodingOptions, Overlong, TokenWriter
 from megatrain.data.formats import Row
+from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
 from megatrain.data.rows_report import DataError, DataReport
 from tiered import checksum
 
@@ -51,6 +52,7 @@ class DataSpec:
         max_cache_bytes: of that folder; None: no limit.
         val_size: rows kept from training, or their share where it is below 1; None: none are.
         seed: of the order of the data, and of what ``val_size`` keeps.
+        images_folder: of the processor that prepares images; None: rows have none.
     """
 
     sources: tuple[Source, ...]
@@ -66,6 +68,13 @@ class DataSpec:
     max_cache_bytes: int | None
     val_size: float | None
     seed: int
+    images_folder: str | None = None
+
+    def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
+        """Return what prepares images, if rows may have any. Raises as :class:`ImageProcessor`."""
+        if self.images_folder is None:
+            return None
+        return ImageProcessor(self.images_folder, tokenizer, self.max_length)
 
     @property
     def encoding(self) -> EncodingOptions:
@@ -93,6 +102,8 @@ class TokenDataset:
         content: checksum of the first three arrays, where it is known already.
         begins_row: for each document, whether it is the first (mostly the only) one of a row. Empty: each is a row.
         in_use: numbers of the documents that are there to be used, ascending. None: all.
+        images: the images of all documents, as ``refs_to_bytes`` writes them.
+        image_starts: where those of each document begin, and the end. Empty: no document has any.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -105,6 +116,8 @@ class TokenDataset:
     known_largest_id: int | None = None
     begins_row: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     in_use: npt.NDArray[np.int64] | None = None
+    images: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
         if not len(self.begins_row):
@@ -133,12 +146,19 @@ class TokenDataset:
         """Return the tokens of each document."""
         return np.diff(self.starts)
 
+    def images_of(self, document: int) -> list[ImageRef]:
+        """Return the images of a document, in order."""
+        if not len(self.images):
+            return []
+        return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
+
     def release_pages(self) -> None:
         """Let the system take back the RAM of what was read from mapped files; reading it again is not slower by much.
 
         Without it the process would seem to grow by all the data that it has trained on.
         """
-        owners: tuple[object, ...] = (self.tokens.base, self.trained.base, self.starts.base, self.begins_row.base)
+        arrays = (self.tokens, self.trained, self.starts, self.begins_row, self.images, self.image_starts)
+        owners: list[object] = [array.base for array in arrays]
         for mapped in owners:
             if isinstance(mapped, mmap.mmap):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -195,7 +215,9 @@ def load_dataset(
         dataset = _in_memory(encode)
     else:
         cache = TokenCache(folder, max_nbytes=data.max_cache_bytes, on_message=on_message)
-        key = cache_key(data.sources, files, tokenizer, data.train_on, data.encoding, cache)
+        processor = data.image_processor(tokenizer)
+        described = "" if processor is None else processor.describe()
+        key = cache_key(data.sources, files, tokenizer, data.train_on, data.encoding, cache, described)
         dataset = _opened(cache.get(key, encode))
     dataset = replace(dataset, weights=weights)
     if data.val_size is not None:
@@ -213,7 +235,8 @@ def _encode_sources(
     on_message: OnMessage,
 ) -> tuple[DataReport, tuple[int, ...]]:
     """Tokenize every source; return the report and where each source begins."""
-    encoder = Encoder(RowEncoder(tokenizer, train_on=data.train_on), writer, data.encoding, _progress(on_message))
+    rows = RowEncoder(tokenizer, train_on=data.train_on, images=data.image_processor(tokenizer))
+    encoder = Encoder(rows, writer, data.encoding, _progress(on_message))
     source_starts = [0]
     for source, paths in zip(data.sources, files, strict=True):
         encoder.add_rows(source.rows(paths))
@@ -262,8 +285,9 @@ def _finish(encoder: Encoder, writer: TokenWriter) -> DataReport:
 
 
 def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]) -> TokenDataset:
-    tokens, trained, starts, begins_row = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
-    writer = TokenWriter((tokens, trained, starts, begins_row))
+    files = tuple(io.BytesIO() for _ in range(6))
+    tokens, trained, starts, begins_row, images, image_starts = files
+    writer = TokenWriter(files)
     report, source_starts = encode(writer)
     return TokenDataset(
         np.frombuffer(tokens.getbuffer(), dtype=np.int32),
@@ -274,6 +298,8 @@ def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]
         content=writer.content,
         known_largest_id=writer.largest_id,
         begins_row=np.frombuffer(begins_row.getbuffer(), dtype=np.bool_),
+        images=np.frombuffer(images.getbuffer(), dtype=np.uint8),
+        image_starts=np.frombuffer(image_starts.getbuffer(), dtype=np.int64),
     )
 
 
@@ -287,6 +313,8 @@ def _opened(entry: CacheEntry) -> TokenDataset:
         content=entry.content,
         known_largest_id=entry.largest_id,
         begins_row=entry.begins_row,
+        images=entry.images,
+        image_starts=entry.image_starts,
     )
 
 

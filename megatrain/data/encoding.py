@@ -12,6 +12,7 @@ import xxhash
 
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
+from megatrain.data.images import ImageRef, refs_to_bytes
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ Overlong = Literal["truncate", "drop", "error"]
 _ROWS_AT_ONCE = 512  # tokenized together; more keeps more cores busy and more RAM
 _CHARACTERS_AT_ONCE = 1 << 20
 _FLUSH_TOKENS = 1 << 20
+_FLUSH_IMAGE_BYTES = 1 << 26
 _NUM_CONTENTS = 3  # tokens, masks and starts: what a run sees of the data
 
 
@@ -102,7 +104,8 @@ class TokenWriter:
     """Writes documents one after the other: int32 tokens, one byte of mask for each, int64 starts, and whether a row.
 
     Args:
-        files: where tokens, masks, starts, and a byte for each document go: whether it begins a row. Not closed.
+        files: where tokens, masks, starts, and a byte for each document go: whether it begins a row; then the images of
+            documents (``refs_to_bytes``), and where those of each begin. Not closed.
         before_write: called before each write with the total bytes written once it is done.
     """
 
@@ -111,6 +114,8 @@ class TokenWriter:
         self._before_write = before_write
         self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q", [0])
         self._begins_row = bytearray()
+        self._images, self._image_starts, self._images_end = bytearray(), array("q", [0]), 0
+        self._images_digest = xxhash.xxh3_64()
         self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CONTENTS])
         self._flushed_tokens = 0
         self.nbytes = 0
@@ -126,22 +131,41 @@ class TokenWriter:
     @property
     def content(self) -> str:
         """Checksum of all that was flushed, as ``content_checksum`` makes it of tokens, masks and starts."""
-        return "-".join(digest.hexdigest() for digest in self._digests)
+        digests = self._digests if not self._images_end else (*self._digests, self._images_digest)
+        return "-".join(digest.hexdigest() for digest in digests)
 
-    def add(self, tokens: list[int], trained: list[bool], *, begins_row: bool = True) -> None:
+    @property
+    def num_image_bytes(self) -> int:
+        """Size of the images' references so far."""
+        return self._images_end
+
+    def add(
+        self, tokens: list[int], trained: list[bool], *, begins_row: bool = True, images: Sequence[ImageRef] = ()
+    ) -> None:
         """Append a document; ``begins_row`` is false for the later pieces of a text that was cut."""
         assert len(tokens) == len(trained), (len(tokens), len(trained))
         self._tokens.extend(tokens)
         self._trained.extend(trained)
         self._starts.append(self.num_tokens)
         self._begins_row.append(begins_row)
+        self._images += refs_to_bytes(images)
+        self._image_starts.append(self._images_end + len(self._images))
+        for ref in images:
+            self._images_digest.update(f"{self.num_documents} {ref.checksum}\n".encode())
         self.num_documents += 1
-        if len(self._tokens) >= _FLUSH_TOKENS:
+        if len(self._tokens) >= _FLUSH_TOKENS or len(self._images) >= _FLUSH_IMAGE_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what is held. Raises OSError."""
-        held = (self._tokens.tobytes(), bytes(self._trained), self._starts.tobytes(), bytes(self._begins_row))
+        held = (
+            self._tokens.tobytes(),
+            bytes(self._trained),
+            self._starts.tobytes(),
+            bytes(self._begins_row),
+            bytes(self._images),
+            self._image_starts.tobytes(),
+        )
         if self._tokens:
             self.largest_id = max(self.largest_id, max(self._tokens))
         self.num_trained_tokens += sum(self._trained)
@@ -154,6 +178,8 @@ class TokenWriter:
         self._flushed_tokens += len(self._tokens)
         self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q")
         self._begins_row = bytearray()
+        self._images_end += len(self._images)
+        self._images, self._image_starts = bytearray(), array("q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,17 +324,38 @@ class Encoder:
                 counts.num_too_long += 1
                 counts.num_tokens_lost += len(coded.tokens)
                 return
+            if any(image.start < max_length < image.stop for image in coded.image_tokens):
+                self._leave_out_cut_image(where)
+                counts.num_tokens_lost += len(coded.tokens)
+                return
             counts.num_truncated += 1
             counts.num_tokens_lost += len(coded.tokens) - num_kept
         trained = coded.trained[:max_length]
         if any(trained):
-            self._writer.add(coded.tokens[:max_length], trained)
+            images = [
+                ref for ref, place in zip(coded.images, coded.image_tokens, strict=True) if place.stop <= max_length
+            ]
+            self._writer.add(coded.tokens[:max_length], trained, images=images)
             for reason in coded.untrained_turns:
                 counts.leave_turn(reason, where)
         else:
             counts.num_rows_lost += len(coded.tokens) <= max_length  # else it is counted already, as cut
             counts.num_tokens_lost += num_kept
             self._leave_untrained(where)
+
+    def _leave_out_cut_image(self, where: str) -> None:
+        """Count a row that data.max_length would cut within an image."""
+        error = RowError(
+            where,
+            f"data.max_length = {self._options.max_length} would cut it within an image",
+            "Raise it, or make the images smaller",
+            reason="data.max_length would cut it within an image",
+        )
+        if self._options.bad_rows == "error":
+            raise error
+        self.counts.num_rows -= 1  # counted again with the reason
+        self.counts.num_rows_lost -= 1
+        self.counts.drop(error)
 
     def _leave_untrained(self, where: str) -> None:
         if self._options.bad_rows == "error":

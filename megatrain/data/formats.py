@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.data.messages import field_names, kind, parse_inner_json, read_messages, read_tools
+from megatrain.data.images import NamedImage
+from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
@@ -14,7 +16,7 @@ IGNORED = -100  # label of a token that is not trained; the value that Hugging F
 
 _FIELDS = (
     "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
-    "history", "tools", "input_ids", "labels", "loss_mask", "attention_mask",
+    "history", "tools", "images", "input_ids", "labels", "loss_mask", "attention_mask",
 )  # fmt: skip
 _NEEDED = {
     "messages": ("messages",),
@@ -44,6 +46,7 @@ class Conversation:
         trained_from: only assistant messages from this index on are trained; 0 for a plain conversation.
         tools: what the assistant may call, for the chat template.
         flags: for each message, whether the row itself says that it is trained; empty: it says nothing.
+        images: those that marks in the messages stand for, in order.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -51,6 +54,7 @@ class Conversation:
     trained_from: int = 0
     tools: tuple[Mapping[str, Any], ...] | None = None
     flags: tuple[bool | None, ...] = ()
+    images: tuple[NamedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,9 @@ class Tokenized:
 Row = Conversation | Completion | Document | Tokenized
 
 
-def to_row(value: Mapping[str, Any], where: str, format: Format, columns: Mapping[str, str]) -> Row:
+def to_row(
+    value: Mapping[str, Any], where: str, format: Format, columns: Mapping[str, str], folder: Path = Path()
+) -> Row:
     """Return what a row of a file holds.
 
     Args:
@@ -102,6 +108,7 @@ def to_row(value: Mapping[str, Any], where: str, format: Format, columns: Mappin
         where: file and row, for errors.
         format: what it holds; "auto": seen from its fields.
         columns: our field name -> theirs.
+        folder: that relative paths of images begin at.
 
     Raises:
         RowError: a field holds something that it must not.
@@ -120,14 +127,14 @@ def to_row(value: Mapping[str, Any], where: str, format: Format, columns: Mappin
                 raise DataError(where, *refused)
             raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value))
     if format in ("messages", "sharegpt"):
-        return _conversation(value, where, names, columns)
+        return _conversation(value, where, names, columns, folder)
     if format == "alpaca":
-        return _alpaca(value, where, names)
+        return _alpaca(value, where, names, folder)
     if format == "text":
         return Document(_text(value[names["text"]], where, names["text"]), where)
     if format == "tokenized":
         return _tokenized(value, where, names)
-    return _prompt_completion(value, where, names, columns)
+    return _prompt_completion(value, where, names, columns, folder)
 
 
 def _names(format: Format, columns: Mapping[str, str]) -> dict[str, str]:
@@ -215,18 +222,26 @@ def _text(value: object, where: str, name: str) -> str:
 
 
 def _conversation(
-    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str], folder: Path
 ) -> Conversation:
-    messages, flags = read_messages(value[names["messages"]], where, names["messages"], columns)
+    images = _images(value, names)
+    messages, flags = read_messages(value[names["messages"]], where, names["messages"], columns, images)
     system = value.get(names["system"])
     if isinstance(system, str) and system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages, flags = ({"role": "system", "content": system}, *messages), (None, *flags)
     given = flags if any(flag is not None for flag in flags) else ()
-    return Conversation(messages, where, tools=read_tools(value.get(names["tools"]), where), flags=given)
+    tools = read_tools(value.get(names["tools"]), where)
+    return Conversation(messages, where, tools=tools, flags=given, images=images.found(folder, where))
 
 
-def _alpaca(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Conversation:
+def _images(value: Mapping[str, Any], names: Mapping[str, str]) -> ImagePlaces:
+    """Return the places of a row's images, with those of its column ``images``, or of one image."""
+    return ImagePlaces(value.get(names["images"]), value.get("image"))
+
+
+def _alpaca(value: Mapping[str, Any], where: str, names: Mapping[str, str], folder: Path) -> Conversation:
     """Return an instruction, with its input below it, as the user's turn; the output as the assistant's."""
+    images = _images(value, names)
 
     def optional(field: str) -> str:
         found = value.get(names[field])
@@ -246,16 +261,19 @@ def _alpaca(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -> C
     messages.append({"role": "user", "content": asked})
     answer = _text(value[names["output"]], where, names["output"])
     messages.append({"role": "assistant", "content": answer})
-    return Conversation(tuple(messages), where, tools=read_tools(value.get(names["tools"]), where))
+    messages = [{**message, "content": images.text(message["content"], where)} for message in messages]
+    tools = read_tools(value.get(names["tools"]), where)
+    return Conversation(tuple(messages), where, tools=tools, images=images.found(folder, where))
 
 
 def _prompt_completion(
-    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str], folder: Path
 ) -> Row:
     prompt, completion = value[names["prompt"]], value[names["completion"]]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, flags_before = read_messages(prompt, where, names["prompt"], columns)
-        after, flags_after = read_messages(completion, where, names["completion"], columns)
+        images = _images(value, names)
+        before, flags_before = read_messages(prompt, where, names["prompt"], columns, images)
+        after, flags_after = read_messages(completion, where, names["completion"], columns, images)
         flags = (*flags_before, *flags_after)
         return Conversation(
             (*before, *after),
@@ -263,6 +281,7 @@ def _prompt_completion(
             trained_from=len(before),
             tools=read_tools(value.get(names["tools"]), where),
             flags=flags if any(flag is not None for flag in flags) else (),
+            images=images.found(folder, where),
         )
     return Completion(_text(prompt, where, names["prompt"]), _text(completion, where, names["completion"]), where)
 

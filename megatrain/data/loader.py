@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from megatrain.data.dataset import TokenDataset
+    from megatrain.data.images import ImageProcessor
 
 _SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
 
@@ -36,7 +37,7 @@ class StepBatch:
     Attributes:
         micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids`` (packed:
             they restart with each document, which is how Hugging Face keeps documents apart) or ``attention_mask`` (one
-            document per row, padded on the right).
+            document per row, padded on the right). Rows with images have what their processor makes of these as well.
         num_real_tokens: tokens that are not padding, in the whole step.
         num_trained_tokens: labels that are not -100, in the whole step. At least 1.
         epoch: epoch of the step, from 0.
@@ -66,6 +67,7 @@ class BatchLoader:
         data_seed: decides packing and order.
         pad_token_id: fills rows.
         position: where to start.
+        images: prepares those of a micro-batch; None: documents have none.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class BatchLoader:
         data_seed: int,
         pad_token_id: int = 0,
         position: LoaderPosition = LoaderPosition(),
+        images: ImageProcessor | None = None,
     ) -> None:
         assert min(micro_batch_size, num_micro_batches) > 0, (micro_batch_size, num_micro_batches)
         self._dataset = dataset
@@ -88,6 +91,8 @@ class BatchLoader:
         self._packing = packing
         self._data_seed = data_seed
         self._pad_token_id = pad_token_id
+        self._images = images
+        assert images is None or not packing
         self._members, self._row_starts = self._make_rows()
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
         self._position = LoaderPosition()
@@ -214,4 +219,9 @@ class BatchLoader:
                 input_ids[number, part], labels[number, part] = document
                 attention_mask[number, part] = 1
         arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
-        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+        batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        if self._images is None:
+            return batch
+        tokens = [[] if document is None else document[0].tolist() for document in documents]
+        images = [self._dataset.images_of(row[0]) if row else [] for row in rows]
+        return batch | self._images.inputs(tokens, images, shape[1])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatrain.data.images import IMAGE_MARK
 from megatrain.data.rows_report import DataError, RowError
 
 if TYPE_CHECKING:
@@ -45,11 +46,16 @@ class Span:
 class ChatRenderer:
     """Renders conversations with one tokenizer's chat template and finds the assistant's part.
 
+    Args:
+        tokenizer: with the template.
+        in_parts: give it messages as lists of parts, texts and images, as templates of image-text models want them.
+
     Raises:
         DataError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, in_parts: bool = False) -> None:
+        self._in_parts = in_parts
         template = tokenizer.chat_template
         if not (isinstance(template, str) or (isinstance(template, dict) and "default" in template)):
             raise DataError(
@@ -75,7 +81,7 @@ class ChatRenderer:
         """
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                self._shown(messages),
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -87,6 +93,12 @@ class ChatRenderer:
             ) from None
         assert isinstance(text, str), type(text)
         return text
+
+    def _shown(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return messages as the template takes them."""
+        if not self._in_parts:
+            return [dict(message) for message in messages]
+        return [{**message, "content": list(_parts(message["content"]))} for message in messages]
 
     def assistant_spans(
         self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
@@ -131,7 +143,7 @@ class ChatRenderer:
 
         special: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
         result: Any = render_jinja_template(
-            conversations=[[dict(message) for message in view.messages]],
+            conversations=[self._shown(view.messages)],
             tools=None if view.tools is None else [dict(tool) for tool in view.tools],
             chat_template=template,
             return_assistant_tokens_mask=True,
@@ -166,6 +178,14 @@ class ChatRenderer:
         if has_prompt or not view.text[len(prompt) : span.start].strip():
             return Span(span.message, len(prompt), span.end)
         return span
+
+
+def _parts(content: str) -> Iterator[dict[str, str]]:
+    for number, text in enumerate(content.split(IMAGE_MARK)):
+        if number:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatrain.data.images import IMAGE_MARK, NamedImage
 from megatrain.data.rows_report import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,7 +23,7 @@ _FLAGS = ("train", "training", "weight")
 
 
 def read_messages(
-    value: object, where: str, name: str, columns: Mapping[str, str]
+    value: object, where: str, name: str, columns: Mapping[str, str], images: ImagePlaces
 ) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
     """Return the messages of a row, and for each whether the row says that it is trained (None: it does not say).
 
@@ -29,6 +31,7 @@ def read_messages(
         value: what the row has in the field ``name``: a list of messages, or the same as JSON.
         where: file and row, for errors.
         columns: our field name -> theirs, for ``role`` and ``content``.
+        images: notes the images of the messages.
 
     Raises:
         RowError: not a list of messages, an unknown role, or content that is no text.
@@ -42,12 +45,14 @@ def read_messages(
         place = f"{where}, message {number}"
         if not isinstance(message, dict):
             raise RowError(place, f"a message must be an object with `role` and `content`, this is {kind(message)}")
-        messages.append(_read_message(message, place, columns))
+        messages.append(_read_message(message, place, columns, images))
         flags.append(_flag(message, place))
     return tuple(messages), tuple(flags)
 
 
-def _read_message(message: dict[str, Any], where: str, columns: Mapping[str, str]) -> dict[str, Any]:
+def _read_message(
+    message: dict[str, Any], where: str, columns: Mapping[str, str], images: ImagePlaces
+) -> dict[str, Any]:
     role_name = columns.get("role") or ("from" if "from" in message and "role" not in message else "role")
     content_name = columns.get("content") or ("value" if "value" in message and "content" not in message else "content")
     calls = message.get("tool_calls")
@@ -62,7 +67,7 @@ def _read_message(message: dict[str, Any], where: str, columns: Mapping[str, str
     read: dict[str, Any] = {"role": _role(role, where)}
     if role in _CALLS:
         calls, content = parse_inner_json(content, where, content_name), ""
-    read["content"] = _content(content, where, content_name, may_be_missing=bool(calls))
+    read["content"] = _content(content, where, content_name, images, may_be_missing=bool(calls))
     if calls:
         read["tool_calls"] = [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     read.update({key: message[key] for key in _KEPT if isinstance(message.get(key), str)})
@@ -79,22 +84,91 @@ def _role(role: object, where: str) -> str:
     return str(known)
 
 
-def _content(content: object, where: str, name: str, *, may_be_missing: bool) -> str:
+def _content(content: object, where: str, name: str, images: ImagePlaces, *, may_be_missing: bool) -> str:
     if content is None and may_be_missing:
         return ""
     if isinstance(content, list) and content:  # parts, as chat interfaces write them
         parts = [part if isinstance(part, dict) else {"type": kind(part)} for part in content]
-        other = [str(part.get("type")) for part in parts if not isinstance(part.get("text"), str)]
+        other = [str(part.get("type")) for part in parts if not (_is_text(part) or part.get("type") in _IMAGES)]
         if other:
             raise RowError(
                 where,
-                f"`{name}` holds a part that is no text: {other[0]}",
-                "Remove the row: this release trains text only",
+                f"`{name}` holds a part that is neither text nor an image: {other[0]}",
+                "Remove the row: texts and images are trained",
             )
-        return "".join(part["text"] for part in parts)
+        return "".join(images.text(part["text"], where) if _is_text(part) else images.part(part) for part in parts)
     if not isinstance(content, str):
         raise RowError(where, f"`{name}` must be text, this is {kind(content)}")
-    return content
+    return images.text(content, where)
+
+
+#: Types of a part of a message: OpenAI's, and that of transformers' chat templates.
+_IMAGES = ("image_url", "image", "input_image")
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    # A table of parts has the field in each row of it, empty in those of images.
+    return isinstance(part.get("text"), str) and part.get("type") not in _IMAGES
+
+
+class ImagePlaces:
+    """The images of one row, in the order of their places in its messages.
+
+    Args:
+        column: those that the row has beside its messages, if it has any: a place that names none takes the next.
+        single: the same of a row that has one in a field ``image``; not looked at where the row has no place for it.
+    """
+
+    def __init__(self, column: object = None, single: object = None) -> None:
+        self._is_single = column is None
+        column = single if column is None else column
+        if isinstance(column, Mapping | str | bytes):
+            column = [column]
+        self._column = list(column) if isinstance(column, Sequence) else []
+        self._named: list[Any] = []
+
+    def text(self, text: str, where: str) -> str:
+        """Return a text with a mark for each ``<image>`` in it, if the row has images beside its messages."""
+        if IMAGE_MARK in text:
+            raise RowError(where, f"the text holds {IMAGE_MARK!a}, which stands for images here")
+        if not self._column or _PLACEHOLDER not in text:
+            return text
+        self._named += [None] * text.count(_PLACEHOLDER)
+        return text.replace(_PLACEHOLDER, IMAGE_MARK)
+
+    def part(self, part: Mapping[str, Any]) -> str:
+        """Return the mark of a part of a message that is an image, noting which."""
+        named = next((part[key] for key in _SAYS_WHICH if part.get(key) not in (None, "")), None)
+        self._named.append(named)
+        return IMAGE_MARK
+
+    def found(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
+        """Return the images, none of which is read yet.
+
+        Args:
+            folder: that relative paths begin at.
+            where: file and row.
+
+        Raises:
+            RowError: there are more or fewer places than images.
+        """
+        num_places = sum(named is None for named in self._named)
+        if self._is_single and not num_places:
+            self._column = []
+        if num_places != len(self._column):
+            raise RowError(
+                where,
+                f"the row has {len(self._column)} images and {num_places} places for them ({_PLACEHOLDER}, or parts of "
+                "type image)",
+                "Write as many places as images",
+                reason="a row has another number of images than places for them",
+            )
+        rest = iter(self._column)
+        return tuple(NamedImage(next(rest) if named is None else named, folder, where) for named in self._named)
+
+
+_PLACEHOLDER = "<image>"
+_SAYS_WHICH = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:

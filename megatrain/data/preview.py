@@ -79,7 +79,7 @@ def preview_rows(
     Raises:
         DataError: as ``load_dataset``; or there is no such row.
     """
-    encoder = RowEncoder(tokenizer, train_on=data.train_on)
+    encoder = RowEncoder(tokenizer, train_on=data.train_on, images=data.image_processor(tokenizer))
     first = 1 if row is None else row
     last = n if row is None else row
     if first < 1:
@@ -140,6 +140,8 @@ def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[Piece]
 def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
     if not coded.is_text and len(coded.tokens) > data.max_length and data.overlong != "truncate":
         return f"{len(coded.tokens)} tokens are more than data.max_length = {data.max_length}"
+    if any(place.start < data.max_length < place.stop for place in coded.image_tokens):
+        return f"data.max_length = {data.max_length} would cut it within an image"
     return "" if any(trained) else "no token of it would be trained"
 
 

@@ -125,7 +125,7 @@ def _rows_of_file(file: Path, format: Format, columns: Mapping[str, str]) -> Ite
         return
     for where, value in read_file(file):
         try:
-            yield to_row(value, where, format, columns)
+            yield to_row(value, where, format, columns, file.parent)
         except RowError as error:
             yield error
 

@@ -44,12 +44,11 @@ from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, 
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
-from megatrain.engine.vocabulary import PartWeight, vocabulary_ranges
+from megatrain.engine.vocabulary import PartWeight
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
-    from megatrain.engine.host_io import HostMirror
     from megatrain.engine.program import BlockAccess, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
@@ -142,6 +141,7 @@ class LayerRunner:
         by_documents: Compute attention document by document where a model's mask allows it (`documents.py`); not done
             in compiled layers.
         on_dense_mask: Called with what needs it when a mask of [S, S] is made all the same.
+        around_model: Entered while a model's own code runs, in place of the host mirror.
 
     Attributes:
         bounds: Every unit's module with slots for its weights, by index.
@@ -169,6 +169,7 @@ class LayerRunner:
         activity: Activity | None = None,
         by_documents: bool = True,
         on_dense_mask: Callable[[str], None] = lambda where: None,
+        around_model: AbstractContextManager[Any] | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -201,7 +202,7 @@ class LayerRunner:
             self._device,
             self._plan,
             trace,
-            self._micro_batches.mirror,
+            around_model or self._micro_batches.mirror,
             kept,
             saved_attention,
             self._activity,
@@ -241,7 +242,7 @@ class LayerRunner:
         """Number of parts of the vocabulary; 1 if logits are whole."""
         if self._plan is None or not self._head_columns:
             return 1
-        return len(vocabulary_ranges(self._plan.vocab_size, self._head_columns))
+        return len(self._plan.ranges(self._head_columns))
 
     @property
     def logits_flops(self) -> int:
@@ -249,11 +250,22 @@ class LayerRunner:
         return 2 * self._stand_in.numel() if self._stand_in is not None and self._head_columns else 0
 
     @property
+    def by_part_in_head(self) -> frozenset[str]:
+        """Owner's name of the weight whose gradient the head can make part by part; nothing where it cannot.
+
+        Gradients of other weights of the head would be summed in another order.
+        """
+        if self._plan is None or not self._head_columns or not self._plan.borders:
+            return frozenset()
+        trained = {name for unit in self._plan.units for name in self.bounds[unit.index].trainable}
+        return frozenset(trained) if trained == {self._plan.cut_weight} else frozenset()
+
+    @property
     def head_part_nbytes(self) -> int:
         """Size of the graph of a part's logits for a full piece; 0 if logits are whole."""
         if self._plan is None or not self._head_columns:
             return 0
-        start, stop = vocabulary_ranges(self._plan.vocab_size, self._head_columns)[0]
+        start, stop = max(self._plan.ranges(self._head_columns), key=lambda words: words[1] - words[0])
         return self._head_rows * (stop - start) * self._plan.logit_nbytes
 
     def forward_backward(
@@ -489,7 +501,8 @@ class Trunk:
         device: Compute device.
         head: Where the model is cut; None: its forward runs to the end.
         trace: Expected visits, which the forward is checked against; None: no check.
-        mirror: Host mirror of the model's inputs; None: the model reads them from the device.
+        mirror: Entered while a model's own code runs: the host mirror of its inputs. None: it reads them from the
+            device.
         kept: Visits whose graphs are kept for the backward.
         saved_attention: Visits that save attention's results for their recompute.
         activity: Progress within the step, for status.
@@ -508,7 +521,7 @@ class Trunk:
         device: torch.device,
         head: HeadPlan | None,
         trace: VisitTrace | None,
-        mirror: HostMirror | None = None,
+        mirror: AbstractContextManager[Any] | None = None,
         kept: Container[int] = (),
         saved_attention: Container[int] = (),
         activity: Activity | None = None,
@@ -563,9 +576,9 @@ class Trunk:
                 forward.start()
             # In lockstep: all forwards wait at the same unit, it runs for each of them, and all go on to the next.
             while any(forward.call is not None for forward in forwards):
-                visit = self._next_visit(forwards, anchor)
-                results = visit.forward(forwards)
-                for forward in forwards:
+                visit, waiting = self._next_visit(forwards, anchor)
+                results = visit.forward(waiting)
+                for forward in waiting:
                     forward.resume(results.pop(0))  # popped, so that a result is freed once its forward used it
         finally:
             for forward in forwards:
@@ -580,10 +593,18 @@ class Trunk:
         if planned != len(self.visits):
             raise VisitOrderError(f"the forward ended after {len(self.visits)} unit calls, planned were {planned}")
 
-    def _next_visit(self, forwards: Sequence[SuspendedForward], anchor: Tensor) -> UnitVisit:
-        wanted = {forward.call.unit_index if forward.call else None for forward in forwards}
+    def _next_visit(
+        self, forwards: Sequence[SuspendedForward], anchor: Tensor
+    ) -> tuple[UnitVisit, list[SuspendedForward]]:
+        """Return the next visit, and the forwards that wait at it: all of them, unless only images reach the unit."""
         number = len(self.visits)
         units = self._graph.units
+        waiting = self._at_image_unit(number, forwards)
+        if waiting is not None:
+            unit, present = waiting
+            absent = [forward.micro_batch for forward in forwards if forward not in present]
+            return self._visit(number, unit, anchor, absent), present
+        wanted = {forward.call.unit_index if forward.call else None for forward in forwards}
         if len(wanted) > 1:
             names = sorted("the end" if index is None else units[index].name for index in wanted)
             raise VisitOrderError(
@@ -597,10 +618,44 @@ class Trunk:
             if expected != index:
                 planned = "the end of the forward" if expected is None else units[expected].name
                 raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
-        bound, is_kept = self._bounds[index], number in self._kept
-        saves = number in self._saved_attention
+        return self._visit(number, index, anchor, ()), list(forwards)
+
+    def _at_image_unit(
+        self, number: int, forwards: Sequence[SuspendedForward]
+    ) -> tuple[int, list[SuspendedForward]] | None:
+        """Return the unit of a visit that only images reach, with the forwards that wait at it; None: it is no such.
+
+        A planned visit takes place for none as well, so that what moves in a step does not depend on the data.
+        """
+        image_units = self._graph.image_units
+        unit: int | None = None
+        if self._trace is None:
+            reached = (forward.call.unit_index for forward in forwards if forward.call is not None)
+            unit = next((index for index in reached if index in image_units), None)
+        elif number < len(self._trace.visits):
+            unit = self._trace.visits[number].unit
+        if unit is None or unit not in image_units:
+            return None
+        return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
+
+    def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
+        bound, is_kept = self._bounds[unit], number in self._kept
+        planned = self._trace.visits[number] if self._trace is not None and unit in self._graph.image_units else None
+        num_saved = 0 if planned is None or is_kept else len(planned.saved)
+        unused = [(micro_batch, index) for micro_batch in absent for index in range(num_saved)]
+        has_backward = planned is not None and planned.has_backward
         visit = UnitVisit(
-            number, bound, self._access, self._random, self.visits, anchor, is_kept, saves, self._activity
+            number,
+            bound,
+            self._access,
+            self._random,
+            self.visits,
+            anchor,
+            is_kept,
+            number in self._saved_attention,
+            self._activity,
+            unused,
+            has_backward,
         )
         self.visits.append(visit)
         return visit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from megatrain.engine.arguments import has_differentiable, tree_map
 from megatrain.engine.objective import IGNORED_LABEL, replaced_loss
 from megatrain.engine.state import without_saved_tensors
-from megatrain.engine.visit import BoundUnit, installed_stubs, optional_gradients
+from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
 from megatrain.engine.vocabulary import CutProbe, PartWeight, RunningSoftmax, VocabularyPart, vocabulary_ranges
 from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
 from megatrain.run.activity import Activity
@@ -96,6 +96,7 @@ class HeadPlan:
         cut_weight: Owner's name of the weight whose product the logits are, if they may come a part of the vocabulary
             at a time.
         logit_nbytes: What the graph of one logit takes from the last product to the loss.
+        borders: Rows of the cut weight that its parts begin with, the first one left out.
     """
 
     trunk: nn.Module
@@ -104,6 +105,11 @@ class HeadPlan:
     keeps_logits: bool = False
     cut_weight: str | None = None
     logit_nbytes: int = 4
+    borders: tuple[int, ...] = ()
+
+    def ranges(self, columns: int) -> list[tuple[int, int]]:
+        """Return the words of each part of the vocabulary; none has words of two blocks of the weight's gradient."""
+        return vocabulary_ranges(self.vocab_size, columns, self.borders)
 
     @property
     def default_columns(self) -> int:
@@ -145,7 +151,16 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
         return None
     units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
     cut_weight = _cut_weight(graph, candidates, probe)
-    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits, cut_weight, probe.logit_nbytes)
+    borders = () if cut_weight is None else _borders(graph, cut_weight)
+    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits, cut_weight, probe.logit_nbytes, borders)
+
+
+def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+    """Return the rows that parts of a weight begin with, if it is alone in its layout and parts are whole rows."""
+    for layout in graph.layouts.values():
+        if len(layout.entries) == 1 and layout.entries[0].name == name:
+            return layout.first_rows[1:]
+    return ()
 
 
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Probe) -> str | None:
@@ -425,7 +440,8 @@ class ChunkedHead:
         self._columns, self._stand_in = columns, stand_in
         self._kept_parts, self._smoothing = kept_parts, smoothing
         self._in_turn = in_turn and columns > 0
-        self._parts: list[VocabularyPart] = []
+        self._parts: list[VocabularyPart] = []  # that are there until the weights go
+        self._passing: PartedWeight | None = None  # the weight whose blocks are leased one at a time
         self._activity = activity or Activity()
         self._model = model
         self._plan = plan
@@ -444,18 +460,13 @@ class ChunkedHead:
         Weights and gradient accumulators of the head are leased once for all of them.
         """
         with ExitStack() as stack:
-            leaves = Leaves({}, {})
-            for bound, visit, own in self._bound_weights(stack):
-                leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
-                if own:
-                    leaves.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
-                    stack.enter_context(bound.receiver.into(leaves.sinks[visit]))
             if self._in_turn:
                 with torch.enable_grad():
-                    results = self._run_all_by_parts(outputs, num_items, leaves)
+                    results = self._run_in_turn(outputs, num_items, stack)
                 for item, result in zip(outputs, results, strict=True):
                     yield (item.micro_batch, *result)
                 return
+            leaves = self._leaves(stack, self._bound_weights(stack))
             for item in outputs:
                 self._resume(item)
                 with torch.enable_grad():
@@ -469,8 +480,11 @@ class ChunkedHead:
         """
         losses: list[Tensor] = []
         with ExitStack() as stack:
-            for _ in self._bound_weights(stack):
-                pass
+            self._bound_weights(stack)
+            if self._passing is not None:
+                pieces = [piece for item in outputs for piece in self._pieces(item, 1)]
+                self._take_in_all(pieces)
+                return [piece.softmax.loss() for piece in pieces if piece.softmax is not None]
             for item in outputs:
                 self._resume(item)
                 for piece in self._pieces(item, 1):
@@ -482,27 +496,56 @@ class ChunkedHead:
                     losses.append(piece.softmax.loss())
         return losses
 
-    def _bound_weights(self, stack: ExitStack) -> Iterator[tuple[BoundUnit, int, dict[str, Tensor]]]:
-        """Lease and bind the weights of all units until the stack closes; yield unit, visit, trainable leaves."""
+    def _bound_weights(self, stack: ExitStack) -> list[tuple[BoundUnit, int, dict[str, Tensor]]]:
+        """Lease and bind the weights of all units until the stack closes; return unit, visit, trainable leaves."""
         if self._bounds:
             self._access.begin("head", self._bounds[0][1])
+        units: list[tuple[BoundUnit, int, dict[str, Tensor]]] = []
         for bound, visit in self._bounds:
             weights = stack.enter_context(self._access.weights(bound.unit, visit))
             own = stack.enter_context(bound.bound(weights))
             cut = self._plan.cut_weight
             if self._stand_in is not None and self._columns and cut is not None and cut in weights:
                 weight = stack.enter_context(bound.replaced(cut, self._stand_in))
-                self._parts = self._parts_of(weight, target_of(weight))
+                self._parts = self._parts_of(weight, stack)
                 stack.callback(self._parts.clear)  # views of what is leased
-            yield bound, visit, own
+            units.append((bound, visit, own))
+        return units
 
-    def _parts_of(self, weight: Tensor, target: GradientTarget | None) -> list[VocabularyPart]:
+    def _leaves(self, stack: ExitStack, units: Sequence[tuple[BoundUnit, int, dict[str, Tensor]]]) -> Leaves:
+        """Lease the gradients of bound weights until the stack closes."""
+        leaves = Leaves({}, {})
+        for bound, visit, own in units:
+            leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
+            if own:
+                leaves.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+                stack.enter_context(bound.receiver.into(leaves.sinks[visit]))
+        return leaves
+
+    def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
+        """Return the parts of the vocabulary whose weight is there until the stack closes: none where it passes."""
+        ranges = self._plan.ranges(self._columns)
+        self._passing = None
+        if not isinstance(weight, PartedWeight):
+            return _vocabulary_parts(weight.detach(), 0, ranges, target_of(weight))
+        if weight.parts.passes:
+            self._passing = weight
+            return []
         parts: list[VocabularyPart] = []
-        for start, stop in vocabulary_ranges(self._plan.vocab_size, self._columns):
-            rows = weight.detach()[start:stop]
-            leaf = rows if target is None else weight_leaf(rows, replace(target, first_row=start))
-            parts.append(VocabularyPart(start, stop, leaf))
+        for number in range(len(weight.parts.rows)):
+            parts += stack.enter_context(self._block(weight, number))
         return parts
+
+    @contextmanager
+    def _block(self, weight: PartedWeight, number: int) -> Iterator[list[VocabularyPart]]:
+        """Lease a block of the weight, and yield the parts of the vocabulary in it."""
+        rows = weight.parts.rows[number]
+        inside = [(start, stop) for start, stop in self._plan.ranges(self._columns) if start in rows]
+        assert inside[-1][1] == rows.stop, (rows, inside)
+        with weight.parts.part(number) as block:
+            parts = _vocabulary_parts(block.to(weight.dtype), rows.start, inside, weight.target)
+            yield parts
+            parts.clear()
 
     def _resume(self, item: TrunkOutput) -> None:
         """Continue a micro-batch where its trunk ended: its random stream, and the progress shown."""
@@ -519,22 +562,25 @@ class ChunkedHead:
                 piece.note_gradient(hidden_grad)
         return self._result(item, num_items, losses, hidden_grad)
 
-    def _run_all_by_parts(self, outputs: Sequence[TrunkOutput], num_items: int, leaves: Leaves) -> list[HeadResult]:
-        """Run all pieces of all micro-batches, part by part of the vocabulary, of which one is there at a time.
+    def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
+        """Run all pieces of all micro-batches, part by part of the vocabulary.
 
         The bits are those of ``_run_one``: what is computed of a piece and a part is the same, as is each sum's order.
         """
+        units = self._bound_weights(stack)
         with without_auxiliary_loss(self._model):
             pieces = [list(self._pieces(item, num_items)) for item in outputs]
             together = [piece for own in pieces for piece in own]
-            for number in range(self._num_parts):
-                with self._part_at(number, trains=False) as part:
-                    for piece in together:
-                        self._take_in(piece, part, is_kept=False)
-            for number in reversed(range(self._num_parts)):
-                with self._part_at(number, trains=True) as part:
-                    for piece in together:
-                        self._add_gradients(piece, part, leaves)
+            self._take_in_all(together)
+            if self._passing is not None:  # the second pass is another tick: each block comes once in a tick
+                stack.close()
+                units = self._bound_weights(stack)
+            leaves = self._leaves(stack, units)
+            for place in self._places(leaves):
+                with place as parts:
+                    for part in reversed(parts):
+                        for piece in together:
+                            self._add_gradients(piece, part, leaves)
         results: list[HeadResult] = []
         for item, own in zip(outputs, pieces, strict=True):
             hidden_grad = self._hidden_grad(item)
@@ -544,17 +590,44 @@ class ChunkedHead:
             results.append(self._result(item, num_items, losses, hidden_grad))
         return results
 
-    @contextmanager
-    def _part_at(self, number: int, *, trains: bool) -> Iterator[VocabularyPart]:
-        """Yield a part of the vocabulary with its weight and, in the second pass, with the place for its gradient.
+    def _take_in_all(self, pieces: Sequence[_Piece]) -> None:
+        """Have all pieces pass a part of the vocabulary before the next one, for their loss."""
+        weight = self._passing
+        blocks: Iterator[AbstractContextManager[list[VocabularyPart]]] = (
+            iter([nullcontext(self._parts)])
+            if weight is None
+            else (self._block(weight, number) for number in range(len(weight.parts.rows)))
+        )
+        for block in blocks:
+            with block as parts:
+                for part in parts:
+                    for piece in pieces:
+                        self._take_in(piece, part, is_kept=False)
 
-        Here the whole weight is leased. Where it is in blocks of its own by parts, this is where they come and go.
+    def _places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+        """Yield the blocks of weight and gradient that are leased in turn, with their parts of the vocabulary.
+
+        The last ones come first. Where everything is there, it is one place.
         """
-        yield self._parts[number]
+        cut = self._plan.cut_weight
+        assert cut is not None
+        sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(cut)]
+        weight = self._passing
+        rows = weight.parts.rows if weight is not None else sinks[0].rows_of_parts(cut) if sinks else ()
+        for number in reversed(range(len(rows))):
+            gradient = sinks[0].part(cut, number) if sinks else nullcontext()
+            yield self._place(gradient, number, rows[number])
+        if not rows:
+            yield nullcontext(self._parts)
 
-    @property
-    def _num_parts(self) -> int:
-        return len(self._parts)
+    @contextmanager
+    def _place(
+        self, gradient: AbstractContextManager[None], number: int, rows: range
+    ) -> Iterator[list[VocabularyPart]]:
+        inside = [part for part in self._parts if part.start in rows]
+        weight = self._passing
+        with gradient, nullcontext(inside) if weight is None else self._block(weight, number) as parts:
+            yield parts
 
     def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
         """Return zeros for the gradient of the trunk's output [B * S, H], if it has one."""
@@ -658,7 +731,10 @@ class ChunkedHead:
         for key, value in rest.items():
             full[key] = value
         if self._columns:
-            loss: Tensor = self._call_at(self._parts[0], item, full, [])["loss"]
+            # Its logits are dropped: one word, whose weight need not be there.
+            assert self._stand_in is not None
+            word = torch.zeros(1, self._stand_in.shape[1], dtype=self._stand_in.dtype, device=hidden.device)
+            loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
         else:
             unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
             loss = self._loss(item, full, unlabelled, num_items)
@@ -681,6 +757,18 @@ class ChunkedHead:
             return self._model(
                 **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
             )
+
+
+def _vocabulary_parts(
+    rows: Tensor, first_row: int, ranges: Sequence[tuple[int, int]], target: GradientTarget | None
+) -> list[VocabularyPart]:
+    """Return parts of the vocabulary, given the weight's rows from ``first_row`` on."""
+    parts: list[VocabularyPart] = []
+    for start, stop in ranges:
+        own = rows[start - first_row : stop - first_row]
+        leaf = own if target is None else weight_leaf(own, replace(target, first_row=start))
+        parts.append(VocabularyPart(start, stop, leaf))
+    return parts
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:

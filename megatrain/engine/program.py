@@ -37,6 +37,7 @@ __all__ = [
     "GradientSink",
     "Group",
     "Kind",
+    "MatrixParts",
     "Phase",
     "ProgramBuilder",
     "Stays",
@@ -77,6 +78,8 @@ class TracedVisit:
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
         forward_flops: Floating-point operations of the forward.
         backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
+        by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
+            of its gradient.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
             and weights cast to other dtypes; not the weights themselves, nor what visits share.
         attention_nbytes: Size of the results of its attention kernels, if they are saved for the recompute; 0: it has
@@ -95,6 +98,7 @@ class TracedVisit:
     forward_flops: int = 0
     backward_flops: int = 0
     graph_nbytes: int = 0
+    by_part: frozenset[str] = frozenset()
     attention_nbytes: int = 0
     attention_flops: int = 0
     attention_skipped_flops: int = 0
@@ -242,6 +246,8 @@ class StepProgram:
         parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
         kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
+        cut_weights: layouts whose weight is a block for each part, too: all visits that use it can take it so.
+        by_part: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -254,10 +260,24 @@ class StepProgram:
     streamed_updates: frozenset[int] = frozenset()
     kept_parts: int = 1
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
+    cut_weights: frozenset[str] = frozenset()
+    by_part: frozenset[tuple[int, str]] = frozenset()
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of."""
         return self.parts.get(layout.name) or (range(layout.num_elements),)
+
+    def weight_keys(self, layout: UnitLayout) -> list[str]:
+        """Return the keys of a weight: of its parts, if it is cut."""
+        return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
+
+    def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
+        """Return the ranges of elements that a layout's weight is blocks of."""
+        return self.parts_of(layout) if layout.name in self.cut_weights else (range(layout.num_elements),)
+
+    def passes_weight(self, visit: int, layout: str) -> bool:
+        """Return whether the parts of a weight are leased one after the other in a visit."""
+        return layout in self.cut_weights and (visit, layout) in self.by_part
 
     def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
         """Return the keys of a kind of state, one for each part."""
@@ -336,8 +356,11 @@ class BlockAccess(Protocol):
         unused, so that the order of ticks depends on the model alone, never on data.
         """
 
-    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Lease a unit's weights: owner's full parameter name -> tensor in the compute dtype on the compute device."""
+    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
+        """Lease a unit's weights: owner's full parameter name -> tensor in the compute dtype on the compute device.
+
+        A weight that is cut comes as its parts.
+        """
 
     def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
         """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
@@ -355,8 +378,36 @@ class BlockAccess(Protocol):
         """
 
 
+class MatrixParts(Protocol):
+    """A matrix whose rows are in several blocks.
+
+    Attributes:
+        shape: of the matrix.
+        rows: of each part.
+        passes: whether one part is leased at a time, each once in a tick; else all are there.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> Sequence[range]: ...
+
+    @property
+    def passes(self) -> bool: ...
+
+    def part(self, number: int, /) -> AbstractContextManager[Tensor]:
+        """Lease the rows of a part."""
+
+
 class GradientSink(Protocol):
     """fp32 gradient accumulators of one use site."""
+
+    def rows_of_parts(self, name: str, /) -> Sequence[range]:
+        """Return the rows of the parts that are to be filled one after the other, inside of ``part``; else nothing."""
+
+    def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
+        """Lease a part of a parameter's accumulator. Each is leased once, the head's in reverse."""
 
     def add(self, name: str, gradient: Tensor, /) -> None:
         """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
@@ -376,7 +427,8 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
     keys: dict[int, set[str]] = {}
     for tick in program.ticks:
         if tick.phase == "forward":
-            keys.setdefault(tick.visit, set()).update(key for group in tick.passing for key, _ in group)
+            of_tick = {key for group in tick.passing for key, _ in group if program.blocks[key].kind == "activations"}
+            keys.setdefault(tick.visit, set()).update(of_tick)
     return keys
 
 
@@ -438,8 +490,12 @@ def evaluation_program(program: StepProgram) -> StepProgram:
     passes: dict[tuple[Phase, int], Tick] = {}
     for tick in program.ticks:
         if tick.phase in ("forward", "head"):
-            held = tuple((key, mode) for key, mode in tick.held if program.blocks[key].kind == "weights")
-            passes.setdefault((tick.phase, tick.visit), Tick(tick.phase, tick.visit, held))
+            held, *passing = (
+                tuple((key, mode) for key, mode in group if program.blocks[key].kind == "weights")
+                for group in (tick.held, *tick.passing)
+            )
+            own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group))
+            passes.setdefault((tick.phase, tick.visit), own)
     return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={})
 
 
@@ -461,6 +517,8 @@ class ProgramBuilder:
             one more layer's gradients where updates are not deferred.
         frozen_in_folder: see ``BlockPlan.in_folder``; False: the model has no folder with weights.
         in_place: names of layouts, see ``BlockPlan.in_place``.
+        passing_parts: lease the parts of a gradient, and of a weight that is cut, one after the other where that is
+            possible. It changes no bits; the head makes more logits a second time.
     """
 
     def __init__(
@@ -479,8 +537,10 @@ class ProgramBuilder:
         updates_beside_device: bool = True,
         frozen_in_folder: bool = False,
         in_place: Collection[str] = (),
+        passing_parts: bool = False,
     ) -> None:
         self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
+        self._passing_parts = passing_parts
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
         self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
@@ -495,6 +555,9 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise and len(layout.parts) > 1 and self._is_trained(layout)
         }
+        self._cut_weights = frozenset(
+            name for name in self._parts if all(self._takes_parts(visit, name) for visit in self._uses[name])
+        )
         # Where a device computes meanwhile, the host updates beside it: the weights of the next forward, or, during
         # the backward, those of the visit before the one that the device is at.
         self._lead = int(compute_tier != "ram" and updates_beside_device)
@@ -510,6 +573,13 @@ class ProgramBuilder:
             self._defer_updates,
             self._updates_in_compute_tier,
             parts=self._parts,
+            cut_weights=self._cut_weights,
+            by_part=frozenset(
+                (visit, layout)
+                for layout in self._parts
+                for visit in self._uses[layout]
+                if self._is_by_part(visit, layout)
+            ),
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------
@@ -517,14 +587,18 @@ class ProgramBuilder:
     def _parameter_blocks(self) -> Iterator[BlockPlan]:
         for layout in self._graph.layouts.values():
             in_folder = self._frozen_in_folder and not layout.trainable
-            yield BlockPlan(
-                weight_key(layout.name),
-                "weights",
-                layout.num_elements,
-                self._compute_dtype,
-                in_folder=in_folder,
-                in_place=in_folder and layout.name in self._in_place,
-            )
+            if layout.name in self._cut_weights:
+                key = weight_key(layout.name)
+                yield from self._blocks_of(layout, key, "weights", layout.num_elements, self._compute_dtype)
+            else:
+                yield BlockPlan(
+                    weight_key(layout.name),
+                    "weights",
+                    layout.num_elements,
+                    self._compute_dtype,
+                    in_folder=in_folder,
+                    in_place=in_folder and layout.name in self._in_place,
+                )
             if not self._is_trained(layout):
                 continue
             for kind in self._state_kinds:
@@ -578,7 +652,7 @@ class ProgramBuilder:
         waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
         for tick in ticks:
             yield tick
-            filled = {key for key, mode in tick.held if mode != "r"}
+            filled = {key for key, mode in tick.uses if mode != "r"}
             # A shared layout has several use sites; backward reaches the first one last and sums the others there.
             updates = [
                 self._update(index, layout)
@@ -595,8 +669,8 @@ class ProgramBuilder:
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
-                weight = weight_key(layout.name)
-                first = next(n for n, tick in enumerate(ticks) if weight in dict(tick.held))
+                weight = self._weight_keys(layout.name)[0]
+                first = next(n for n, tick in enumerate(ticks) if weight in dict(tick.uses))
                 updates.setdefault(max(0, first - self._lead), []).append(self._update(index, layout))
         for number, tick in enumerate(ticks):
             yield from updates.get(number, ())
@@ -607,27 +681,39 @@ class ProgramBuilder:
         trunk = [visit for visit in range(len(self._trace.visits)) if not self._trace.visits[visit].is_head]
         head = [visit for visit in range(len(self._trace.visits)) if self._trace.visits[visit].is_head]
         for visit in trunk:
-            yield Tick("forward", visit, self._weights(visit), self._activations(visit, group, "w"))
+            passing = (*self._passing_weights(visit), *self._activations(visit, group, "w"))
+            yield Tick("forward", visit, self._weights(visit), passing)
         if head:
             held = [item for visit in head for item in self._weights(visit)]
+            weights = [item for visit in head for item in self._passing_weights(visit)]
+            if weights:  # a part comes twice: for the loss, and for the gradients
+                yield Tick("head", head[0], tuple(dict(held).items()), tuple(weights))
             held += [item for visit in head for item in self._gradients(visit, is_first=is_first)]
-            summed = self._summed(head, is_last=is_last)
-            spent = frozenset(key for group in summed for key, _ in group)
+            summed = self._passing_gradients(head, is_first=is_first, is_last=is_last)
+            spent = self._spent(summed)
+            if weights:
+                summed = tuple((*weight, *group) for weight, group in zip(reversed(weights), summed, strict=True))
             yield Tick("head", head[0], tuple(dict(held).items()), summed, spent)
         for visit in reversed(trunk):
             activations = self._activations(visit, group, "r")
-            summed = self._summed([visit], is_last=is_last)
+            has_backward = self._trace.visits[visit].has_backward
+            weights = list(self._passing_weights(visit)) if has_backward else []
+            summed = self._passing_gradients([visit], is_first=is_first, is_last=is_last)
             yield Tick(
                 "backward",
                 visit,
-                (self._weights(visit) if self._trace.visits[visit].has_backward else ())
-                + self._gradients(visit, is_first=is_first),
-                (*activations, *summed),
-                frozenset(key for passing in (*activations, *summed) for key, _ in passing),
+                (self._weights(visit) if has_backward else ()) + self._gradients(visit, is_first=is_first),
+                (*weights, *activations, *summed),
+                self._spent((*activations, *summed)),
             )
 
+    @staticmethod
+    def _spent(passing: Iterable[Group]) -> frozenset[str]:
+        """Return what is dead once it has been read: activations, and gradients that were added to others."""
+        return frozenset(key for group in passing for key, mode in group if mode == "r")
+
     def _update(self, index: int, layout: UnitLayout) -> Tick:
-        weight: tuple[str, Mode] = (weight_key(layout.name), "rw")
+        weights: Group = tuple((key, "rw") for key in self._weight_keys(layout.name))
         gradients = self._part_keys(gradient_key(layout.name, 0), layout.name)
         states = [self._part_keys(state_key(layout.name, kind.name), layout.name) for kind in self._state_kinds]
         groups: list[Group] = [
@@ -636,34 +722,76 @@ class ProgramBuilder:
         ]
         spent = frozenset(gradients)
         if len(groups) == 1:
-            return Tick("update", index, (weight, *groups[0]), spent=spent)
-        return Tick("update", index, (weight,), tuple(groups), spent)
+            return Tick("update", index, (*weights, *groups[0]), spent=spent)
+        if layout.name in self._cut_weights:
+            groups = [(weight, *group) for weight, group in zip(weights, groups, strict=True)]
+            return Tick("update", index, (), tuple(groups), spent)
+        return Tick("update", index, weights, tuple(groups), spent)
 
     def _weights(self, visit: int) -> Group:
-        return tuple((weight_key(name), "r") for name in self._layouts_of(visit))
+        """Return the weights that a visit holds."""
+        return tuple(
+            (key, "r")
+            for name in self._layouts_of(visit)
+            if not self._passes_weight(visit, name)
+            for key in self._weight_keys(name)
+        )
+
+    def _passing_weights(self, visit: int) -> tuple[Group, ...]:
+        """Return the parts of weights that a visit takes one after the other."""
+        names = [name for name in self._layouts_of(visit) if self._passes_weight(visit, name)]
+        return tuple(((key, "r"),) for name in names for key in self._weight_keys(name))
+
+    def _passes_weight(self, visit: int, layout: str) -> bool:
+        return layout in self._cut_weights and self._is_by_part(visit, layout)
+
+    def _weight_keys(self, layout: str) -> list[str]:
+        key = weight_key(layout)
+        return self._part_keys(key, layout) if layout in self._cut_weights else [key]
 
     def _gradients(self, visit: int, *, is_first: bool) -> Group:
-        """Return the accumulators of a visit."""
+        """Return the accumulators that a visit holds."""
         return tuple(
             (key, "w" if is_first else "rw")
-            for name in self._layouts_of(visit)
-            if self._graph.layouts[name].trainable
+            for name in self._trained_layouts_of(visit)
+            if not self._is_by_part(visit, name)
             for key in self._part_keys(gradient_key(name, self._uses[name].index(visit)), name)
         )
 
-    def _summed(self, visits: Sequence[int], *, is_last: bool) -> tuple[Group, ...]:
-        """Return the accumulators that are added to those of these visits, part by part, and dead afterwards.
+    def _passing_gradients(self, visits: Sequence[int], *, is_first: bool, is_last: bool) -> tuple[Group, ...]:
+        """Return the accumulators that pass, part by part: those that are added to others, and the visits' own.
 
         The first use site, which backward fills last, takes those of all others.
         """
         groups: list[Group] = []
-        for visit in visits if is_last else ():
-            for name in self._layouts_of(visit):
+        for visit in visits:
+            for name in self._trained_layouts_of(visit):
                 uses = self._uses[name]
-                if self._graph.layouts[name].trainable and uses[0] == visit and len(uses) > 1:
-                    others = [self._part_keys(gradient_key(name, use), name) for use in range(1, len(uses))]
-                    groups += [tuple((key, "r") for key in keys) for keys in zip(*others, strict=True)]
+                others = range(1, len(uses)) if is_last and uses[0] == visit else ()
+                of_parts = zip(*(self._part_keys(gradient_key(name, use), name) for use in others), strict=True)
+                summed: list[Group] = [tuple((key, "r") for key in keys) for keys in of_parts]
+                if self._is_by_part(visit, name):
+                    own = self._part_keys(gradient_key(name, uses.index(visit)), name)
+                    summed = [
+                        ((key, "w" if is_first else "rw"), *group)
+                        for key, group in zip(own, summed or [()] * len(own), strict=True)
+                    ]
+                    if self._trace.visits[visit].is_head:  # its second pass goes back
+                        summed.reverse()
+                groups += summed
         return tuple(groups)
+
+    def _is_by_part(self, visit: int, layout: str) -> bool:
+        """Return whether the parts of a layout pass in a visit."""
+        return self._passing_parts and self._takes_parts(visit, layout)
+
+    def _takes_parts(self, visit: int, layout: str) -> bool:
+        if layout not in self._parts or not self._graph.layouts[layout].first_rows:
+            return False
+        return self._graph.layouts[layout].entries[0].name in self._trace.visits[visit].by_part
+
+    def _trained_layouts_of(self, visit: int) -> list[str]:
+        return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
         num_saved = len(self._trace.visits[visit].saved)

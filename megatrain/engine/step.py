@@ -13,7 +13,7 @@ asked for, each group is updated during the backward that completes its gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -33,7 +33,7 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.models.layout import InPieces, UnitLayout, views, views_of_parts
+from megatrain.models.layout import InPieces, Piece, UnitLayout, views, views_of_parts
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import (
     NonFiniteGradientError,
@@ -47,7 +47,7 @@ from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.objective import CrossEntropy, Objective
-    from megatrain.engine.program import VisitTrace
+    from megatrain.engine.program import GradientSink, MatrixParts, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.run.timeline import Timeline
@@ -158,6 +158,7 @@ class StepEngine:
             kept=program.kept,
             kept_parts=program.kept_parts,
             saved_attention=program.saved_attention,
+            parts_in_turn=any(trace.visits[visit].is_head for visit, _ in program.by_part),
             compiler=compiler,
             cross_entropy=cross_entropy,
             activity=activity,
@@ -433,7 +434,10 @@ class Updater:
         layout, segments = self.trained[index]
         inside = self._program.parts_of(layout)[part]
         blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
-        blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
+        if layout.name in self._program.cut_weights:
+            blocks["weight"] = tensors[self._program.weight_keys(layout)[part]]
+        else:
+            blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
         # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
         starts = {entry.offset for entry in layout.entries if entry.name in filled}
         chosen = [
@@ -508,6 +512,7 @@ class StoreAccess:
         self._op: Op | None = None
         self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient's own where it shares a block
         self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
+        self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
         self._shapes: dict[str, torch.Size] = {}
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
@@ -625,19 +630,26 @@ class StoreAccess:
     # -- weights -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
         """Yield the unit's parameters by full name: views of the leased slots, nothing is copied."""
-        names = layouts_of_unit(self._graph, unit.index)
-        with self._leases([weight_key(name) for name in names]) as blocks:
-            tensors: dict[str, torch.Tensor] = {}
-            for name in names:
-                tensors.update(views(blocks[weight_key(name)], self._graph.layouts[name]))
+        program = self._program
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
+        passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
+        held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
+        with self._leases(held) as blocks:
+            tensors: dict[str, torch.Tensor | MatrixParts] = {}
+            for layout in layouts:
+                keys = program.weight_keys(layout)
+                if layout.name in program.cut_weights:
+                    tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
+                else:
+                    tensors.update(views(blocks[keys[0]], layout))
             yield tensors
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
+    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
         """Yield the accumulators of this use site; sum all sites of a layout when its last one is complete."""
         names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
         layouts = {name: self._graph.layouts[name] for name in names}
@@ -645,18 +657,59 @@ class StoreAccess:
             name: self._program.gradient_keys(layout, self._uses_of_layouts[name].index(visit))
             for name, layout in layouts.items()
         }
-        with self._leases([key for keys in own.values() for key in keys]) as tensors:
-            sums = {name: [_fp32_sum(tensors[key], self._uses[key].mode) for key in keys] for name, keys in own.items()}
+        passing_names = {name for name in names if (visit, name) in self._program.by_part}
+        by_part = [layouts[name] for name in names if name in passing_names]
+        names = [name for name in names if name not in passing_names]
+        with self._leases([key for name in names for key in own[name]]) as tensors:
+            sums = {name: [_fp32_sum(tensors[key], self._uses[key].mode) for key in own[name]] for name in names}
             targets: dict[str, torch.Tensor | InPieces] = {}
             added: set[str] = set()
-            for name, layout in layouts.items():
-                targets.update(views_of_parts(sums[name], self._program.parts_of(layout), layout))
+            for name in names:
+                targets.update(views_of_parts(sums[name], self._program.parts_of(layouts[name]), layouts[name]))
                 added |= self._filled_at(name, visit)
-            yield GradientAccumulator(targets, added)
+            accumulator = GradientAccumulator(targets, added)
+            if by_part:
+                passing = {
+                    layout.entries[0].name: PassingGradient(self, layout, visit, own[layout.name]) for layout in by_part
+                }
+                sink = PartwiseAccumulator(accumulator, passing)
+                yield sink
+                sink.close()
+            else:
+                yield accumulator
             del targets  # with the sums that are no blocks
             # Still inside the leases: this writes the blocks, and the norm reads them while they are here.
             for name in names:
                 self._close_use(name, visit, sums.pop(name), [tensors[key] for key in own[name]], own[name], added)
+
+    @contextmanager
+    def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[torch.Tensor]:
+        """Yield the fp32 sums of one part of a gradient; afterwards the block has them, and those of all use sites."""
+        uses, mode = self._uses_of_layouts[layout.name], self._uses[key].mode
+        others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
+        is_summed = visit == uses[0] and all(other in self._uses for other in others)
+        with self._leases([key, *(others if is_summed else ())]) as tensors:
+            total = _fp32_sum(tensors[key], mode)
+            if mode == "w":  # the block came without contents
+                total.zero_()
+            yield total
+            if total is not tensors[key]:
+                tensors[key].copy_(total)
+                del total
+            if is_summed:
+                self._sum_part(layout, number, tensors[key], [tensors[other] for other in others])
+
+    def note_filled(self, layout: UnitLayout, visit: int, name: str) -> None:
+        """Note that a parameter got a gradient at a use site."""
+        self._filled_at(layout.name, visit).add(name)
+
+    def sum_is_complete(self, layout: UnitLayout, visit: int) -> None:
+        """Take the norm of a gradient whose parts have all been summed, if this is the use site that sums them."""
+        if visit == self._uses_of_layouts[layout.name][0] and layout.name in self._norms:
+            self.with_gradient[layout.name] = set().union(*self._filled[layout.name].values())
+            self.squared_norms[layout.name] = self._norms.pop(layout.name).total()
+            if self._pending is not None and self._pending.scales is not None:
+                self._pending.scales.is_complete(layout.name, self.squared_norms[layout.name])
 
     def _filled_at(self, name: str, visit: int) -> set[str]:
         return self._filled[name][self._uses_of_layouts[name].index(visit)]
@@ -688,19 +741,19 @@ class StoreAccess:
         others = [self._program.gradient_keys(layout, use) for use in range(1, len(self._uses_of_layouts[name]))]
         if others and others[0][0] not in self._uses:
             return  # micro-batches one at a time, and this is not the last one
-        norm = SquaredNorm(self._threads)
         for part, block in enumerate(blocks):
             with self._leases([keys[part] for keys in others]) as tensors:
-                for keys in others:
-                    if block.is_cuda:
-                        block.add_(tensors[keys[part]])
-                    else:
-                        sum_gradients(block, tensors[keys[part]], self._threads)
-            norm.add(block, is_last=part == len(blocks) - 1)
-        self.with_gradient[name] = set().union(*self._filled[name].values())
-        self.squared_norms[name] = norm.total()
-        if self._pending is not None and self._pending.scales is not None:
-            self._pending.scales.is_complete(name, self.squared_norms[name])
+                self._sum_part(layout, part, block, [tensors[keys[part]] for keys in others])
+        self.sum_is_complete(layout, self._uses_of_layouts[name][0])
+
+    def _sum_part(self, layout: UnitLayout, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Add the other use sites' part of a gradient to the first one's, and take its norm."""
+        for other in others:
+            if block.is_cuda:
+                block.add_(other)
+            else:
+                sum_gradients(block, other, self._threads)
+        self._norms.setdefault(layout.name, SquaredNorm(self._threads)).add(part, block)
 
     # -- activations -------------------------------------------------------------------------------------------
 
@@ -733,6 +786,151 @@ class StoreAccess:
         block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
         assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"
         return block.key
+
+
+class LeasedParts:
+    """A weight that is cut; ``MatrixParts``.
+
+    Args:
+        layout: of the matrix alone.
+        keys: of the parts.
+        held: blocks that are leased already, by key: all of the parts or none.
+        lease: leases others.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        keys: Sequence[str],
+        held: Mapping[str, torch.Tensor],
+        lease: Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]],
+    ) -> None:
+        self._keys, self._held, self._lease = keys, held, lease
+        self.shape, self.rows = layout.entries[0].shape, rows_of_parts(layout)
+        self.passes = keys[0] not in held
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[torch.Tensor]:
+        """Yield the rows of a part."""
+        key, shape = self._keys[number], (len(self.rows[number]), self.shape[1])
+        if not self.passes:
+            yield _matrix(self._held[key], shape)
+            return
+        with self._lease([key]) as blocks:
+            yield _matrix(blocks[key], shape)
+
+
+def rows_of_parts(layout: UnitLayout) -> list[range]:
+    """Return the rows of each part of a layout of one matrix."""
+    first = layout.first_rows
+    stops = (*first[1:], layout.entries[0].shape[0])
+    return [range(start, stop) for start, stop in zip(first, stops, strict=True)]
+
+
+def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return a part's rows; a block may end with padding."""
+    return block[: shape[0] * shape[1]].view(shape)
+
+
+class PassingGradient:
+    """The gradient of one matrix at one use site, whose parts are leased one after the other.
+
+    Args:
+        access: leases them.
+        layout: of the matrix alone.
+        visit: of the use site.
+        keys: of the parts.
+    """
+
+    def __init__(self, access: StoreAccess, layout: UnitLayout, visit: int, keys: Sequence[str]) -> None:
+        self._access, self._layout, self._visit, self._keys = access, layout, visit, keys
+        (self._entry,) = layout.entries
+        self.rows = rows_of_parts(layout)
+        self._recorded: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
+        self._open: GradientAccumulator | None = None
+        self._num_closed = 0
+
+    def record(self, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None) -> None:
+        """Keep rows that are added when their parts are there."""
+        self._recorded.append((indexes, rows, ignored))
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """Lease a part for what is added inside."""
+        rows, name = self.rows[number], self._entry.name
+        with self._access.gradient_part(self._layout, self._visit, number, self._keys[number]) as total:
+            place = _matrix(total, (len(rows), self._entry.shape[-1]))
+            target = InPieces([(Piece(number, 0, rows, None, tuple(place.shape)), place)])
+            self._open = GradientAccumulator({name: target}, {name})  # zeroed, or continued
+            try:
+                yield
+            finally:
+                self._open = None
+                del place, target, total
+        self._num_closed += 1
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
+        """Accumulate a product in rows of the part that is there."""
+        assert self._open is not None, f"no part of {self._entry.name} is there"
+        self._open.add_product(self._entry.name, left, right, first_row)
+        self._access.note_filled(self._layout, self._visit, self._entry.name)
+
+    def close(self) -> None:
+        """Lease the parts that were not, adding the rows that were recorded; take the norm."""
+        if not self._num_closed:
+            for number in range(len(self._keys)):
+                with self.part(number):
+                    for indexes, rows, ignored in self._recorded:
+                        assert self._open is not None
+                        self._open.add_rows(self._entry.name, indexes, rows, ignored)
+            if self._recorded:
+                self._access.note_filled(self._layout, self._visit, self._entry.name)
+            self._recorded.clear()
+        self._access.sum_is_complete(self._layout, self._visit)
+
+
+class PartwiseAccumulator:
+    """The accumulators of a use site some of whose gradients pass part by part; a ``GradientSink``.
+
+    Args:
+        held: those that do not.
+        passing: by parameter.
+    """
+
+    def __init__(self, held: GradientAccumulator, passing: Mapping[str, PassingGradient]) -> None:
+        self._held, self._passing = held, passing
+
+    def rows_of_parts(self, name: str) -> Sequence[range]:
+        """Return the rows of each part; nothing for what is held."""
+        return self._passing[name].rows if name in self._passing else ()
+
+    def part(self, name: str, number: int) -> AbstractContextManager[None]:
+        """Lease a part."""
+        return self._passing[name].part(number)
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Accumulate a whole gradient."""
+        assert name not in self._passing, f"the gradient of {name} was planned to come part by part"
+        self._held.add(name, gradient)
+
+    def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
+        """Accumulate a product, in the part that is there."""
+        if name in self._passing:
+            self._passing[name].add_product(left, right, first_row)
+        else:
+            self._held.add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
+        """Accumulate rows, or keep them until their parts are there."""
+        if name in self._passing:
+            self._passing[name].record(indexes, rows, ignored)
+        else:
+            self._held.add_rows(name, indexes, rows, ignored)
+
+    def close(self) -> None:
+        """Fill the parts that are left."""
+        for gradient in self._passing.values():
+            gradient.close()
 
 
 def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:

@@ -8,7 +8,8 @@ that were hit), the trace makes them up and says that its byte counts are estima
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,13 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
 from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.saved_attention import AttentionSizes
+from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
@@ -43,6 +48,7 @@ __all__ = ["CountingError", "CountingMode", "StepFlops", "count_flops", "step_fl
 _RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
 _ALIGNMENT_BYTES = 512  # allocators round sizes up to it
 _TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add to it
+_IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
 
 
@@ -58,6 +64,7 @@ def trace_visits(
     objective: Objective | None = None,
     padded: bool = True,
     by_documents: bool = True,
+    example: Mapping[str, Tensor] | None = None,
 ) -> VisitTrace:
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
@@ -72,6 +79,8 @@ def trace_visits(
         objective: As for the runner.
         padded: Whether rows may have padding or hold several documents. If not, each row is one document.
         by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
+        example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
+            and sizes of images, is known to the trace. None: all is text.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -87,13 +96,22 @@ def trace_visits(
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
                 batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+            # Outside of the pause: pixels are held from the beginning of a step to its end.
+            for name, value in (example or {}).items():
+                batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
+                tracer.counts.know(batch[name], value)
+            with tracer.counts.paused():
                 # All pieces of the head are alike: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-            with nullcontext() if padded else rows_are_documents(), _texts_explained(graph.model):
+            with (
+                nullcontext() if padded else rows_are_documents(),
+                _failures_explained(graph.model, "text" if example is None else "images"),
+            ):
                 tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
             tracer.close()
-    return _with_all_pieces(tracer.trace(), num_rows, num_tokens)
+    trace = _with_all_pieces(tracer.trace(), num_rows, num_tokens)
+    return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -117,8 +135,8 @@ def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) 
 
 
 @contextmanager
-def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
-    """Explain it if a model that also reads images does not run on text alone."""
+def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
+    """Explain it if a model that also reads images does not run on text alone, or on images as they are prepared."""
     try:
         yield
     except UnsupportedModelError:
@@ -127,6 +145,12 @@ def _texts_explained(model: PreTrainedModel) -> Iterator[None]:
         if not reads_more_than_text(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if inputs == "images":
+            raise UnsupportedModelError(
+                type(model).__name__,
+                f"its forward cannot be planned with what the folder's processor makes of images ({reason}). Compare "
+                'the processor\'s files with those of the published model, or write model.images = "off"',
+            ) from error
         raise UnsupportedModelError(
             type(model).__name__,
             f"only text can be trained, and its forward does not run on text alone ({reason}). Take a text model",
@@ -191,6 +215,8 @@ class _Tracer:
         self._graph_nbytes: dict[int, int] = {}
         self._attention: dict[int, AttentionSizes] = {}
         self._filled: dict[int, set[str]] = {}
+        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
+        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
         self._shared_nbytes = 0
         self.runner = LayerRunner(
             graph,
@@ -202,6 +228,7 @@ class _Tracer:
             objective=objective,
             random_enabled=False,
             by_documents=by_documents,
+            around_model=_KnownLists(),
             on_dense_mask=lambda what: self._dense_masks.setdefault(what),
         )
         for bound in self.runner.bounds:
@@ -245,7 +272,9 @@ class _Tracer:
         names = {owner for _, owner, _ in unit.params}
         with self.counts.paused():  # they are blocks, or counted by the planner
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
-        yield _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        yield accumulator
+        self._only_rows[visit] = accumulator.with_rows - accumulator.with_more
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         with self.counts.paused():
@@ -269,7 +298,7 @@ class _Tracer:
         forward = bound.forward
 
         def guess(*args: Any, **kwargs: Any) -> Any:
-            with self.counts.inside(bound.unit.name):
+            with self.counts.inside(bound.unit.name), self._noting_look_ups(bound):
                 try:
                     return forward(*args, **kwargs)
                 except (UnsupportedModelError, CountingError):
@@ -286,6 +315,16 @@ class _Tracer:
                     return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
 
         return guess
+
+    @contextmanager
+    def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
+        """Note the weights of which a run of a unit takes rows once, by `F.embedding`, and nothing else."""
+        uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
+        with nullcontext() if bound.unit.is_layer else uses:
+            yield
+        found = {owner for owner, count in uses.num_look_ups.items() if count == 1} - uses.others
+        visit = self._phases[-1].visit
+        self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
     def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a unit's forward that, in a recompute, measures the graph it builds."""
@@ -342,7 +381,12 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
             graph_nbytes = self._graph_nbytes.get(number, 0)
-            visit = TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *peaks, *flops, graph_nbytes)
+            by_part = self.runner.by_part_in_head
+            if not is_head:  # activations come back for one run, and looking rows up takes one of its own
+                rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
+                by_part = frozenset() if saved else frozenset(rows)
+            counts = (*peaks, *flops, graph_nbytes)
+            visit = TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *counts, by_part)
             sizes = self._attention.get(number)
             if sizes is not None and saved and not is_head:
                 visit = replace(
@@ -370,8 +414,83 @@ class _Tracer:
         )
 
 
+class _Uses(TorchFunctionMode):
+    """Counts what functions of torch do with weights.
+
+    Args:
+        owners: id of a weight -> its owner's name.
+
+    Attributes:
+        num_look_ups: plain calls of `F.embedding`, by owner's name.
+        others: owners' names of weights that something else was done with.
+    """
+
+    def __init__(self, owners: Mapping[int, str]) -> None:
+        super().__init__()
+        self._owners = owners
+        self.num_look_ups = Counter[str]()
+        self.others: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
+        result = func(*args, **kwargs)
+        if owners and func is torch.nn.functional.embedding and _is_plain_look_up(*args, **kwargs):
+            self.num_look_ups.update(owners)
+        elif getattr(func, "__name__", "") not in METADATA_QUERIES and isinstance(result, Tensor):
+            self.others.update(owners)
+        return result
+
+
+def _is_plain_look_up(
+    indexes: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    return max_norm is None and not scale_grad_by_freq and not sparse
+
+
+class _KnownLists(TorchFunctionMode):
+    """Lets model code make a tensor of a list of scalar tensors: torch would read those past all dispatch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            args = (tree_map(args[0], lambda item: item.item() if isinstance(item, Tensor) else item), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 class _TracedAccumulator(GradientAccumulator):
-    """Takes the memory and the FLOPs of the accumulators of a run."""
+    """Takes the memory and the FLOPs of the accumulators of a run.
+
+    Attributes:
+        with_rows: parameters that rows were added to.
+        with_more: parameters that something else was added to.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
+        super().__init__(targets, added)
+        self.with_rows: set[str] = set()
+        self.with_more: set[str] = set()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self.with_more.add(name)
+        super().add(name, gradient)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        self.with_more.add(name)
+        super().add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        self.with_rows.add(name)
+        super().add_rows(name, indexes, rows, ignored)
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
@@ -408,6 +527,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.new_nbytes: dict[int, int] = {}
         self._known: dict[int, int] = {}
         self._paused = False
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> the real one that it stands for
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -417,6 +537,11 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused = before
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Take it that a fake tensor has the values of a real one on the host; what is computed of it is known, too."""
+        with _disable_current_modes():
+            self._values[tensor] = value.clone()
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -445,12 +570,63 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = self._result(func, args, kwargs)
+        result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
         try:
             self._book(func, args, kwargs, result)
         except Exception as error:
             raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
         return result
+
+    def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator of which some tensors may be known, and note the values of its result."""
+        inputs: list[Tensor] = []
+        tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
+        unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
+        if func is torch.ops.aten.index.Tensor and unknown:
+            args = (args[0], self._numbered(args[1]), *args[2:])
+        if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
+            for tensor in _changed(func, args):
+                self._values.pop(tensor, None)  # type: ignore[no-untyped-call]
+            return self._result(func, args, kwargs)
+        device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
+        with _disable_current_modes():
+            real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real)
+            value = func(*real_args, **real_kwargs)
+        if not _tensors(value):
+            return value
+        changed = _changed(func, args)
+        if changed or not _has_dynamic_shape(func):
+            result = self._result(func, args, kwargs)
+        else:
+            result = tree_map(
+                value,
+                lambda item: (
+                    torch.empty(item.shape, dtype=item.dtype, device=device) if isinstance(item, Tensor) else item
+                ),
+            )
+        for fake, real in zip(_tensors(result), _tensors(value), strict=True):
+            if not any(fake is tensor for tensor in changed) and real.numel() <= _MOST_KNOWN:
+                self._values[fake] = real
+        return result
+
+    def _real(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self._values.get(item, item)  # type: ignore[no-untyped-call]
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    def _numbered(self, indices: Sequence[Any]) -> list[Any]:
+        """Return indices with known masks as the numbers that they choose: how many is not known of a mask."""
+        found: list[Any] = []
+        for index in indices:
+            if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
+                found.append(index)
+                continue
+            with _disable_current_modes():
+                chosen = self._values[index].nonzero().unbind(1)
+            for numbers in chosen:
+                found.append(torch.empty(numbers.shape, dtype=torch.long, device=index.device))
+                self._values[found[-1]] = numbers
+        return found
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator: fake tensors, or a made-up number."""
@@ -512,6 +688,42 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self.live_nbytes -= self._known.pop(key)
         self.new_nbytes.pop(key, None)
+
+
+#: Elements of a tensor whose values the trace computes.
+_MOST_KNOWN = 1 << 25
+#: Known values of these would be others than those of a run, or are of no use.
+_NOT_REPEATED = frozenset(
+    {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
+)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor has values of its own: constants of the model's code, in the trace as well."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
+    return found
+
+
+def _changed(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the arguments that an operator changes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    pairs = zip(schema.arguments, args, strict=False)
+    return [
+        arg for of, arg in pairs if of.alias_info is not None and of.alias_info.is_write and isinstance(arg, Tensor)
+    ]
+
+
+def _has_dynamic_shape(func: Any) -> bool:
+    return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(getattr(func, "tags", ())))
 
 
 _NO_FLOPS = 0

@@ -11,6 +11,8 @@ kept (`StepProgram.kept`) skips the offload and the recompute; one that saves at
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,11 +25,17 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge, increm
 from torch.nn import functional
 
 from megatrain.engine.arguments import CapturedArguments, CapturedResult, tree_map
-from megatrain.engine.program import BlockAccess, GradientSink
+from megatrain.engine.program import BlockAccess, GradientSink, MatrixParts
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
-from megatrain.engine.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
+from megatrain.engine.weight_gradients import (
+    GradientReceiver,
+    GradientTarget,
+    intercepting,
+    looked_up,
+    weight_leaf,
+)
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -45,6 +53,7 @@ __all__ = [
     "BoundUnit",
     "KeptGraph",
     "LayerCompiler",
+    "PartedWeight",
     "UnitVisit",
     "VisitSequence",
     "WeightLook",
@@ -70,6 +79,9 @@ class UnitVisit:
             weights must then stay in place, unchanged, until that backward.
         saves_attention: Whether attention's results go into a block, for the recompute, unless the graph is kept.
         activity: Progress within the step, for status.
+        unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
+            leased all the same.
+        plans_backward: Whether a backward that does not take place leases the weights all the same.
 
     Attributes:
         pending_outputs: Outputs of the forward, on their way into the outer graph.
@@ -86,6 +98,8 @@ class UnitVisit:
         keeps_graph: bool = False,
         saves_attention: bool = False,
         activity: Activity | None = None,
+        unused: Sequence[tuple[int, int]] = (),
+        plans_backward: bool = False,
     ) -> None:
         self.number = number
         self.bound = bound
@@ -96,9 +110,12 @@ class UnitVisit:
         self._keeps_graph = keeps_graph
         self._saves_attention = saves_attention and not keeps_graph
         self._activity = activity or Activity()
+        self._to_put, self._to_take = deque(unused), deque[tuple[int, int]]()
+        self._plans_backward = plans_backward
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
         self._leaves: dict[str, Tensor] = {}
+        self._wanted: list[list[Tensor]] = []  # rows of the weights whose parts pass, by weight and micro-batch
         self.pending_outputs: list[Tensor] = []
 
     def shared_tensors(self) -> list[Tensor]:
@@ -111,14 +128,17 @@ class UnitVisit:
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every forward that waits at it; return what each of them resumes with."""
         self._access.begin("forward", self.number)
-        self._first_micro_batch = forwards[0].micro_batch
+        self._first_micro_batch = forwards[0].micro_batch if forwards else 0
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
         with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
             if self._keeps_graph:
                 self._leaves = leaves
-            for forward in forwards:
+            self._wanted = self.bound.look_up([forward.call for forward in forwards])
+            for turn, forward in enumerate(forwards):
+                self.bound.turn = turn
                 self._activity.micro_batch = forward.micro_batch + 1
+                self._put_unused(forward.micro_batch)
                 call = forward.call
                 assert call is not None
                 captured = CapturedArguments(self.bound.unit.name, call.args, call.kwargs)
@@ -135,6 +155,7 @@ class UnitVisit:
                 stop = len(self.pending_outputs)
                 result.outputs = []  # drops the inner graph, unless it is kept
                 results.append((result, tensors, forward, slice(start, stop), originals))
+            self._put_unused()
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
             with torch.enable_grad():
@@ -154,7 +175,8 @@ class UnitVisit:
         streams = [tensors[i] for i in captured.activations]
         requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
         differentiable = forward.modes.grad_enabled and (any(requires_grad) or bool(self.bound.trainable))
-        keys = tuple(call.collector) if call.collector else ()
+        # Beside its lists a collector may hold which of its items are wanted.
+        keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         keeps_graph = differentiable and self._keeps_graph
         if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
@@ -216,33 +238,60 @@ class UnitVisit:
                 stack.enter_context(self.bound.receiver.into(sink))
             # Popped one by one, so that each graph is freed before the next one is built or used.
             waiting, self._micro_batches = self._micro_batches[::-1], []
+            if not self._keeps_graph:
+                self.bound.look_up_again(self._wanted)
+            self._wanted, self.bound.turn = [], -1
             while waiting:
                 item = waiting.pop()
+                self.bound.turn += 1
                 self._activity.micro_batch += 1
                 grads = grad_outputs[start : start + item.num_outputs]
                 start += item.num_outputs
                 if isinstance(item, KeptGraph):
                     grad_inputs.extend(self._backward_kept(item, grads, sink))
                 else:
+                    self._take_unused(item.number)
                     grad_inputs.extend(self._backward_one(item, grads, leaves, sink))
+            self._take_unused()
         self._leaves = {}
         return grad_inputs
 
     def skip_backward(self) -> None:
         """Lease accumulators and activations, unused: this step's loss does not depend on the visit."""
-        if self.bound.trainable:
-            with self._access.gradients(self.bound.unit, self.number):
-                pass
+        with ExitStack() as stack:
+            if self._plans_backward:
+                stack.enter_context(self._access.weights(self.bound.unit, self.number))
+            if self.bound.trainable:
+                stack.enter_context(self._access.gradients(self.bound.unit, self.number))
         for item in self._micro_batches:
             if isinstance(item, KeptGraph):
                 continue
+            self._take_unused(item.number)
             for index in range(len(item.captured.activations)):
                 with self._access.get_activation(self.number, item.number, index):
                     pass
             if item.attention is not None:
                 with self._access.attention_room(self.number, item.number):
                     pass
-        self._micro_batches, self._leaves = [], {}
+        self._take_unused()
+        self._micro_batches, self._leaves, self._wanted = [], {}, []
+
+    # In the order of the plan: prefetch brings one after the other, into room for one.
+
+    def _put_unused(self, before: float = math.inf) -> None:
+        """Lease the unused activations of the micro-batches before one, as the forward would."""
+        if not torch.is_grad_enabled():
+            return
+        while self._to_put and self._to_put[0][0] < before:
+            micro_batch, index = self._to_put.popleft()
+            self._to_take.append((micro_batch, index))
+            self._access.put_activation(self.number, micro_batch, index, self._anchor.detach()[None][:0])
+
+    def _take_unused(self, before: float = math.inf) -> None:
+        """Lease the unused activations of the micro-batches before one, as the backward would."""
+        while self._to_take and self._to_take[0][0] < before:
+            with self._access.get_activation(self.number, *self._to_take.popleft()):
+                pass
 
     def _backward_kept(
         self, item: KeptGraph, grad_outputs: Sequence[Tensor | None], sink: GradientSink | None
@@ -463,6 +512,7 @@ class BoundUnit:
         forward: Its module's own forward, or the compiled one.
         trainable: Full names of its trainable parameters.
         receiver: Takes the gradients of its matrices in a backward.
+        turn: Micro-batch that runs, of those whose rows were looked up together.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
@@ -472,6 +522,8 @@ class BoundUnit:
         if compiler is not None and unit.is_layer:
             self.forward = compiler.forward_of(unit)
         self.receiver = GradientReceiver()
+        self.turn = 0
+        self._passing: list[PartedWeight] = []
         self._modules = tuple(unit.module.modules())
         self._slots: list[tuple[dict[str, Any], str, str]] = []
         self._trainable: dict[str, bool] = {}
@@ -508,14 +560,53 @@ class BoundUnit:
             yield
 
     @contextmanager
-    def bound(self, weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
         """Bind `weights` (owner's name -> tensor) to the parameters; yield the trainable ones, leaves of the graph."""
         leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
-        with self._in_slots(leaves), intercepting(leaves.values()):
-            yield {owner: leaves[owner] for owner in self.trainable}
+        parted = [leaf for leaf in leaves.values() if isinstance(leaf, PartedWeight)]
+        self._passing = [weight for weight in parted if weight.parts.passes]
+        try:
+            with self._in_slots(leaves), intercepting(leaves.values()):
+                yield {owner: leaves[owner] for owner in self.trainable}
+        finally:
+            self._passing = []
 
-    def _leaf(self, owner: str, weight: Tensor) -> Tensor:
+    def look_up(self, calls: Sequence[UnitCall | None]) -> list[list[Tensor]]:
+        """Look up the rows that calls of the bound unit will want of the weights whose parts pass, each part once.
+
+        Each call begins to run for that, up to its look-up.
+
+        Returns:
+            The indexes of the rows, by weight and call.
+        """
+        wanted: list[list[Tensor]] = []
+        for weight in self._passing:
+            wanted.append([])
+            for self.turn, call in enumerate(calls):
+                assert call is not None
+                with torch.no_grad(), self._attributes_restored():
+                    try:
+                        self.forward(*call.args, **call.kwargs)
+                    except _RowsWanted as asked:
+                        wanted[-1].append(asked.indexes)
+            assert len(wanted[-1]) == len(calls), f"{self.unit.name} looks up no rows"
+            weight.look_up(wanted[-1])
+        return wanted
+
+    def look_up_again(self, wanted: Sequence[Sequence[Tensor]]) -> None:
+        """Look up rows for the recompute.
+
+        Args:
+            wanted: what ``look_up`` returned.
+        """
+        for weight, indexes in zip(self._passing, wanted, strict=True):
+            weight.look_up(indexes)
+
+    def _leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
         """Return the leaf of a weight; those of compiled code are torch's own, which it can compile."""
+        if not isinstance(weight, Tensor):
+            target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
+            return PartedWeight.in_place_of(self._absent[owner], weight, target, self)
         values = weight.detach().to(self._declared_dtype[owner])
         if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
             return weight_leaf(values, GradientTarget(self.receiver, owner))
@@ -532,6 +623,11 @@ class BoundUnit:
         finally:
             for parameters, leaf, parameter in saved:
                 parameters[leaf] = parameter
+
+    def leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is in the slots, by owner's name."""
+        for parameters, leaf, owner in self._slots:
+            yield owner, parameters[leaf]
 
     def has(self, owner: str) -> bool:
         """Return whether a parameter, by its owner's name, is one of the unit's."""
@@ -724,6 +820,102 @@ class AbsentWeight(Tensor):
         given = (WeightLook(owner),) if rows is None else (WeightLook(owner), rows)
         result: Tensor = suspend(UnitCall(unit, given, {}, None))
         return result
+
+
+class PartedWeight(AbsentWeight):
+    """Stands for a matrix whose rows are in several blocks. Its `F.embedding` looks rows up there; others are refused.
+
+    Where all blocks are there, that is done at once. Where one is leased at a time, rows for all micro-batches are
+    looked up beforehand (``BoundUnit.look_up``), so that each block comes once.
+
+    Attributes:
+        parts: The blocks.
+        target: Of the gradient; None: it is not trained.
+    """
+
+    parts: MatrixParts
+    target: GradientTarget | None
+    _bound: BoundUnit
+    _found: list[Tensor | None]
+
+    @classmethod
+    def in_place_of(
+        cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, bound: BoundUnit
+    ) -> PartedWeight:
+        """Return a stand-in, a leaf of graphs if there is a target."""
+        weight: Any = Tensor._make_subclass(cls, absent, target is not None)
+        weight.parts, weight.target, weight._bound, weight._found = parts, target, bound, []
+        assert isinstance(weight, PartedWeight)
+        return weight
+
+    def look_up(self, wanted: Sequence[Tensor]) -> None:
+        """Look up the rows of each micro-batch."""
+        self._found = list(_rows_in_parts(self, wanted))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.embedding:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _embedding_of_parts(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _RowsWanted(BaseException):
+    """Leaves a unit's forward at the look-up of rows. Not an `Exception`, so that no model code catches it."""
+
+    def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
+        self.weight, self.indexes = weight, indexes
+        super().__init__()
+
+
+def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
+    """`F.embedding` without options that change the weight or scale its gradient: the trace found none."""
+    rows: Tensor | None
+    if weight.parts.passes:
+        if not weight._found:
+            raise _RowsWanted(weight, indexes)
+        turn = weight._bound.turn
+        rows, weight._found[turn] = weight._found[turn], None  # whoever gets it may change it in place
+        assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
+    else:
+        (rows,) = _rows_in_parts(weight, [indexes])
+    if weight.target is None or not torch.is_grad_enabled():
+        return rows
+    return looked_up(indexes, rows, weight, padding_idx, weight.target)
+
+
+#: What a look-up on a device takes beside its result.
+_LOOK_UP_NBYTES = 16 << 20
+
+
+def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rows of a matrix, for several tensors of indexes; each part is leased once."""
+    width, parts = weight.parts.shape[1], weight.parts
+    made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]
+    num_found = 0
+    for number, held in enumerate(parts.rows):
+        with parts.part(number) as rows:
+            for indexes, out in zip(wanted, made, strict=True):
+                flat = indexes.reshape(-1)
+                is_here = (flat >= held.start) & (flat < held.stop)
+                if not out.is_cuda:
+                    at = is_here.nonzero().squeeze(1)
+                    num_found += len(at)
+                    out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
+                    continue
+                # Masked, not chosen: the host need not know which rows are here.
+                step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
+                for start in range(0, len(flat), step):
+                    place = out.view(-1, width)[start : start + step]
+                    at = (flat[start : start + step] - held.start).clamp_(0, len(held) - 1)
+                    found = rows.index_select(0, at).to(out.dtype)
+                    torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
+    # On a device rows of indexes that are none stay NaN, which stops the step.
+    if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in wanted):
+        raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
+    return made
 
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ caps) runs on the part. `CutProbe` finds out whether that is the same: whether i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,22 @@ from megatrain.engine.weight_gradients import linear
 __all__ = ["CutProbe", "PartWeight", "RunningSoftmax", "VocabularyPart", "vocabulary_ranges"]
 
 
-def vocabulary_ranges(vocab_size: int, columns: int) -> list[tuple[int, int]]:
-    """Return the parts of a vocabulary, `(start, stop)`: as few as hold at most ``columns`` words, equally large."""
-    num_parts = -(-vocab_size // columns)
-    size = -(-vocab_size // num_parts)
-    return [(start, min(start + size, vocab_size)) for start in range(0, vocab_size, size)]
+def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """Return the parts of a vocabulary, `(start, stop)`: as few as hold at most ``columns`` words.
+
+    Between two borders they are equally large.
+
+    Args:
+        vocab_size: words.
+        columns: most words of a part.
+        borders: words that a part begins with in any case: blocks of the weight begin there.
+    """
+    found: list[tuple[int, int]] = []
+    for first, last in zip((0, *borders), (*borders, vocab_size), strict=True):
+        num_parts = -(-(last - first) // columns)
+        size = -(-(last - first) // num_parts)
+        found += [(start, min(start + size, last)) for start in range(first, last, size)]
+    return found
 
 
 class RunningSoftmax:

@@ -11,7 +11,7 @@ Whatever else a model does with a weight (slices, transposes, casts, stacked exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ __all__ = [
     "GradientTarget",
     "intercepting",
     "linear",
+    "looked_up",
     "new_leaf",
     "weight_leaf",
 ]
@@ -60,6 +61,14 @@ class GradientAccumulator:
         else:
             self._targets[name].copy_(gradient)
             self._added.add(name)
+
+    def rows_of_parts(self, name: str) -> Sequence[range]:
+        """Return nothing: all accumulators are there, whole."""
+        return ()
+
+    def part(self, name: str, number: int) -> AbstractContextManager[None]:
+        """Never called."""
+        raise AssertionError(f"{name} is there, whole")
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
         """Accumulate ``left`` [M, K] times ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
@@ -277,7 +286,23 @@ def _embedding(
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
-    out: Tensor = _Embedding.apply(ids, weight, padding_idx, target)  # type: ignore[no-untyped-call]
+    out: Tensor = _Embedding.apply(ids, weight, padding_idx, target, [])  # type: ignore[no-untyped-call]
+    return out
+
+
+def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
+    """Return the rows of a matrix that were looked up already, as `F.embedding`'s result.
+
+    Args:
+        ids: of the rows.
+        rows: what is returned.
+        leaf: stands for the matrix in the graph; it gets no gradient.
+        padding_idx: row without a gradient.
+        target: of the gradient.
+    """
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(leaf)
+    out: Tensor = _Embedding.apply(ids, leaf, padding_idx, target, [rows])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -326,10 +351,12 @@ class _Addmm(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, target: GradientTarget, found: Sequence[Tensor]
+    ) -> Tensor:
         ctx.target, ctx.padding_idx = target, padding_idx
         ctx.save_for_backward(ids)
-        return functional.embedding(ids, weight)
+        return found[0] if found else functional.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
@@ -338,4 +365,4 @@ class _Embedding(torch.autograd.Function):
         target: GradientTarget = ctx.target
         rows = grad.reshape(-1, grad.shape[-1])
         target.receiver.sink.add_rows(target.name, ids.reshape(-1), rows, ctx.padding_idx)
-        return (None, None, None, None)
+        return (None, None, None, None, None)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import xxhash
@@ -29,9 +29,15 @@ __all__ = [
     "CarriedModules",
     "CarriedTensors",
     "detach_non_text_modules",
+    "Images",
     "carried_modules",
+    "freeze_beyond_text",
     "reads_more_than_text",
+    "text_modules",
 ]
+
+#: What becomes of what reads images: carried as it is, streamed but not trained, or trained with the rest.
+Images = Literal["off", "frozen", "trained"]
 
 #: Keys of ``CarriedTensors.record``.
 CARRIED_COUNT, CARRIED_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
@@ -153,6 +159,41 @@ def detach_non_text_modules(model: PreTrainedModel) -> None:
     if slots:
         carried = CarriedModules(tuple(paths), frozenset(names), tuple(slots.values()))
         cast("Any", model).__dict__[_ATTRIBUTE] = carried
+
+
+def freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
+    """Freeze what of an image-text model is not trained: all but the language model, or, where images are, sounds.
+
+    Args:
+        model: A skeleton with all of its modules.
+        images: "frozen" or "trained".
+
+    Raises:
+        UnsupportedModelError: the model has no decoder, or does not read images.
+    """
+    modalities = model.input_modalities
+    if "image" not in ((modalities,) if isinstance(modalities, str) else modalities):
+        raise UnsupportedModelError(
+            type(model).__name__,
+            f'it does not read images, and the config says model.images = "{images}". Leave that out, or take an '
+            "image-text model",
+        )
+    text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
+    sounds = {id(p) for module in _sound_modules(model) for p in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) in sounds or (images == "frozen" and id(parameter) not in text):
+            parameter.requires_grad_(False)
+
+
+def text_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return all modules of a model's language model, with the embedding and the head."""
+    return [module for part in _language_model(model) for module in part.modules()]
+
+
+def _sound_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    encoder = model.get_encoder("audio")
+    if encoder not in (None, model, model.base_model):
+        yield encoder
 
 
 def _language_model(model: PreTrainedModel) -> list[nn.Module]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
-from megatrain.models.carried import carried_modules
+from megatrain.models.carried import Images, carried_modules, text_modules
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.skeleton import build_skeleton, resolve_config
@@ -55,6 +55,7 @@ class ModelSpec:
         use_liger_kernel: norms, gated MLPs and cross entropy by liger-kernel.
         mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
         lora: adapters that are trained in place of the model; None: there are none.
+        images: whether rows may have images, and what reads them is trained.
     """
 
     folder: str
@@ -68,6 +69,7 @@ class ModelSpec:
     mlp_rows: int = 0
     hub: HubModel | None = None
     lora: LoraSpec | None = None
+    images: Images = "off"
 
     @property
     def name(self) -> str:
@@ -83,6 +85,7 @@ class ModelSpec:
             dtype=dtype,
             text_only=self.from_scratch,
             lora=self.lora,
+            images=self.images,
         )
 
 
@@ -224,6 +227,7 @@ class ModelGraph:
         owner_of: Other name of a tied parameter -> name under which its owner's layout has it.
         dtype: What the skeleton computes in.
         adapters: LoRA layers of the skeleton, or None. Names of layouts are those of the model without them.
+        image_units: Indexes of the units that only images reach: a micro-batch without any leaves them out.
     """
 
     config: PretrainedConfig
@@ -233,6 +237,7 @@ class ModelGraph:
     owner_of: Mapping[str, str]
     dtype: torch.dtype
     adapters: Adapters | None = None
+    image_units: frozenset[int] = frozenset()
 
     def plain_model(self) -> AbstractContextManager[None]:
         """Return a context in which the model is as in its folder: no adapters in it, and none in its names."""
@@ -263,6 +268,7 @@ def build_graph(
     dtype: torch.dtype = torch.float32,
     text_only: bool = False,
     lora: LoraSpec | None = None,
+    images: Images = "off",
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -274,6 +280,7 @@ def build_graph(
         dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
         text_only: Take the causal language model where the folder is of a class that reads images as well.
         lora: Adapters to train; the model's own weights are frozen then.
+        images: As in `build_skeleton`.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights.
@@ -287,9 +294,10 @@ def build_graph(
         trust_remote_code=trust_remote_code,
         dtype=dtype,
         text_only=text_only,
+        images=images,
     )
     adapters = None if lora is None else add_adapters(model, lora)
-    return graph_of(model, config, freeze=freeze, dtype=dtype, adapters=adapters)
+    return graph_of(model, config, freeze=freeze, dtype=dtype, adapters=adapters, reads_images=images != "off")
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -312,6 +320,7 @@ def graph_of(
     freeze: Sequence[str],
     dtype: torch.dtype,
     adapters: Adapters | None = None,
+    reads_images: bool = False,
 ) -> ModelGraph:
     """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`."""
     names = _names_by_parameter(model)
@@ -338,7 +347,11 @@ def graph_of(
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
     assert len(layout_of) == len(names), (len(layout_of), len(names), type(model).__name__)
     layouts = {layout.name: layout for layout in in_parts(layouts.values())}
-    return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype, adapters)
+    text = {id(module) for module in text_modules(model)} if reads_images else set()
+    image_units = frozenset(
+        unit.index for unit in units if reads_images and not unit.is_container and id(unit.module) not in text
+    )
+    return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype, adapters, image_units)
 
 
 def _names_by_parameter(model: PreTrainedModel) -> list[tuple[nn.Parameter, list[str]]]:

@@ -56,6 +56,14 @@ TRAINER_INTERNALS = {
     "transformers.trainer:Trainer.get_optimizer_cls_and_kwargs": "to choose the optimizer",
     "transformers.trainer_utils:PREFIX_CHECKPOINT_DIR": "folders of checkpoints",
 }
+#: Used where rows have images alone.
+IMAGE_INTERNALS = {
+    "transformers.image_utils:load_image": "images in their orientation",
+    "transformers.modeling_utils:PreTrainedModel.get_encoder": "to tell what reads images from what reads sounds",
+    "transformers.processing_utils:ProcessorMixin._get_arguments_from_pretrained": "processors of images alone",
+    "transformers.processing_utils:ProcessorMixin.check_argument_for_proper_class": "processors of images alone",
+    "transformers.processing_utils:ProcessorMixin.create_mm_token_type_ids": "tokens that stand for images",
+}
 
 
 class TransformersVersionError(Exception):
@@ -79,13 +87,17 @@ def _exists(name: str) -> bool:
 
 
 @functools.cache
-def check_internals(*, with_trainer: bool = False) -> None:
+def check_internals(*, with_trainer: bool = False, with_images: bool = False) -> None:
     """Refuse a version of transformers that lacks what is used here, before it fails in the middle of something.
 
     Raises:
         TransformersVersionError: with all that is missing, what it is for, and which versions have it.
     """
-    wanted = {**MODEL_INTERNALS, **(TRAINER_INTERNALS if with_trainer else {})}
+    wanted = {
+        **MODEL_INTERNALS,
+        **(TRAINER_INTERNALS if with_trainer else {}),
+        **(IMAGE_INTERNALS if with_images else {}),
+    }
     gone = missing(wanted)
     if gone:
         named = "; ".join(f"{name.replace(':', '.')} ({wanted[name]})" for name in gone)
@@ -106,7 +118,7 @@ def required_transformers() -> str:
 
 def report() -> int:
     """Print which internals are gone; return 1 if any is."""
-    used = {**MODEL_INTERNALS, **TRAINER_INTERNALS}
+    used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS}
     gone = missing(used)
     print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals are there")
     for name in gone:

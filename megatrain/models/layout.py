@@ -88,6 +88,16 @@ class UnitLayout:
             object.__setattr__(self, "parts", (range(self.num_elements),))
 
     @property
+    def first_rows(self) -> tuple[int, ...]:
+        """Rows that the parts begin with, of a group of one matrix whose parts are whole rows; else nothing."""
+        if len(self.entries) != 1 or len(self.entries[0].shape) != 2:
+            return ()
+        width = self.entries[0].shape[1]
+        if not width or any(part.start % width for part in self.parts):
+            return ()
+        return tuple(part.start // width for part in self.parts)
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters, padding left out."""
         return sum(entry.numel for entry in self.entries)

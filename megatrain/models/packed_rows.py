@@ -28,6 +28,7 @@ __all__ = ["settle_packing", "settle_packing_of", "why_documents_mix"]
 PackingMode = bool | Literal["concat"]
 
 _MIXES = "it carries what it has read of one document into the next one of the row"
+_HAS_IMAGES = "rows with images have positions and masks of their own"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
 
 _TOKENS = (37, 41)  # of the document before, and of the one that is compared; longer than a small copy's windows
@@ -56,6 +57,10 @@ def settle_packing(
     Raises:
         UnsupportedModelError: the config asks for packing, and the model would mix documents.
     """
+    if packing and model.images != "off":
+        if is_default:
+            return False, _off_by_itself(type(graph.model).__name__, _HAS_IMAGES)
+        raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
     if not packing or (packing == "concat" and carried_modules(graph.model) is None):
         return packing, ""
     problem = why_documents_mix(graph, model.attn_implementation)
@@ -64,7 +69,11 @@ def settle_packing(
     name = type(graph.model).__name__
     if not is_default:
         raise UnsupportedModelError(name, f"{problem}. Write data.packing = false")
-    return False, (
+    return False, _off_by_itself(name, problem)
+
+
+def _off_by_itself(name: str, problem: str) -> str:
+    return (
         f"data.packing is off, one document a row, where it is on by default: {name}: {problem}. "
         "data.packing = false says the same without this warning"
     )

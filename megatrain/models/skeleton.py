@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain.models.carried import detach_non_text_modules, reads_more_than_text
+from megatrain.models.carried import Images, detach_non_text_modules, freeze_beyond_text, reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import PLAIN_ADVICE
 from megatrain.models.internals import check_internals
@@ -84,6 +84,7 @@ def build_skeleton(
     trust_remote_code: bool,
     dtype: torch.dtype,
     text_only: bool = False,
+    images: Images = "off",
 ) -> PreTrainedModel:
     """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
 
@@ -96,6 +97,7 @@ def build_skeleton(
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the parameters and the buffers are declared as; tables that transformers keeps in fp32 stay so.
         text_only: Take the causal language model in any case: nothing can be kept where no folder has weights for it.
+        images: Whether what reads images is in the model, and trained; else it is kept out, as the rest is.
 
     Raises:
         UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or a
@@ -121,7 +123,10 @@ def build_skeleton(
         raise UnsupportedModelError(_name(config), _why_not_built(error, text_only)) from error
     with torch.device("meta"):
         model.tie_weights()
-    if type(model) is beyond_text:
+    if images != "off":
+        check_internals(with_images=True)
+        freeze_beyond_text(model, images)
+    elif type(model) is beyond_text:
         detach_non_text_modules(model)
     _keep_fp32(model, dtype)
     _make_buffers(model)

@@ -91,7 +91,7 @@ def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[floa
 
 
 class SquaredNorm:
-    """The sum of squares of one block group's gradient that comes in parts: the bits of the whole one's, however cut.
+    """The sum of squares of one block group's gradient that comes in parts, in any order: the bits of the whole one's.
 
     Args:
         threads: Threads to compute on; None computes on the calling thread.
@@ -99,37 +99,26 @@ class SquaredNorm:
 
     def __init__(self, threads: KernelThreads | None = None) -> None:
         self._threads = threads
-        self._host: list[float] = []
-        self._device: list[Tensor] = []
-        self._tail: Tensor | None = None  # what is left of a part, less than one partial sum
+        self._host: dict[int, list[float]] = {}
+        self._device: dict[int, Tensor] = {}
 
-    def add(self, part: Tensor, *, is_last: bool) -> None:
-        """Add the next part: as for `squared_norm`, or as for `device_squared_norm`."""
-        from megatrain.optim import kernels
+    def add(self, number: int, part: Tensor) -> None:
+        """Add a part: as for `squared_norm`, or as for `device_squared_norm`.
 
-        size = kernels.NORM_BLOCK_ELEMENTS
-        if self._tail is not None:
-            missing = size - self._tail.numel()
-            self._tail, part = torch.cat([self._tail, part[:missing]]), part[missing:]
-            if self._tail.numel() < size and not is_last:
-                return
-            self._sum(self._tail)
-            self._tail = None
-        whole = part.numel() if is_last else part.numel() // size * size
-        if whole:
-            self._sum(part[:whole])
-        if whole < part.numel():
-            self._tail = part[whole:].clone()
-
-    def _sum(self, part: Tensor) -> None:
+        Args:
+            number: of the part.
+            part: its gradient; but for the last part a multiple of ``kernels.NORM_BLOCK_ELEMENTS`` long.
+        """
         if part.is_cuda:
-            self._device.append(device_partials(part))
+            self._device[number] = device_partials(part)
         else:
-            self._host += _host_partials(part, self._threads)
+            self._host[number] = _host_partials(part, self._threads)
 
     def total(self) -> float | Tensor:
-        """Return the sum, after the last part: a number, or a scalar on the device."""
-        return sum_partials(torch.cat(self._device)) if self._device else _sum_in_order(self._host)
+        """Return the sum over all parts, in their order: a number, or a scalar on the device."""
+        if self._device:
+            return sum_partials(torch.cat([self._device[number] for number in sorted(self._device)]))
+        return _sum_in_order(value for number in sorted(self._host) for value in self._host[number])
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:

@@ -187,7 +187,7 @@ def tick_flops(plan: Plan) -> list[float]:
         elif tick.phase != "update":
             again = 0 if tick.visit in kept else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
-            flops = factor * sum(blocks[key].num_elements for key, _ in tick.held if blocks[key].kind == "weights")
+            flops = factor * sum(blocks[key].num_elements for key, _ in tick.uses if blocks[key].kind == "weights")
         # Where micro-batches run one after the other, each has its own ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)

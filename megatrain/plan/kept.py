@@ -17,7 +17,6 @@ from megatrain.engine.program import (
     layouts_of_unit,
     saving_attention,
     uses_of_layouts,
-    weight_key,
 )
 from megatrain.plan.placement import DoesNotFitError, Homes, PlacementSolver
 from tiered.units import PAGE_BYTES, format_size, round_up
@@ -155,8 +154,7 @@ class GraphKeeper:
         return round_up(self._num_together * each, PAGE_BYTES)
 
     def _is_at_home(self, placement: Placement, visit: int) -> bool:
-        names = layouts_of_unit(self._graph, self.trace.visits[visit].unit)
-        return all(placement.homes[weight_key(name)] == self._program.compute_tier for name in names)
+        return _are_at_home(self._graph, self._program, placement.homes, self.trace.visits[visit].unit)
 
     def _with_advice(self, error: DoesNotFitError, visits: Collection[int]) -> DoesNotFitError:
         advice = f"Graphs that are kept take {format_size(self.nbytes(visits))}: lower advanced.keep_graphs, "
@@ -242,8 +240,13 @@ def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, hom
     The graph has views of their slots. At home nothing moves them, and nothing writes them between a forward and its
     backward: all updates of a layout come before its first use in a step or after its last.
     """
-    names = {name for visit in program.kept for name in layouts_of_unit(graph, trace.visits[visit].unit)}
-    return all(homes[weight_key(name)] == program.compute_tier for name in names)
+    return all(_are_at_home(graph, program, homes, trace.visits[visit].unit) for visit in program.kept)
+
+
+def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, str], unit: int) -> bool:
+    """Return whether all weights of a unit are at home in the compute tier."""
+    layouts = (graph.layouts[name] for name in layouts_of_unit(graph, unit))
+    return all(homes[key] == program.compute_tier for layout in layouts for key in program.weight_keys(layout))
 
 
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.machine import available_ram_bytes, load_profile
 from megatrain.plan.plan import MeasuredTicks
-from megatrain.plan.planner import gradient_staging_bytes, workspace_bytes
+from megatrain.plan.planner import step_workspace_bytes
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.run.timeline import Timeline
 from tiered import Belady, TieredStore
@@ -221,9 +221,7 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = workspace_bytes(trace, plan.num_micro_batches, plan.program.kept_parts) + gradient_staging_bytes(
-        plan.graph, trace, plan.run.grad_dtype
-    )
+    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.grad_dtype, plan.num_micro_batches)
     workspace += plan.kept_bytes
     blocks = plan.program.blocks
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))

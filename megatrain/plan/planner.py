@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
     ProgramBuilder,
@@ -53,10 +54,13 @@ from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FileRange
+    from megatrain.models.layout import UnitLayout
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
@@ -260,27 +264,42 @@ def _place(
     """
     graph, trace = subject.graph, subject.trace
     is_cuda = run.device.type == "cuda"
-    staging = gradient_staging_bytes(graph, trace, run.grad_dtype)
 
-    def budgets_with(kept_parts: int) -> dict[str, TierBudget]:
-        budgets = tier_budgets(run, workspace_bytes(trace, run.batch.num_together, kept_parts) + staging)
+    def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
+        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.batch.num_together))
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
 
-    def placed(*, updates_beside_device: bool) -> KeptGraphs:
-        program = _build_program(run, subject, updates_beside_device=updates_beside_device)
-        parts = trace.head_parts
-        budgets = budgets_with(parts)
-        if not _holds_everything(budgets[subject.compute_tier], program):
-            parts = parts_without_room(trace)
-            budgets = budgets_with(parts)
-        program = replace(program, kept_parts=parts)
+    def solved(program: StepProgram) -> KeptGraphs:
         readers = buffer_bytes(subject.in_place.values(), graph.dtype)
-        known = with_folder(budgets, program, readers)
+        known = with_folder(budgets_with(program), program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
         return keeper.solve(run.keep_graphs, attention_to_save(run))
+
+    def placed(*, updates_beside_device: bool) -> KeptGraphs:
+        held = _build_program(run, subject, updates_beside_device=updates_beside_device)
+        held = replace(held, kept_parts=trace.head_parts)
+        if _holds_everything(budgets_with(held)[subject.compute_tier], held):
+            return solved(held)
+        held = replace(held, kept_parts=parts_without_room(trace))
+        passing = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
+        if not passing.by_part:
+            return solved(held)
+        in_head = any(trace.visits[visit].is_head for visit, _ in passing.by_part)
+        passing = replace(passing, kept_parts=1 if in_head else held.kept_parts)
+        waiting = passing_bytes(graph, trace, passing, run.batch.num_together)
+        # Twice, since the head makes logits once more where parts pass.
+        best, other = (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
+        try:
+            return solved(best)
+        except DoesNotFitError as error:
+            try:
+                return solved(other)
+            except DoesNotFitError as second:
+                needs_less = second.tier == error.tier and second.need_bytes < error.need_bytes
+                raise (second if needs_less else error) from None
 
     try:
         return placed(updates_beside_device=True)
@@ -318,7 +337,18 @@ def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
             objective=run.objective,
             padded=padded,
             by_documents=run.model.compile_backend is None,
+            example=_example(run),
         )
+
+
+def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
+    """Return a micro-batch that is as full of images as the run's may be; None: they have none."""
+    if run.data.images_folder is None:
+        return None
+    tokenizer = load_tokenizer(run.model.tokenizer_folder)
+    processor = run.data.image_processor(tokenizer)
+    assert processor is not None
+    return processor.example(run.batch.micro_batch_rows)
 
 
 def _make_graph(run: RunSpec) -> ModelGraph:
@@ -358,7 +388,9 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
 
 
-def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bool) -> StepProgram:
+def _build_program(
+    run: RunSpec, subject: _Subject, *, updates_beside_device: bool, passing_parts: bool = False
+) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
         graph,
@@ -374,6 +406,7 @@ def _build_program(run: RunSpec, subject: _Subject, *, updates_beside_device: bo
         updates_beside_device=updates_beside_device,
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
+        passing_parts=passing_parts,
     ).build()
     return sharing_gradients(program)
 
@@ -487,16 +520,74 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
-def gradient_staging_bytes(graph: ModelGraph, trace: VisitTrace, grad_dtype: torch.dtype) -> int:
-    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit."""
+def gradient_staging_bytes(
+    graph: ModelGraph,
+    trace: VisitTrace,
+    grad_dtype: torch.dtype,
+    by_part: Collection[tuple[int, str]] = (),
+) -> int:
+    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit.
+
+    Args:
+        graph: the model.
+        trace: of the model.
+        grad_dtype: of gradients at rest.
+        by_part: as in the program.
+    """
     if grad_dtype == torch.float32:
         return 0
+
+    def nbytes(visit: int, layout: UnitLayout) -> int:
+        return 4 * (max(map(len, layout.parts)) if (visit, layout.name) in by_part else layout.num_elements)
+
     nbytes_by_visit = [
-        sum(4 * graph.layouts[name].num_elements for name in layouts_of_unit(graph, visit.unit))
-        for visit in trace.visits
+        sum(nbytes(number, graph.layouts[name]) for name in layouts_of_unit(graph, visit.unit))
+        for number, visit in enumerate(trace.visits)
     ]
     head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
     return max([head, *nbytes_by_visit])
+
+
+def step_workspace_bytes(
+    graph: ModelGraph, trace: VisitTrace, program: StepProgram, grad_dtype: torch.dtype, num_micro_batches: int
+) -> int:
+    """Return what the compute device holds outside blocks in a step, but for kept graphs.
+
+    Args:
+        graph: the model.
+        trace: of the model.
+        program: of the step.
+        grad_dtype: of gradients at rest.
+        num_micro_batches: that are there together.
+    """
+    return (
+        workspace_bytes(trace, num_micro_batches, program.kept_parts)
+        + gradient_staging_bytes(graph, trace, grad_dtype, program.by_part)
+        + passing_bytes(graph, trace, program, num_micro_batches)
+    )
+
+
+def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
+    """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
+
+    def spared(layout: UnitLayout) -> int:
+        nbytes = 4 + (graph.dtype.itemsize if layout.name in program.cut_weights else 0)
+        return nbytes * (layout.num_elements - max(map(len, layout.parts)))
+
+    return max((spared(graph.layouts[layout]) for _, layout in program.by_part), default=0)
+
+
+def passing_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
+    """Return what waits where parts of a gradient pass: rows of all micro-batches, and what comes back to them.
+
+    In the head these are its inputs with their gradients, in fp32, and in an embedding the rows to be added.
+    """
+    widths = [graph.layouts[layout].entries[0].shape[-1] for _, layout in program.by_part]
+    return 2 * 4 * num_micro_batches * trace.num_tokens * (max(widths) + _SOFTMAX_NUMBERS) if widths else 0
+
+
+#: Numbers of the loss of one row, and its label, on their way through the parts of the vocabulary.
+_SOFTMAX_NUMBERS = 16
 
 
 def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:

@@ -225,7 +225,7 @@ class _Replay:
             return self._plan.ticks.seconds[op.tick]
         if op.phase == "update":
             blocks = self._plan.program.blocks
-            num_params = sum(blocks[use.key].num_elements for use in op.held if blocks[use.key].kind == "weights")
+            num_params = sum(blocks[use.key].num_elements for use in op.uses if blocks[use.key].kind == "weights")
             on_gpu = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
             return num_params / (on_gpu or self._rates.update_params_per_s)
         return self._flops[op.tick] * self._tokens / self._rates.flops_per_s

@@ -100,7 +100,6 @@ SPEED = "changes the speed, not the results"
 _BY_AGE = "checkpoints are kept by their age"
 _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
-_TEXT_ONLY = "what reads images is never trained"
 _OWN_TEMPLATE = "the model's own chat template is used: look at it with `megatrain-tier data preview`"
 _NOT_UPLOADED = "a run uploads nothing: `megatrain-tier export OUTPUT_DIR --push-to-hub ID` does"
 _NO_REMOTE_CODE = "code in a model folder is never run"
@@ -244,8 +243,12 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "interleave_probs": _lost("data.train.N.weight says how often the rows of a source are used in an epoch",
                               "data.train.0.weight", "one for each source"),
     "mix_strategy": _lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
-    **_each("freeze_vision_tower freeze_multi_modal_projector", _unneeded(_TEXT_ONLY)),
-    **_each("image_max_pixels video_max_pixels", _unneeded("text models only")),
+    "freeze_vision_tower": _rule("model.images", 'true is "frozen", false is "trained"'),
+    "freeze_multi_modal_projector": _rule("model.images", 'false is "trained"; model.freeze names what stays'),
+    "freeze_language_model": _rule("model.freeze", "name the language model's parameters"),
+    **_each("image_max_pixels image_min_pixels", _lost("sizes of images are those of preprocessor_config.json in the "
+                                                       "model's folder: change them there")),
+    **_each("video_max_pixels video_min_pixels video_fps video_maxlen", _unneeded("videos are not trained")),
     **_each("use_galore use_badam use_apollo use_adam_mini use_muon", _lost("see optimizer.optim")),
     **_each("hf_hub_token ray_run_name swanlab_project", _rule()),
 })  # fmt: skip
@@ -255,10 +258,11 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "revision_of_model": _rule(),
     "tokenizer_config": _path("model.tokenizer_name_or_path"),
     **_each("""model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
-        is_qwen_derived_model tokenizer_use_fast tokenizer_legacy processor_type base_model_config""",
+        is_qwen_derived_model tokenizer_use_fast tokenizer_legacy base_model_config""",
             _unneeded("transformers finds the classes in config.json")),
     **_each("flash_attention sdp_attention eager_attention", _rule("model.attn_implementation")),
     "xformers_attention": _rule(),
+    "processor_type": _rule("model.images"),
     "unfrozen_parameters": _lost("name those that stay as they are in model.freeze", "model.freeze",
                                  "name the frozen ones instead"),
     "chat_template_jinja": _rule("model.chat_template"),
@@ -417,13 +421,33 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
 })  # fmt: skip
 
 #: Names of tools whose files are not translated.
-_OF_OTHERS = {
+OTHERS = {
     **_of(_TRANSFORMERS, {
         "block_size": _same("data.max_length"),
         "train_file": _path("data.train.0.path"),
         "learning_rate_scheduler": _same("optimizer.lr_scheduler_type"),
     }),
     **_of("torchtitan", {
+        "hf_assets_path": _path("model.model_name_or_path"),
+        "dump_folder": _path("output_dir"),
+        "local_batch_size": _same("training.per_device_train_batch_size"),
+        "global_batch_size": _rule("training.gradient_accumulation_steps", "rows of a step divided by those of a "
+                                   "micro-batch; or only training.train_batch_tokens"),
+        "seq_len": _same("data.max_length"),
+        "max_norm": _same("optimizer.max_grad_norm"),
+        "beta1": _same("optimizer.adam_beta1"),
+        "beta2": _same("optimizer.adam_beta2"),
+        "decay_ratio": _rule("optimizer.lr_scheduler_kwargs", 'lr_scheduler_type = "warmup_stable_decay"'),
+        "decay_type": _rule("optimizer.lr_scheduler_type"),
+        "mixed_precision_param": _rule("precision.compute_dtype"),
+        "log_freq": _same("logging.logging_steps"),
+        "enable_tensorboard": _rule("logging.report_to", 'write report_to = ["jsonl", "tensorboard"]'),
+        "enable_wandb": _rule("logging.report_to", 'write report_to = ["jsonl", "wandb"]'),
+        "enable_profiling": _rule("profile.trace_steps", "the steps to trace"),
+        "dataset_path": _path("data.train.0.path"),
+        **_each("enable_cpu_offload fsdp_reshard_after_forward", _unneeded(PLANNER)),
+        **_each("""data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree
+            pipeline_parallel_degree context_parallel_degree expert_parallel_degree""", _unneeded(ONE_DEVICE)),
         "interval": _same("checkpoint.save_steps"),
         "keep_latest_k": _same("checkpoint.save_total_limit"),
         "async_mode": _rule("checkpoint.async_save"),
@@ -467,7 +491,7 @@ def _translations() -> dict[str, Name]:
     """Return the names to advise on; of a name that several tools share, the first table's meaning."""
     found: dict[str, Name] = {}
     skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
-    for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, _OF_OTHERS):
+    for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, OTHERS):
         for key, name in table.items():
             leaf = key.rpartition(".")[2]
             says_something = name.ours or name.fate is not Fate.RULE

@@ -324,8 +324,9 @@ _ALPACA = {
     "history": "history",
     "system": "system",
     "tools": "tools",
+    "images": "images",
 }
-_CHAT = {"system": "system", "tools": "tools"}
+_CHAT = {"system": "system", "tools": "tools", "images": "images"}
 
 _LLAMA_FACTORY_RULES: dict[str, Rule] = {
     **_SHARED_RULES,
@@ -364,6 +365,7 @@ def translate_llama_factory(draft: Draft) -> None:
     _named_datasets(draft, "data.train", values.get("dataset"), info, folder)
     if values.get("eval_dataset"):
         _named_datasets(draft, "data.eval", values["eval_dataset"], info, folder)
+    _llama_factory_images(draft, info)
     fill_defaults(draft, _LLAMA_FACTORY_DEFAULTS)
 
 
@@ -399,6 +401,39 @@ def _llama_factory_lora(draft: Draft) -> None:
     if values.get("create_new_adapter"):
         draft.lose("create_new_adapter", "merge the adapter first: megatrain-tier export --merge")
     _keep_precision(draft, "quantization_bit")
+
+
+def _llama_factory_images(draft: Draft, info: Mapping[str, Any]) -> None:
+    """Say that rows have images, where one of the data sets has a column of them."""
+    values = draft.source.values
+    towers = ("freeze_vision_tower", "freeze_multi_modal_projector")
+    names = [str(name).strip() for key in ("dataset", "eval_dataset") for name in _names(values.get(key))]
+    has_images = any(mapping(mapping(info.get(name)).get("columns")).get("images") for name in names)
+    if not has_images:
+        for name in towers:
+            if name in values:
+                draft.drop(name, "no data set has images", values[name])
+        return
+    trained = [name for name in towers if values.get(name) is False]
+    put_images(draft, "trained" if trained else "frozen", trained[0] if trained else "freeze_vision_tower")
+    if len(trained) == 1:
+        draft.lose(trained[0], "tower and projector are trained both: name what stays in model.freeze", False)
+    if values.get("freeze_language_model"):
+        draft.lose("freeze_language_model", "name its parameters in model.freeze", True)
+    if values.get("media_dir"):
+        draft.lose("media_dir", "paths of images are relative to the file with the rows", values["media_dir"])
+
+
+def put_images(draft: Draft, images: str, theirs: str) -> None:
+    """Say that rows have images, which no adapters are trained on."""
+    if any(key.startswith("lora.") for key in draft.entries):
+        draft.lose("images", "adapters are trained on text alone: take the images out, or [lora]")
+        return
+    draft.put("model.images", images, theirs if theirs in draft.source.values else "", "the data has images")
+
+
+def _names(value: Any) -> list[Any]:
+    return value.split(",") if isinstance(value, str) else listed(value)
 
 
 def _packing(draft: Draft, is_pretraining: bool) -> None:
@@ -568,6 +603,8 @@ def translate_axolotl(draft: Draft) -> None:
     if values.get("adapter"):
         _axolotl_lora(draft)
     _axolotl_combinations(draft)
+    if values.get("processor_type"):
+        put_images(draft, "trained", "processor_type")
     if not is_pretraining:
         theirs = "train_on_inputs" if "train_on_inputs" in values else ""
         draft.put("data.train_on", "all" if values.get("train_on_inputs") else "assistant", theirs)

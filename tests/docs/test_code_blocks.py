@@ -189,6 +189,9 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
     run.write_config(out=output_dir, steps=4, more=drive + TRACED)
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
     (folder / "ds_config.json").write_text(json.dumps(batch))
+    shared = {"model_name_or_path": "a/b", "learning_rate": 1e-5, "bf16": True, "output_dir": "o"}  # JSON is YAML, too
+    (folder / "sft.yaml").write_text(json.dumps({**shared, "dataset_name": "c/d", "max_length": 128}))
+    (folder / "my_sft.yaml").write_text(json.dumps({**shared, "stage": "sft", "dataset": "e", "cutoff_len": 128}))
     (folder / "examples/quickstart/smollm2-135m").mkdir(parents=True)
     for path in (ROOT / "examples").glob("*.toml"):
         shutil.copy(path, folder / "examples")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -57,7 +60,47 @@ def test_every_decision_is_in_the_list() -> None:
         assert f"- [{title}]({path.name})" in text
 
 
+def module_of(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_what_their_text_draws() -> None:
+    """Written anew by ``python docs/draw.py``."""
+    draw, drawn = module_of("draw"), 0
+    for source in sorted((ROOT / "docs/pictures").glob("*.txt")):
+        title, _, text = source.read_text(encoding="utf-8").partition("\n")
+        if title.startswith("# "):
+            svg = draw.picture_of(text, title[2:])
+            assert source.with_suffix(".svg").read_text(encoding="utf-8") == svg, source.name
+            assert ElementTree.fromstring(svg).tag.endswith("svg") and "<path" in svg and "<polygon" in svg
+            drawn += 1
+    assert drawn >= 3
+
+
+def test_the_site_needs_no_tests() -> None:
+    """It is built from an sdist, too: a link to a test is words there, any other link stays."""
+    pytest.importorskip("mkdocs")
+    hook = module_of("site_hook")
+    seen = 0
+    for name in NAMES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        links = hook._links(hook._without_tests(text))
+        assert not [link for link in links if re.match(r"(\.\./)*tests/", link)], name
+        seen += len(hook._links(text)) - len(links)
+    assert seen >= 2
+
+
 def test_every_page_is_on_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= set(re.findall(r": (\w+\.md)$", nav, flags=re.MULTILINE))
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in [*docs.glob("*.md"), *docs.glob("coming_from/*.md")]}
+    shown = re.findall(r"[-:] ([\w/]+\.md)$", nav, flags=re.MULTILINE)
+    assert pages <= set(shown) and len(shown) == len(set(shown))
+    # The references come last.
+    assert shown.index("config.md") > shown.index("embedding.md") and shown.index("cli.md") > shown.index(
+        "quickstart.md"
+    )

@@ -18,6 +18,7 @@ from megatrain.config.resolve import resolve, resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
+from megatrain.engine import head
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
 from megatrain.models.layout import views
@@ -120,7 +121,9 @@ def plan_of(config: RunConfig) -> Plan:
     given = (trace.__qualname__, shape, config.model.model_dump_json(), config.full_determinism)
 
     def trace_once(graph: ModelGraph, *args: Any, **options: Any) -> VisitTrace:
-        key = repr((given, args, options))
+        # How the vocabulary is cut decides what the head takes, and tests cut it otherwise.
+        cut = [len(layout.parts) for layout in graph.layouts.values()]
+        key = repr((given, args, options, cut, head._borders.__qualname__))
         if key not in _TRACES:
             _TRACES[key] = trace(graph, *args, **options)
         return _TRACES[key]
@@ -171,14 +174,16 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
 def make_loader(config: Any, plan: Plan) -> BatchLoader:
     """Return the loader that the trainer would use."""
     tokenizer = load_tokenizer(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
+    data = resolve_data(config)
     return BatchLoader(
-        load_dataset(resolve_data(config), tokenizer),
+        load_dataset(data, tokenizer),
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
         max_length=config.data.max_length,
         packing=bool(plan.run.data.packing),
         data_seed=config.data_seed,
         pad_token_id=pad_token_id(tokenizer),
+        images=data.image_processor(tokenizer),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
-from megatrain.engine.program import kind_of_key
+from megatrain.engine import head
+from megatrain.engine.program import ProgramBuilder, kind_of_key
 from megatrain.models import layout as layouts
+from megatrain.models.graph import ModelGraph
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan import planner
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.planner import plan_run
 from megatrain.trainer import Trainer
@@ -39,17 +43,46 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every layer of the tiny model."""
+    """Cut every layer of the tiny model, and let parts pass although they spare less than what waits meanwhile."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
+
+
+def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
+    """Where something moves, the head and the embedding lease one part of weight and gradient at a time."""
+    runs: dict[str, TieredRun] = {}
+    for name in ("in RAM", "on NVMe", "on NVMe, one micro-batch at a time", "partly on a GPU"):
+        folder = tmp_path / name.replace(" ", "_")
+        runs[name] = run_config(config_text(folder, tiny_model, **PLACEMENTS[name]), folder, num_steps=3)
+    held = runs.pop("in RAM")
+    assert held.plan.trace.head_parts > 1 and not held.plan.program.by_part
+    for run in runs.values():
+        visits = [run.plan.trace.visits[visit].is_head for visit, _ in sorted(run.plan.program.by_part)]
+        assert visits == [False, True]
+        for tick in run.plan.program.ticks:
+            for group in (tick.held, *tick.passing):
+                kinds = [kind_of_key(key) for key, _ in group if key.startswith("model.embed_tokens/")]
+                assert kinds.count("weight") <= 1 and kinds.count("grad") <= 2  # of the tied head and of the embedding
+        run.assert_same(held)
+        run.assert_as_planned()
 
 
 @pytest.fixture(scope="module")
 def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TieredRun]:
-    """Runs whose layouts are not cut."""
+    """Runs whose layouts are not cut, with the parts of the vocabulary of those that are: these decide about bits."""
+
+    def borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+        alone = [layout for layout in graph.layouts.values() if [entry.name for entry in layout.entries] == [name]]
+        (layout,) = (replace(each, parts=layouts._parts(each, PART_ALIGNMENT_ELEMENTS)) for each in alone)
+        return layout.first_rows[1:]
+
     runs: dict[str, TieredRun] = {}
-    for name, options in RUNS.items():
-        folder = tmp_path_factory.mktemp("whole")
-        runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "_borders", borders)
+        for name, options in RUNS.items():
+            folder = tmp_path_factory.mktemp("whole")
+            runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)
+            assert runs[name].plan.trace.head_parts > 1
     return runs
 
 
@@ -81,9 +114,10 @@ def test_parts_change_no_bit_and_move_as_planned(
     assert run.losses == whole.losses and run.grad_norms == whole.grad_norms
     assert run.weights.keys() == whole.weights.keys()
     assert all(torch.equal(run.weights[key], whole.weights[key]) for key in whole.weights)
-    assert {key for key in run.digests if key.endswith("/weight")} == {
-        key for key in whole.digests if key.endswith("/weight")
-    }
+    assert program.cut_weights == {"model.embed_tokens"}
+    weights = {key for key in whole.digests if key.endswith("/weight")} - {"model.embed_tokens/weight"}
+    assert {key for key in run.digests if key.endswith("/weight")} == weights
+    assert all(run.digests[key] == whole.digests[key] for key in weights)
     run.assert_as_planned()
 
 
@@ -93,12 +127,14 @@ def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, sma
     )
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     for tick in plan.updates:
-        (weight,) = [key for key, _ in tick.held if kind_of_key(key) == "weight"]
-        layout = plan.graph.layouts[weight.removesuffix("/weight")]
+        weight = next(key for key, _ in tick.uses if kind_of_key(key) == "weight")
+        layout = plan.graph.layouts[weight.rpartition("/")[0]]
+        is_cut = layout.name in plan.program.cut_weights
+        assert [kind_of_key(key) for key, _ in tick.held[:1]] == ([] if is_cut else ["weight"])
         groups = tick.passing or (tick.held[1:],)
         assert len(groups) == len(layout.parts)
         for group, part in zip(groups, layout.parts, strict=True):
-            assert [kind_of_key(key) for key, _ in group] == ["low", "m", "v", "grad"]
+            assert [kind_of_key(key) for key, _ in group] == ["weight"] * is_cut + ["low", "m", "v", "grad"]
             assert {plan.program.blocks[key].num_elements for key, _ in group} == {len(part)}
 
 
@@ -115,6 +151,9 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 ) -> None:
     """Saved with state on a drive, continued in RAM, exported from its files: the bits of a run that never stopped."""
 
+    def keys_of(out: Path) -> set[str]:
+        return {record.key for record in read_manifest(out / "checkpoints").blocks}
+
     def train(steps: int, name: str, **options: Any) -> Path:
         text = config_text(tmp_path / name, tiny_model, precision=BF16, **options)
         (tmp_path / name).mkdir(exist_ok=True)
@@ -127,9 +166,14 @@ def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
 
     straight = train(4, "straight", nvme=0)
     train(2, "stopped", placement=ALL_NVME, ram="7MiB", nvme=2)
+    # And by a version whose weights are whole: a checkpoint is continued however its weights are cut.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramBuilder, "_takes_parts", lambda *_: False)
+        stopped = train(3, "stopped", nvme=0)
+        assert "model.embed_tokens/weight" in keys_of(stopped)
     stopped = train(4, "stopped", nvme=0)
-    keys = {record.key for record in read_manifest(stopped / "checkpoints").blocks}
-    assert any(key.endswith("/low.1") for key in keys)
+    assert "model.embed_tokens/weight.1" in keys_of(stopped)
+    assert any(key.endswith("/low.1") for key in keys_of(stopped))
     assert current_generation(stopped / "checkpoints") is not None
     exported = export_checkpoint(stopped, tmp_path / "exported")
     whole = (straight / "final/model.safetensors").read_bytes()

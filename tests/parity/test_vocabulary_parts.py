@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
 from megatrain.engine.objective import Objective
+from megatrain.engine.program import layouts_of_unit
+from megatrain.engine.step import rows_of_parts
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningSoftmax, vocabulary_ranges
-from megatrain.models.graph import build_graph
+from megatrain.models.graph import ModelGraph, Unit, build_graph
 from megatrain.plan.planner import parts_without_room, workspace_bytes
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
@@ -37,12 +40,18 @@ def one_thread() -> Iterator[None]:
 
 
 def runner_of(
-    config: Any, *, hook: Any = None, freeze: tuple[str, ...] = (), dtype: torch.dtype = torch.float32, **options: Any
+    config: Any,
+    *,
+    hook: Any = None,
+    freeze: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    access: Any = MemoryAccess,
+    **options: Any,
 ) -> tuple[LayerRunner, MemoryAccess]:
     graph = build_graph(config, freeze=freeze, dtype=dtype)
     if hook is not None:
         graph.model.get_output_embeddings().register_forward_hook(hook)
-    access = MemoryAccess(graph, dict(build_model(config, dtype, freeze).named_parameters()), dtype)
+    access = access(graph, dict(build_model(config, dtype, freeze).named_parameters()), dtype)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
     return LayerRunner(graph, access, device="cpu", compute_dtype=dtype, **options), access
 
@@ -82,6 +91,73 @@ def test_losses_and_gradients_are_those_of_hugging_face(family: str, tied: bool)
     assert_same(step(config, parts_in_turn=True), found)
 
 
+class OnePartAtATime:
+    """Rows of a matrix of which one part may be had at a time, each once in a tick."""
+
+    passes = True
+
+    def __init__(self, matrix: Tensor, rows: list[range]) -> None:
+        self.matrix, self.rows, self.shape = matrix, rows, tuple(matrix.shape)
+        self.taken: list[int] = []
+
+    @contextmanager
+    def part(self, number: int) -> Iterator[Tensor]:
+        assert number not in self.taken
+        self.taken.append(number)
+        rows = self.matrix[self.rows[number].start : self.rows[number].stop].clone()
+        yield rows
+        rows.fill_(torch.nan)  # whoever still uses it is seen
+
+
+class PartedAccess(MemoryAccess):
+    """Hands out the parts of weights that can be taken so."""
+
+    def __init__(self, graph: ModelGraph, *args: Any) -> None:
+        super().__init__(graph, *args)
+        trace = trace_visits(graph, 2, 48, graph.dtype, head_rows=ROWS, head_columns=COLUMNS)
+        self.cut: dict[str, list[range]] = {}
+        self.handed_out: list[OnePartAtATime] = []
+        for layout in graph.layouts.values():
+            uses = [visit for visit in trace.visits if layout.name in layouts_of_unit(graph, visit.unit)]
+            if len(layout.parts) > 1 and layout.first_rows:
+                (entry,) = layout.entries
+                if all(entry.name in visit.by_part for visit in uses):
+                    self.cut[entry.name] = rows_of_parts(layout)
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Any]]:
+        with super().weights(unit, visit) as whole:
+            found: dict[str, Any] = dict(whole)
+            for name in found.keys() & self.cut.keys():
+                found[name] = OnePartAtATime(whole[name], self.cut[name])
+                self.handed_out.append(found[name])
+            yield found
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_come_part_by_part_are_the_same_weights(
+    family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding's and the head's, where the model's code takes rows of them, of every family: no bit changes."""
+    monkeypatch.setattr("megatrain.models.layout.PART_ELEMENTS", 1024)
+    monkeypatch.setattr("megatrain.models.layout.PART_ALIGNMENT_ELEMENTS", 1024)
+    monkeypatch.setattr("megatrain.models.layout.MAX_PARTS", 1 << 20)
+    config = tiny_config(family, tied=tied)
+    expected = train_step(build_model(config), padded_batches(), SEED)
+    found = step(config, parts_in_turn=True)
+    assert_close(found, (expected.loss, expected.gradients))
+    runner, access = runner_of(config, access=PartedAccess, parts_in_turn=True)
+    loss = runner.forward_backward(padded_batches(), seed=SEED).loss
+    assert_same((loss, access.finish()), found)
+    evaluated = runner.evaluate(padded_batches())
+    assert evaluated.terms == runner_of(config)[0].evaluate(padded_batches()).terms
+    assert isinstance(access, PartedAccess)
+    vocabulary = {name for name, rows in access.cut.items() if rows[-1].stop == VOCAB}
+    assert len(vocabulary) >= (1 if tied else 2), access.cut  # gemma3n looks up in a third one
+    assert all(len(each.taken) in (0, len(each.rows)) for each in access.handed_out)
+
+
 def test_the_difference_to_one_whole_product_is_rounding() -> None:
     config = tiny_config("gemma2")  # caps its logits
     whole = step(config, head_columns=0)
@@ -117,6 +193,7 @@ def test_the_routers_loss_is_added_once() -> None:
     config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
     expected = train_step(build_model(config), padded_batches(), SEED)
     assert_close(step(config), (expected.loss, expected.gradients))
+    assert_close(step(config, parts_in_turn=True), (expected.loss, expected.gradients))
 
 
 def with_bias_of_words(module: Any, args: Any, logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
 from fakes.record_files import record
 from fakes.recorded_disk import SURVIVALS, cut_power
@@ -71,6 +72,10 @@ def test_a_copy_needs_no_drive(store: TieredStore, tmp_path: Path) -> None:
     for folder in ("drive", "second", "out/checkpoints"):
         shutil.rmtree(tmp_path / "disk" / folder)
     check_copy(tmp_path / "disk/out/copies")
+    group = zarr.open(tmp_path / "disk/out/copies", mode="r")  # warnings are errors here
+    assert isinstance(group, zarr.Group)
+    arrays = {name for name, member in group.members(max_depth=None) if isinstance(member, zarr.Array)}
+    assert arrays == {f"latest/{key}" for key in reader.blocks}
 
 
 def test_numbers_grow_and_old_copies_go(store: TieredStore, tmp_path: Path) -> None:

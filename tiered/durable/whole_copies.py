@@ -35,6 +35,7 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.durable.reader import GenerationReader
+from tiered.durable.zarr_folder import list_members
 from tiered.errors import TransferError
 from tiered.file_io import PIECE_BYTES, pieces
 from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
@@ -139,6 +140,7 @@ class WholeCopies:
             # The order that makes it atomic: contents are flushed file by file above, then every document and folder
             # that leads to them, then the manifest, and last the file that names it. A power cut before the manifest
             # leaves a folder without one, which the next start removes; one after it leaves the whole copy.
+            list_members(folder, [record.key for record in records])
             sync_tree(folder, self.path)
             write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
         except BaseException as failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,11 @@ class Ledger:
     """
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:
+        try:
+            capacity_bytes = operator.index(capacity_bytes)
+        except TypeError:
+            text = f"tier '{tier}' cannot have {capacity_bytes!r}: give whole bytes, such as 4 * tiered.GiB"
+            raise ValueError(text) from None
         if capacity_bytes < 0:
             raise ValueError(f"tier '{tier}' cannot have {capacity_bytes} bytes")
         self._tier = tier

@@ -196,12 +196,12 @@ def change_outputs_outside(side: Side, bound: Any) -> None:
     run = trunk._next_visit
 
     def next_visit(forwards: Any, anchor: Any) -> Any:
-        visit = run(forwards, anchor)
+        visit, waiting = run(forwards, anchor)
         if visit.bound is not bound:
-            return visit
+            return visit, waiting
         forward = visit.forward
         visit.forward = lambda forwards: [lambda give=give: give().mul_(2) for give in forward(forwards)]
-        return visit
+        return visit, waiting
 
     trunk._next_visit = next_visit
 

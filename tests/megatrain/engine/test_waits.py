@@ -36,8 +36,8 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 class NormOnDevice(clip.SquaredNorm):
     """Takes the norm as on a GPU, of parts on the CPU."""
 
-    def _sum(self, part: torch.Tensor) -> None:
-        self._device.append(clip.device_partials(part))
+    def add(self, number: int, part: torch.Tensor) -> None:
+        self._device[number] = clip.device_partials(part)
 
 
 def runner_of(config: Any) -> LayerRunner:

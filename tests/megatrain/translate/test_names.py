@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf
-from megatrain.translate.names import ACCEPTED, ALWAYS_ON, KEYS, TRANSLATIONS, Fate, Tool
+from megatrain.translate.names import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Fate, Tool
+from megatrain.translate.reference import BEGIN, written_anew
 from megatrain.translate.translate import translate_file
 
 
 def test_each_of_our_keys_in_the_table_exists() -> None:
-    names = [*TRANSLATIONS.values(), *(name for names in KEYS.values() for name in names.values())]
+    names = [*TRANSLATIONS.values(), *OTHERS.values(), *(name for names in KEYS.values() for name in names.values())]
     ours = {".".join(part for part in name.ours.split(".") if not part.isdecimal()) for name in names}
     assert ours - {""} <= set(NAMES)
     for name in names:
@@ -61,3 +62,18 @@ def test_the_table_needs_nothing_of_the_project() -> None:
     code = f"import sys, megatrain.translate.names; print({heavy} & {{*sys.modules}})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "trl", "deepspeed", "torchtitan"])
+def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
+    """Written anew by ``python -m megatrain.translate.reference docs/coming_from``."""
+    page = (Path(__file__).parents[3] / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
+    assert page == written_anew(page, tool)
+    table = page.partition(BEGIN)[2]
+    keys = {**OTHERS, **KEYS.get(tool, {})}  # type: ignore[call-overload]
+    told = {key: name for key, name in keys.items() if (tool in KEYS or name.tool == tool) and name.why + name.ours}
+    told = {key: name for key, name in told.items() if key not in OTHERS or name.tool == tool}
+    assert len(told) > 15
+    for key, name in told.items():
+        is_same = key == name.ours.rpartition(".")[2]
+        assert f"`{key}`" in table or (is_same and f"`{name.ours}`" in table), key

@@ -543,3 +543,28 @@ def test_a_real_config_with_one_wrong_value(data: st.DataObject) -> None:
         with contextlib.suppress(TranslationError):
             out.write_text(translate_file(folder / name, base=folder).toml)
             assert load_config(out).config is not None
+
+
+def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
+    info = {"whales": {"file_name": "whales.json", "formatting": "sharegpt", "columns": {"images": "pictures"}}}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "data/whales.json").write_text("[]")
+    text = "stage: sft\noutput_dir: out\nmodel_name_or_path: m\nfinetuning_type: full\n"
+    text += "dataset: whales\ndataset_dir: data\n"
+    _, config = translate(tmp_path, text)
+    assert config.model.images == "frozen"
+    assert dict(config.data.train[0].columns) == {"images": "pictures"}
+    translation, config = translate(
+        tmp_path, f"{text}freeze_vision_tower: false\nfreeze_multi_modal_projector: false\n"
+    )
+    assert config.model.images == "trained" and not lost(translation)
+    translation, config = translate(tmp_path, f"{text}freeze_vision_tower: false\nmedia_dir: elsewhere\n")
+    assert config.model.images == "trained" and {"freeze_vision_tower", "media_dir"} <= lost(translation)
+    translation, config = translate(tmp_path, text.replace("full", "lora"))
+    assert config.model.images == "off" and "images" in lost(translation)
+    _, config = translate(
+        tmp_path,
+        "base_model: m\noutput_dir: out\nprocessor_type: AutoProcessor\ndatasets:\n  - path: data/whales.json\n",
+    )
+    assert config.model.images == "trained"

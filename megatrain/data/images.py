@@ -1,0 +1,427 @@
+"""Images of rows: where they are, how many tokens they become, and the tensors that a model takes of them.
+
+All of that is the work of the model folder's own processor. A row keeps a reference to each of its images, with a
+checksum; pixels are made anew for each micro-batch, so that the token cache stays small.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote, urlparse
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatrain.data.rows_report import DataError, RowError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
+
+#: Stands for an image in the text of a message: a character for private use, which no text has.
+IMAGE_MARK = "\U0010f8f1"
+EXTRA = 'pip install "megatrain-tier[images]"'
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # of images that are tried, to learn what a row may hold
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image of a row.
+
+    Attributes:
+        where: the file with the image, or the row that holds it.
+        checksum: of its bytes.
+        content: its bytes, as the row holds them; None: they are in the file.
+    """
+
+    where: str
+    checksum: str
+    content: bytes | None = None
+
+    @classmethod
+    def of(cls, value: object, folder: Path, where: str) -> ImageRef:
+        """Return what a row says of an image: a path, a `file:` or `data:` address, bytes, or a mapping of these.
+
+        Args:
+            value: as the row has it.
+            folder: that relative paths begin at: of the data file.
+            where: file and row, for errors.
+
+        Raises:
+            RowError: it is none of these, or there is no such file.
+        """
+        if isinstance(value, Mapping):  # as datasets writes images, and as parts of a message name them
+            given = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
+            if not given:
+                raise RowError(where, "an image is empty: neither bytes nor a path", "Fix or remove the row")
+            if value.get("base64") is not None and len(given) == 1:
+                return cls._of_base64(str(given[0]), where)
+            return cls.of(given[0], folder, where)
+        if isinstance(value, bytes):
+            return cls(where, xxhash.xxh3_64_hexdigest(value), value)
+        if not isinstance(value, str) or not value:
+            raise RowError(where, f"an image must be a path or its bytes, this is {type(value).__name__}")
+        if value.startswith("data:"):
+            return cls._of_base64(value.partition(",")[2], where)
+        address = urlparse(value)
+        if address.scheme in ("http", "https"):
+            raise RowError(
+                where,
+                f"the image {value[:80]} is on another machine, and images are not fetched",
+                "Download it and name the file",
+                reason="an image is on another machine, and images are not fetched",
+            )
+        path = folder / Path(unquote(address.path) if address.scheme == "file" else value)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise RowError(
+                where,
+                f"the image {path} cannot be read: {error.strerror or error}",
+                "Paths are relative to the data file; fix the path, or remove the row",
+                reason=f"an image cannot be read: {error.strerror or error}",
+            ) from None
+        return cls(str(path.absolute()), xxhash.xxh3_64_hexdigest(content))
+
+    @classmethod
+    def _of_base64(cls, text: str, where: str) -> ImageRef:
+        try:
+            content = base64.b64decode(text, validate=True)
+        except binascii.Error:
+            raise RowError(where, "an image is no base64 text", "Write it again, or name a file") from None
+        return cls(where, xxhash.xxh3_64_hexdigest(content), content)
+
+    def read(self) -> bytes:
+        """Return its bytes.
+
+        Raises:
+            DataError: the file is gone, or is another one than when the data was tokenized.
+        """
+        if self.content is not None:
+            return self.content
+        try:
+            content = Path(self.where).read_bytes()
+        except OSError as error:
+            raise DataError(self.where, f"the image cannot be read: {error.strerror or error}", "Put it back") from None
+        if xxhash.xxh3_64_hexdigest(content) != self.checksum:
+            raise DataError(
+                self.where,
+                "the image is another one than when the data was tokenized",
+                'Put it back; or, to begin a run with it, empty data.cache_dir or write cache_dir = "none"',
+            )
+        return content
+
+
+@dataclass(frozen=True, slots=True)
+class NamedImage:
+    """An image as a row names it; nothing of it has been read.
+
+    Attributes:
+        value: as ``ImageRef.of`` takes it.
+        folder: that relative paths begin at.
+        where: file and row.
+    """
+
+    value: object
+    folder: Path
+    where: str
+
+    def ref(self) -> ImageRef:
+        """Read it. Raises RowError."""
+        return ImageRef.of(self.value, self.folder, self.where)
+
+
+def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
+    """Return the references of a document as bytes; none are no bytes."""
+    if not refs:
+        return b""
+    head = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
+    encoded = head.encode()
+    return b"".join([len(encoded).to_bytes(8, "little"), encoded, *(ref.content or b"" for ref in refs)])
+
+
+def refs_from_bytes(stored: bytes) -> list[ImageRef]:
+    """Return what :func:`refs_to_bytes` wrote."""
+    if not stored:
+        return []
+    at = 8 + int.from_bytes(stored[:8], "little")
+    refs: list[ImageRef] = []
+    for where, checksum, nbytes in json.loads(stored[8:at]):
+        refs.append(ImageRef(where, checksum, None if nbytes < 0 else stored[at : at + nbytes]))
+        at += max(0, nbytes)
+    return refs
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What stands in a text for an image: characters ``before`` of the text, and ``after`` of the one with images."""
+
+    before: range
+    after: range
+
+
+class ImageProcessor:
+    """A model folder's processor, for images alone. Used by one thread.
+
+    Args:
+        folder: with the processor's files.
+        tokenizer: of the model.
+        max_length: tokens of a row: its images must not have more pixels than a row of that length full of images.
+
+    Attributes:
+        chat_template: its own, if it has one.
+
+    Raises:
+        DataError: the folder has no processor of images, or a package that it needs is missing.
+    """
+
+    def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
+        self._folder, self._max_length = folder, max_length
+        self._fill = next(
+            (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0
+        )
+        self._processor = _open(folder, tokenizer)
+        self._token = getattr(self._processor, "image_token", None)
+        if not isinstance(self._token, str):
+            raise DataError(
+                folder,
+                f"{type(self._processor).__name__} does not say which token stands for an image",
+                'Take another model, or write model.images = "off"',
+            )
+        template = getattr(self._processor, "chat_template", None)
+        self.chat_template: str | None = template if isinstance(template, str) else None
+        probe = self._call([self._token], [[_blank(_SIDES[1], _SIDES[1])]])
+        self._types_name = next((name for name in _TYPES if name in probe), None)
+
+    def describe(self) -> str:
+        """Return what decides which tokens and pixels it makes."""
+        return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
+
+    def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[Inserted]]:
+        """Return a rendered conversation with what stands for its images, and where that is.
+
+        Raises:
+            RowError: an image cannot be decoded, or the text has not one place for each.
+        """
+        found = text.count(str(self._token))
+        if found != len(refs):
+            raise RowError(
+                where,
+                f"the chat template shows {found} places for images ({self._token}), the row has {len(refs)} images",
+                "Fix or remove the row; text of a row must not hold that token",
+                reason="the chat template does not show one place for each image",
+            )
+        if not refs:
+            return text, []
+        images = [self._decode(ref) for ref in refs]
+        try:
+            made = self._call([text], [images], return_text_replacement_offsets=True)
+        except Exception as error:  # every family's processor raises its own kinds
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RowError(
+                where, f"the processor refuses the images: {reason}", reason="the processor refuses the images"
+            ) from None
+        if _num_elements(made) > self._most_elements:  # the blocks of a step would be too small
+            raise RowError(
+                where,
+                f"its images have more pixels than memory is planned for in a row of {self._max_length} tokens",
+                "Raise data.max_length, or make the images smaller",
+                reason="its images have more pixels than memory is planned for; raise data.max_length",
+            )
+        inserted: list[Inserted] = []
+        pieces: list[str] = []
+        at = 0
+        for each in made["text_replacement_offsets"][0]:
+            start, end = each["span"]
+            pieces += [text[at:start], each["replacement"]]
+            inserted.append(Inserted(range(start, end), range(*each["new_span"])))
+            at = end
+        return "".join([*pieces, text[at:]]), inserted
+
+    def inputs(
+        self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
+    ) -> dict[str, Tensor]:
+        """Return what a micro-batch has beside tokens: pixels, sizes, and which tokens are of images [rows, width].
+
+        Args:
+            rows: token ids of each row, without padding.
+            refs: images of each row.
+            width: of the micro-batch.
+
+        Raises:
+            DataError: an image cannot be read any more.
+        """
+        found: dict[str, Tensor] = {}
+        images = [[self._decode(ref) for ref in own] for own in refs if own]
+        if images:
+            found = self._pixels(images)
+        if self._types_name is not None:
+            types = torch.zeros(len(rows), width, dtype=torch.long)
+            for number, own in enumerate(self._processor.create_mm_token_type_ids([list(row) for row in rows])):
+                types[number, : len(own)] = torch.tensor(own, dtype=torch.long)
+            found[self._types_name] = types
+        return found
+
+    def example(self, num_rows: int) -> dict[str, Tensor]:
+        """Return a micro-batch as full of images as rows of ``max_length`` tokens can be.
+
+        Raises:
+            DataError: the rows are too short for an image.
+        """
+        row: list[int] = []
+        images: list[Any] = []
+        for image, tokens in reversed(self._fitting):
+            count = (self._max_length - len(row)) // (len(tokens) + 1)  # with text between two of them
+            row += [*tokens, self._fill] * count
+            images += [image] * count
+        row += [self._fill] * (self._max_length - len(row))
+        types: dict[str, Tensor] = {}
+        if self._types_name is not None:
+            (own,) = self._processor.create_mm_token_type_ids([row])
+            types[self._types_name] = torch.tensor([own] * num_rows, dtype=torch.long)
+        ids = torch.tensor([row] * num_rows, dtype=torch.long)
+        mask = torch.ones_like(ids)
+        return {"input_ids": ids, "attention_mask": mask, **self._pixels([images] * num_rows), **types}
+
+    @cached_property
+    def _most_elements(self) -> int:
+        """How much a row may have of what is made of images."""
+        return _num_elements(self.example(1))
+
+    @cached_property
+    def _fitting(self) -> list[tuple[Any, list[int]]]:
+        """Images that fit a row, from small to large, with their tokens."""
+        found: list[tuple[Any, list[int]]] = []
+        for side in _SIDES:
+            image = _blank(side, side)
+            tokens = list(self._call([self._token], [[image]])["input_ids"][0])
+            if len(tokens) >= self._max_length:
+                break
+            if not found or tokens != found[-1][1]:
+                found.append((image, tokens))
+        if not found:
+            raise DataError(
+                self._folder,
+                f"the smallest image takes {len(tokens)} tokens, and data.max_length = {self._max_length}",
+                "Raise data.max_length",
+            )
+        return found
+
+    def _pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        made = self._call([str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True)
+        return {name: value for name, value in made.items() if name not in _OF_TEXT and isinstance(value, Tensor)}
+
+    def _call(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
+        # Rows begin with what the chat template writes: no further <bos>.
+        options = {"add_special_tokens": False, "return_mm_token_type_ids": True, **options}
+        return cast(
+            "Mapping[str, Any]", self._processor(text=list(text), images=[list(own) for own in images], **options)
+        )
+
+    def _decode(self, ref: ImageRef) -> Any:
+        from PIL import Image
+        from transformers.image_utils import load_image
+
+        content = ref.read()
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                return load_image(image)
+        except Exception as error:  # Pillow's readers raise many kinds
+            reason = " ".join(str(error).split()).split("<")[0].strip() or type(error).__name__
+            raise RowError(
+                ref.where,
+                f"the image cannot be decoded: {reason}",
+                "Write it again, or remove the row",
+                reason="an image cannot be decoded",
+            ) from None
+
+
+def _blank(width: int, height: int) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (width, height), (127, 127, 127))
+
+
+def _num_elements(made: Mapping[str, Any]) -> int:
+    """Return the elements of what a processor made of images."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, list | tuple):
+            return sum(map(count, value))
+        return math.prod(value.shape) if hasattr(value, "shape") else 0
+
+    return sum(count(value) for name, value in made.items() if name not in _OF_TEXT)
+
+
+class _NotForImages(dict[str, Any]):
+    """Stands for a part of a processor that videos or sounds would need, and packages with it; prints as `{}`."""
+
+
+def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise DataError(folder, "images need Pillow, which is not installed", f"Install it: {EXTRA}") from None
+    from transformers import AutoProcessor, ProcessorMixin
+
+    advice = "Copy the processor's files (preprocessor_config.json, processor_config.json) of the model into the folder"
+    try:
+        with _for_images_alone(tokenizer):
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except ImportError as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise DataError(folder, f"its processor needs a package: {reason}", f"Install that, or {EXTRA}") from None
+    except Exception as error:  # from_pretrained raises whatever its many readers raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(folder, f"its processor of images cannot be opened: {reason}", advice) from None
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        raise DataError(folder, "the folder has no processor of images", advice)
+    return processor
+
+
+@contextmanager
+def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
+    """Have processors made of the tokenizer and what reads images, by Pillow: the same pixels on every machine."""
+    from transformers import AutoImageProcessor, ProcessorMixin
+
+    mixin: Any = ProcessorMixin
+    before = {
+        name: mixin.__dict__[name] for name in ("_get_arguments_from_pretrained", "check_argument_for_proper_class")
+    }
+    check = before["check_argument_for_proper_class"]
+
+    def parts(cls: Any, /, folder: Any, processor_dict: Any = None, **options: Any) -> list[Any]:
+        made: list[Any] = []
+        for name in cls.get_attributes():
+            if name == "tokenizer":
+                made.append(tokenizer)
+            elif name == "image_processor":
+                made.append(AutoImageProcessor.from_pretrained(folder, backend="pil", **options))
+            else:
+                made.append(_NotForImages())
+        return made
+
+    def checked(self: Any, name: str, argument: Any) -> Any:
+        return None if isinstance(argument, _NotForImages) else check(self, name, argument)
+
+    try:
+        mixin._get_arguments_from_pretrained = classmethod(parts)
+        mixin.check_argument_for_proper_class = checked
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(mixin, name, function)

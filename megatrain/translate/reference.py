@@ -1,0 +1,61 @@
+"""The tables of the pages docs/coming_from: every key of another tool that is known, and what becomes of it.
+
+``python -m megatrain.translate.reference docs/coming_from`` writes them anew between the markers of each page.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megatrain.translate.names import KEYS, OTHERS, Fate, Name
+
+BEGIN, END = "<!-- keys: written by megatrain.translate.reference -->", "<!-- end of keys -->"
+
+
+def table_of(tool: str) -> str:
+    """Return the tables of a tool's keys in Markdown."""
+    keys: Mapping[str, Name] = dict(KEYS).get(tool) or {  # type: ignore[call-overload]
+        key: name for key, name in OTHERS.items() if name.tool == tool
+    }
+    moved = {key: name for key, name in keys.items() if name.ours and name.fate not in (Fate.UNNEEDED, Fate.LOST)}
+    same = [key for key, name in moved.items() if key == name.ours.rpartition(".")[2] and not name.note]
+    lines = []
+    if same:
+        lines += ["**Called the same**: " + ", ".join(f"`{moved[key].ours}`" for key in sorted(same)) + ".", ""]
+    others = sorted(key for key in moved if key not in same)
+    if others:
+        lines += ["| there | here | |", "|---|---|---|"]
+        lines += [f"| `{key}` | `{moved[key].ours}` | {_cell(moved[key].note)} |" for key in others]
+        lines += [""]
+    for fate, title in ((Fate.UNNEEDED, "not needed here"), (Fate.LOST, "nothing like it here")):
+        reasons = _by_reason((key, name) for key, name in keys.items() if name.fate is fate)
+        if reasons:
+            lines += [f"| {title} | why |", "|---|---|"]
+            lines += [f"| {', '.join(f'`{key}`' for key in names)} | {_cell(why)} |" for why, names in reasons.items()]
+            lines += [""]
+    return "\n".join(lines)
+
+
+def _by_reason(keys: Iterable[tuple[str, Name]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, name in sorted(keys):
+        found.setdefault(name.why, []).append(key)
+    return found
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def written_anew(page: str, tool: str) -> str:
+    """Return a page with its tables as they are now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table_of(tool)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    for path in sorted(Path(sys.argv[1]).glob("*.md")):
+        path.write_text(written_anew(path.read_text(encoding="utf-8"), path.stem), encoding="utf-8")

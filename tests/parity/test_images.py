@@ -1,0 +1,224 @@
+"""Rows with images train an image-text model as Hugging Face does; the bits are the same wherever its blocks live."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from megatrain.config import load_config
+from megatrain.data.dataset import DataSpec, load_dataset
+from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.images import ImageProcessor
+from megatrain.data.loader import BatchLoader
+from megatrain.data.sources import Source
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.models.graph import build_graph
+from megatrain.trainer import Trainer
+from oracles.huggingface import train_step
+from oracles.image_models import FAMILIES, make_folder, write_rows
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import run_config
+
+SEED = 3
+MAX_LENGTH = 192
+IN_CI = ("qwen2_5_vl", "llava")
+#: Sizes of the images of each row: several, one, none; wide and high.
+ROWS = [[(40, 60), (90, 33)], [], [(50, 50)], [(64, 64)], [], [(33, 70)]]
+
+
+@pytest.fixture(autouse=True)
+def quiet_single_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)  # for videos alone
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("image_models")
+
+
+def folder_of(family: str, folders: Path) -> Path:
+    if family == "mistral3":
+        pytest.importorskip("torchvision", reason="the processor of mistral3 asks for it", exc_type=Exception)
+    return folders / family if (folders / family).is_dir() else make_folder(family, folders)
+
+
+def make_loader(folder: Path, rows: Path, *, num_micro_batches: int, batch_rows: int) -> BatchLoader:
+    tokenizer = load_tokenizer(str(folder))
+    data = DataSpec(
+        sources=(Source(str(rows)),),
+        only_text=False,
+        max_length=MAX_LENGTH,
+        packing=False,
+        has_default_packing=False,
+        train_on="assistant",
+        overlong="error",
+        bad_rows="error",
+        max_dropped=0.0,
+        cache_dir="none",
+        max_cache_bytes=None,
+        val_size=None,
+        seed=1,
+        images_folder=str(folder),
+    )
+    return BatchLoader(
+        load_dataset(data, tokenizer),
+        micro_batch_size=batch_rows,
+        num_micro_batches=num_micro_batches,
+        max_length=MAX_LENGTH,
+        packing=False,
+        data_seed=1,
+        pad_token_id=pad_token_id(tokenizer),
+        images=data.image_processor(tokenizer),
+    )
+
+
+@pytest.mark.parametrize("images", ["trained", "frozen"])
+@pytest.mark.parametrize(
+    "family", [family if family in IN_CI else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
+def test_loss_and_every_gradient_equal_hugging_face(
+    family: str, images: Literal["frozen", "trained"], folders: Path, tmp_path: Path
+) -> None:
+    folder = folder_of(family, folders)
+    rows = write_rows(tmp_path, ROWS)
+    # Of six micro-batches of one row two have no image; of three of two rows each has another number of them.
+    for num_micro_batches, batch_rows in ((6, 1), (3, 2)):
+        batches = next(make_loader(folder, rows, num_micro_batches=num_micro_batches, batch_rows=batch_rows))
+        micro_batches = batches.micro_batches
+        assert sum("pixel_values" in batch for batch in micro_batches) >= num_micro_batches - 2
+        graph = build_graph(folder, images=images)
+        own = dict(graph.model.named_parameters())
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(own[name].requires_grad)
+        expected = train_step(model, micro_batches, SEED)
+        buffers = dict(model.named_buffers())
+        for name, buffer in graph.model.named_buffers():
+            if name in graph.persistent_buffers():
+                buffer.copy_(buffers[name])
+        tower = {entry.name for unit in graph.image_units for entry in _entries(graph, unit)}
+        assert tower and bool(tower & set(expected.gradients)) == (images == "trained")
+        tokenizer = load_tokenizer(str(folder))
+        example = ImageProcessor(str(folder), tokenizer, MAX_LENGTH).example(batch_rows)
+        trace = trace_visits(graph, batch_rows, MAX_LENGTH, torch.float32, example=example)
+        assert trace.exact, trace.guesses
+        access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+        runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+        loss = runner.forward_backward(micro_batches, seed=SEED)
+        gradients = access.finish()
+        assert loss.loss == pytest.approx(expected.loss, rel=2e-6)
+        assert set(gradients) == set(expected.gradients)
+        noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+        for name, gradient in expected.gradients.items():
+            error = (gradients[name] - gradient).abs().max()
+            assert error <= max(noise, 1e-5 * gradient.abs().max()), (name, float(error))
+
+
+def _entries(graph: Any, unit: int) -> Sequence[Any]:
+    names = {layout for _, _, layout in graph.units[unit].params}
+    return [entry for name in names for entry in graph.layouts[name].entries]
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+
+
+def config_text(folder: Path, model: Path, rows: Path, images: str, *, placement: str = "", ram: str = "256MiB") -> str:
+    return f"""
+task = "sft"
+output_dir = "{folder / "out"}"
+device = "cpu"
+[model]
+model_name_or_path = "{model}"
+images = "{images}"
+[data]
+max_length = {MAX_LENGTH}
+packing = false
+cache_dir = "{folder / "cache"}"
+val_size = 1
+[[data.train]]
+path = "{rows}"
+[evaluation]
+eval_strategy = "steps"
+eval_steps = 2
+[training]
+max_steps = 4
+per_device_train_batch_size = 1
+gradient_accumulation_steps = 3
+[checkpoint]
+save_steps = 1
+[optimizer]
+learning_rate = 1e-3
+lr_scheduler_type = "constant"
+warmup_steps = 0
+[precision]
+compute_dtype = "float32"
+[placement]
+{placement}
+[tiers.ram]
+size = "{ram}"
+[[tiers.nvme]]
+path = "{folder / "drive"}"
+size = "256MiB"
+"""
+
+
+@pytest.mark.parametrize("images", ["frozen", "trained"])
+def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: Path, tmp_path: Path) -> None:
+    model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
+    runs = [
+        run_config(config_text(tmp_path / name, model, rows, images, **where), tmp_path / name, num_steps=3)
+        for name, where in (
+            ("ram", {}),
+            ("nvme", {"placement": ALL_NVME, "ram": "36MiB"}),
+        )
+    ]
+    for run in runs:
+        run.assert_as_planned()
+    runs[0].assert_same(runs[1])
+    assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
+
+
+def train(folder: Path, text: str, *sets: str) -> tuple[list[tuple[float, ...]], Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(text)
+    Trainer(load_config(folder / "run.toml", overrides=sets).config).train()
+    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], *(line[name] for name in sorted(line) if name.endswith("loss"))) for line in lines]
+    return [each for each in losses if len(each) > 1], folder / "out/final"
+
+
+def test_a_run_evaluates_continues_and_exports(folders: Path, tmp_path: Path) -> None:
+    model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
+    text = config_text(tmp_path / "whole", model, rows, "frozen")
+    losses, final = train(tmp_path / "whole", text)
+    text = config_text(tmp_path / "parts", model, rows, "frozen", placement=ALL_NVME, ram="36MiB")
+    train(tmp_path / "parts", text, "training.max_steps=2")
+    again, continued = train(tmp_path / "parts", text)
+    assert again == losses
+    before, after = load_file(model / "model.safetensors"), load_file(final / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert (continued / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
+    tower = [name for name in before if "visual" in name]
+    assert tower and all(torch.equal(before[name], after[name]) for name in tower)
+    assert any(not torch.equal(before[name], after[name]) for name in before if name not in tower)
+    for name in ("preprocessor_config.json", "processor_config.json", "config.json"):
+        assert json.loads((final / name).read_text()) == json.loads((model / name).read_text()), name
+    reloaded, report = AutoModelForImageTextToText.from_pretrained(final, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], type(reloaded)
