@@ -141,7 +141,6 @@ class LayerRunner:
         by_documents: Compute attention document by document where a model's mask allows it (`documents.py`); not done
             in compiled layers.
         on_dense_mask: Called with what needs it when a mask of [S, S] is made all the same.
-        around_model: Entered while a model's own code runs, in place of the host mirror.
 
     Attributes:
         bounds: Every unit's module with slots for its weights, by index.
@@ -169,7 +168,6 @@ class LayerRunner:
         activity: Activity | None = None,
         by_documents: bool = True,
         on_dense_mask: Callable[[str], None] = lambda where: None,
-        around_model: AbstractContextManager[Any] | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -202,7 +200,7 @@ class LayerRunner:
             self._device,
             self._plan,
             trace,
-            around_model or self._micro_batches.mirror,
+            self._micro_batches.mirror,
             kept,
             saved_attention,
             self._activity,

@@ -105,6 +105,7 @@ def trace_visits(
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
             with (
+                _lists_are_read(),
                 nullcontext() if padded else rows_are_documents(),
                 _failures_explained(graph.model, "text" if example is None else "images"),
             ):
@@ -228,7 +229,6 @@ class _Tracer:
             objective=objective,
             random_enabled=False,
             by_documents=by_documents,
-            around_model=_KnownLists(),
             on_dense_mask=lambda what: self._dense_masks.setdefault(what),
         )
         for bound in self.runner.bounds:
@@ -456,15 +456,24 @@ def _is_plain_look_up(
     return max_norm is None and not scale_grad_by_freq and not sparse
 
 
-class _KnownLists(TorchFunctionMode):
-    """Lets model code make a tensor of a list of scalar tensors: torch would read those past all dispatch."""
+@contextmanager
+def _lists_are_read() -> Iterator[None]:
+    """Let model code make a tensor of a list of scalar tensors: torch would read those past all dispatch.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.tensor and isinstance(args[0], list | tuple):
-            args = (tree_map(args[0], lambda item: item.item() if isinstance(item, Tensor) else item), *args[1:])
-        return func(*args, **(kwargs or {}))
+    Not by a mode of torch functions: those are switched off while one runs, in which a forward may be suspended.
+    """
+    before = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, list | tuple):
+            data = tree_map(data, lambda item: item.item() if isinstance(item, Tensor) else item)
+        return before(data, *args, **kwargs)
+
+    torch.tensor = tensor
+    try:
+        yield
+    finally:
+        torch.tensor = before
 
 
 class _TracedAccumulator(GradientAccumulator):
