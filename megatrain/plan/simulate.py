@@ -137,6 +137,9 @@ class _Replay:
         self.compute_s = 0.0
         self._flops = tick_flops(plan)
         self._drive: SimulatedChannel | None = None
+        # Kernels are queued: the step's thread goes on to an update on the host while a GPU computes.
+        self._is_queued = plan.device.type != "cpu" and plan.ticks is None
+        self._queued_s = 0.0  # of GPU ticks since the last one on the host: conservative where a queue is longer
         tiers = [
             SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name not in ("nvme", FOLDER))
             for name, budget in plan.budgets_by_tier.items()
@@ -191,7 +194,7 @@ class _Replay:
             self._compute(self._plan.ticks.between_s)
 
     def _run(self, op: Op) -> None:
-        seconds = self._seconds(op) / (1 + len(op.passing))
+        seconds = self._not_hidden(op, self._seconds(op)) / (1 + len(op.passing))
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
             self._copies.leased(op.held)
             self._compute(seconds)
@@ -203,6 +206,16 @@ class _Replay:
                     self._copies.released(use, op.tier)
         for use in op.held:
             self._copies.released(use, op.tier)
+
+    def _not_hidden(self, op: Op, seconds: float) -> float:
+        """Return what a tick adds to the step: on the host, beside a GPU, what outlasts the kernels queued before."""
+        if not self._is_queued:
+            return seconds
+        if op.tier != "ram":
+            self._queued_s += seconds
+            return seconds
+        hidden, self._queued_s = min(seconds, self._queued_s), 0.0
+        return seconds - hidden
 
     @property
     def _num_copies(self) -> int:

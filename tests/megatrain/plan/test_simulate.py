@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
@@ -53,6 +55,18 @@ def test_a_device_tier_is_replayed_too(gpu: str, placement: str, tmp_path: Path)
     plan = make_plan(tmp_path, placement=placement, gpu=gpu, ram="7MiB")
     assert plan.tiers == ("gpu", "ram", "nvme")
     assert simulate_step(plan, TOKENS, rates()).moved_bytes == plan.traffic
+
+
+def test_updates_on_the_host_run_beside_the_kernels_that_are_queued(tmp_path: Path) -> None:
+    waiting = make_plan(
+        tmp_path, placement='optimizer = ["ram"]\nweights = ["ram"]\ngradients = ["ram"]', gpu="12MiB", nvme=0
+    )
+    queued = replace(waiting, run=replace(waiting.run, device=torch.device("cuda")))
+    fast_bus = replace(rates(), bus_bytes_per_s=1e15)
+    updates_s = waiting.num_updated(on_gpu=False) / fast_bus.update_params_per_s
+    one_by_one, beside = (simulate_step(plan, TOKENS, fast_bus) for plan in (waiting, queued))
+    assert updates_s > 0 and one_by_one.moved_bytes == beside.moved_bytes
+    assert max(updates_s, one_by_one.step_s - updates_s) <= beside.step_s < one_by_one.step_s
 
 
 def test_with_a_fast_drive_a_step_is_its_computing(tmp_path: Path) -> None:
