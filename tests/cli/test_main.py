@@ -53,7 +53,9 @@ class SomePlan:
     graph: None = None
     run: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
-            model=SimpleNamespace(hub=None, from_scratch=False), tiers=SimpleNamespace(machine=None)
+            schedule=SimpleNamespace(name="constant", depends_on_length=False),
+            model=SimpleNamespace(hub=None, from_scratch=False),
+            tiers=SimpleNamespace(machine=None),
         )
     )
     packing_warning: str = ""
