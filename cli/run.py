@@ -145,8 +145,8 @@ def _run(
             )
     plan = trainer.plan
     print_plan(plan, as_json=as_json)
-    max_steps = trainer.run.max_steps
-    if max_steps and f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length:
+    max_steps = loaded.config.training.max_steps
+    if f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length:
         click.echo(_describe_schedule(trainer.run.schedule.name, max_steps), err=True)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT

@@ -53,7 +53,9 @@ class SomePlan:
     graph: None = None
     run: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
-            model=SimpleNamespace(hub=None, from_scratch=False), tiers=SimpleNamespace(machine=None)
+            schedule=SimpleNamespace(name="constant", depends_on_length=False),
+            model=SimpleNamespace(hub=None, from_scratch=False),
+            tiers=SimpleNamespace(machine=None),
         )
     )
     packing_warning: str = ""
@@ -138,7 +140,8 @@ def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Pat
     assert lines[3].split() == ["optimizer", "fp32", "<0.1", "6.0"]
     assert lines[4].split() == ["total", "MiB", "3.0", "6.0"]
     assert lines[5].split() == ["budget", "4.0", "1,024.0"]
-    assert lines[6] == "moved per step  nvme->ram 6.00 MiB"
+    assert lines[6].startswith("process         about ") and "3.00 MiB in the tier + " in lines[6]
+    assert lines[7] == "moved per step  nvme->ram 6.00 MiB"
     assert "fits." in lines
     step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0 s"  # fmt: skip
     assert step in lines
