@@ -27,7 +27,7 @@ HOMES = {
 
 def small_store(folder: Path, ram: int | str = "16MiB") -> TieredStore:
     """Open a store with a drive."""
-    return megatrain.open_store(ram=ram, nvme=folder, nvme_size="256MiB")
+    return megatrain.open_store(ram=ram if isinstance(ram, str) else f"{ram}B", nvme=folder, nvme_size="256MiB")
 
 
 def stored_gradient(parameter: Tensor) -> Tensor | None:

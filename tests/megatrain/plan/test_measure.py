@@ -171,7 +171,7 @@ def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write
 
 
 def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
-    path = write(advanced="keep_graphs = 0")
+    path = write(advanced="keep_graphs = 0\nsave_attention = 0")
     calls: list[Plan] = []
 
     def fake(plan: Plan, *, flops_per_s: float | None) -> MeasuredTicks:

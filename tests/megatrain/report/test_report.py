@@ -331,7 +331,7 @@ def test_occupancy_within_a_step_and_bandwidths(real_run: Path) -> None:
     page = render_page(history, figures)
     assert (real_run / "trace.json").as_uri() in page and ">ms</text>" in page
     assert figures.beside_tier_bytes is not None and figures.rss_peak_bytes is not None
-    assert figures.rss_peak_bytes - 6 * MIB <= figures.beside_tier_bytes + 2 * 6 * MIB
+    assert 0 < figures.beside_tier_bytes <= figures.rss_peak_bytes  # which is the peak of all tests of this process
     text = "\n".join(report_lines(figures))
     assert "the RAM tier + " in text and f"trace   {real_run / 'trace.json'}" in text
 
