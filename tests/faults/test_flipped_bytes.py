@@ -144,6 +144,8 @@ def flip_and_look(checkpoint: Checkpoint, flips: Iterator[tuple[Path, int, int]]
         where = f"bit {bit} of byte {offset} of '{path}'"
         assert not problems or any(is_named(path, text) for text in problems), f"{where}: {problems}"
         kind = "contents" if is_contents(path) else path.name
+        if path == checkpoint.path / "zarr.json":  # the arrays that it lists are for people who look
+            kind = "list of arrays"
         counts[f"{kind}: {'named' if problems else 'harmless'}"] += 1
     assert checkpoint.problems() == []
     return counts
@@ -170,7 +172,8 @@ def show(counts: Counter[str]) -> None:
 def check_counts(counts: Counter[str]) -> None:
     show(counts)
     harmless = {what.partition(":")[0] for what in counts if "harmless" in what}
-    assert harmless <= {"contents", "MANIFEST.json"}, "only padding, 1E-05 for 1e-05, and format 0 for 1"
+    # Only padding, 1E-05 for 1e-05, and format 0 for 1; and what nothing reads back.
+    assert harmless <= {"contents", "MANIFEST.json", "list of arrays"}
     assert counts["contents: named"] > 10 * counts["contents: harmless"] or "contents: harmless" not in counts
 
 
