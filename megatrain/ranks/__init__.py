@@ -1,1 +1,1 @@
-"""Several processes that train together: who they are, what each owns, and how bytes move between them."""
+"""Several processes on one run: who they are, how they start, watch each other and end, and what each one owns."""
