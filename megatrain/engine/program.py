@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.ranks.shares import Shares
+from megatrain.ranks.shares import RankLanes, Shares
 from tiered import Access, Mode, Schedule
 
 if TYPE_CHECKING:
@@ -260,6 +260,7 @@ class StepProgram:
         cut_weights: layouts whose weight is a block for each part, too: all visits that use it can take it so.
         by_part: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
         shares: what of each part the blocks hold.
+        lanes: which sums of gradients come from which rank.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -274,7 +275,8 @@ class StepProgram:
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
     cut_weights: frozenset[str] = frozenset()
     by_part: frozenset[tuple[int, str]] = frozenset()
-    shares: Shares = Shares()
+    shares: Shares = field(default_factory=Shares)
+    lanes: RankLanes = field(default_factory=RankLanes)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -295,6 +297,25 @@ class StepProgram:
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the elements that each block of a layout's weight holds."""
         return [self.shares.owned(part) for part in self.weight_parts_of(layout)]
+
+    def full_elements(self, layout: UnitLayout) -> int:
+        """Return the length of a full copy of a layout's weight, or gradient: what its last shares add included."""
+        return max(self.shares.gathered(part).stop for part in self.parts_of(layout))
+
+    def collective_bytes(self, number: int) -> tuple[int, int]:
+        """Return what a tick, by position, sends to other ranks, and what it receives from them."""
+        tick = self.ticks[number]
+        if tick.phase not in ("gather", "exchange"):
+            return 0, 0
+        rank, size, lanes = self.shares.rank, self.shares.size, self.lanes
+        if tick.phase == "gather":
+            nbytes = (size - 1) * sum(self.blocks[key].nbytes for key, _ in tick.held)
+            return nbytes, nbytes
+        # Sums are in fp32, whatever dtype gradients rest in.
+        keys = [key for group in tick.passing for key, mode in group if mode != "r"]
+        fp32 = sum(4 * self.contents(number, key).num_elements for key in keys)
+        own = len(lanes.sums_of_rank(rank))
+        return (size - 1) * own * fp32, (lanes.num_sums - own) * fp32
 
     def passes_weight(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a weight are leased one after the other in a visit."""
@@ -541,6 +562,7 @@ class ProgramBuilder:
         passing_parts: lease the parts of a gradient, and of a weight that is cut, one after the other where that is
             possible. It changes no bits; the head makes more logits a second time. Not with several ranks.
         shares: what of each part the blocks hold; several ranks need the order ``layer``.
+        lanes: which sums of gradients come from which rank.
         gathers_ahead: with several ranks, how many visits before it is needed a weight is gathered.
     """
 
@@ -562,9 +584,11 @@ class ProgramBuilder:
         in_place: Collection[str] = (),
         passing_parts: bool = False,
         shares: Shares | None = None,
+        lanes: RankLanes | None = None,
         gathers_ahead: int = 0,
     ) -> None:
         self._shares, self._gathers_ahead = shares or Shares(), gathers_ahead
+        self._lanes = lanes or RankLanes()
         assert self._shares.are_whole or (order == "layer" and not passing_parts and not in_place), self._shares
         self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
         self._passing_parts = passing_parts
@@ -611,6 +635,7 @@ class ProgramBuilder:
                 if self._is_by_part(visit, layout)
             ),
             shares=self._shares,
+            lanes=self._lanes,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------

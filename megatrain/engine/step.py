@@ -29,7 +29,6 @@ from megatrain.engine.program import (
     evaluation_program,
     layouts_of_unit,
     uses_of_layouts,
-    weight_key,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 from megatrain.engine.weight_gradients import GradientAccumulator
@@ -143,6 +142,7 @@ class StepEngine:
         assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
+        self._program = program
         self._updater = Updater(graph, trace, program, optimizers, segments)
         self._access = (make_access or StoreAccess)(
             store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity

@@ -23,6 +23,7 @@ from megatrain.engine.program import (
     state_key,
     stored_keys,
 )
+from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
@@ -266,7 +267,7 @@ def _place(
     is_cuda = run.device.type == "cuda"
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
-        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.batch.num_together))
+        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together))
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -275,8 +276,10 @@ def _place(
         readers = buffer_bytes(subject.in_place.values(), graph.dtype)
         known = with_folder(budgets_with(program), program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
-        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
-        return keeper.solve(run.keep_graphs, attention_to_save(run))
+        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.num_together)
+        # A full copy of a weight is nobody's home: it cannot wait for the backward.
+        keep_graphs = run.keep_graphs if run.world.is_single else 0
+        return keeper.solve(keep_graphs, attention_to_save(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
         held = _build_program(run, subject, updates_beside_device=updates_beside_device)
@@ -284,12 +287,14 @@ def _place(
         if _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
         held = replace(held, kept_parts=parts_without_room(trace))
+        if not run.world.is_single:  # full copies and sums are whole
+            return solved(held)
         passing = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
         if not passing.by_part:
             return solved(held)
         in_head = any(trace.visits[visit].is_head for visit, _ in passing.by_part)
         passing = replace(passing, kept_parts=1 if in_head else held.kept_parts)
-        waiting = passing_bytes(graph, trace, passing, run.batch.num_together)
+        waiting = passing_bytes(graph, trace, passing, run.num_together)
         # Twice, since the head makes logits once more where parts pass.
         best, other = (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
         try:
@@ -365,6 +370,8 @@ def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRa
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
         return {}
+    if not run.world.is_single:  # the folder has tensors, not shares of them
+        return {}
     try:
         return layouts_in_place(open_loader(run.model.folder, graph), frozen)
     except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
@@ -395,7 +402,7 @@ def _build_program(
     program = ProgramBuilder(
         graph,
         subject.trace,
-        num_micro_batches=run.batch.num_micro_batches,
+        num_micro_batches=len(run.own_micro_batches),
         order=run.batch.order,
         compute_tier=subject.compute_tier,
         compute_dtype=graph.dtype,
@@ -407,6 +414,8 @@ def _build_program(
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
         passing_parts=passing_parts,
+        shares=run.shares,
+        lanes=run.lanes,
     ).build()
     return sharing_gradients(program)
 
@@ -560,6 +569,9 @@ def step_workspace_bytes(
         grad_dtype: of gradients at rest.
         num_micro_batches: that are there together.
     """
+    if not program.shares.are_whole:
+        own = workspace_bytes(trace, num_micro_batches, program.kept_parts)
+        return own + ranked_workspace_bytes(graph, program)
     return (
         workspace_bytes(trace, num_micro_batches, program.kept_parts)
         + gradient_staging_bytes(graph, trace, grad_dtype, program.by_part)
@@ -600,11 +612,11 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         capacity = machine.gpu_capacity_bytes(tiers, device)
         alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
         budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
-    capacity = machine.ram_capacity_bytes(tiers)
+    capacity = machine.ram_capacity_bytes(tiers) // run.world.local_size  # of the host, as are drives
     budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
     if tiers.drives:
         shares = check_rates(tiers.rates, len(tiers.drives))
-        capacity = machine.nvme_capacity_bytes(tiers, run.output_dir)
+        capacity = machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size
         budgets["nvme"] = TierBudget(
             "nvme",
             capacity,

@@ -11,7 +11,7 @@ program issue them, which are the same on all ranks (`check_alike`), whatever th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,9 +50,7 @@ class Collectives:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.moved_bytes: Counter[str] = Counter({f"{PEER}->{tier}": 0, f"{tier}->{PEER}": 0})
         # torch 2.13 deprecates the name that versions before it have.
-        self._all_gather: Callable[..., Any] = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )
+        self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> Work | None:
         """Write the shares of all ranks into ``full``, one after the other.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SHARE_BLOCK_ELEMENTS", "Shares"]
+from megatrain.engine.lanes import micro_batches_of_lanes, subtrees
+
+__all__ = ["SHARE_BLOCK_ELEMENTS", "RankLanes", "Shares"]
 
 SHARE_BLOCK_ELEMENTS = 65_536
 """Shares are multiples of this: the elements of one partial sum of a norm, and what parts begin at multiples of."""
@@ -43,9 +45,12 @@ class Shares:
         blocks = -(-len(part) // SHARE_BLOCK_ELEMENTS)
         return -(-blocks // self.size) * SHARE_BLOCK_ELEMENTS
 
-    def gathered_elements(self, part: range) -> int:
-        """Return the length of all shares of a part, one after the other: what is past its end included."""
-        return self.size * self.num_elements(part)
+    def gathered(self, part: range) -> slice:
+        """Return where in a full copy of a layout all shares of a part are, one after the other.
+
+        It may end in the next part, or past the layout: the last shares hold what lies past the part.
+        """
+        return slice(part.start, part.start + self.size * self.num_elements(part))
 
     def owned(self, part: range, rank: int | None = None) -> range:
         """Return the elements of a part that a rank owns, counted as the part is; none where its share lies past it.
@@ -58,6 +63,37 @@ class Shares:
         start = part.start + (self.rank if rank is None else rank) * length
         return range(min(start, part.stop), min(start + length, part.stop))
 
-    def owned_lengths(self, part: range) -> list[int]:
-        """Return how many elements of a part each rank owns."""
-        return [len(self.owned(part, rank)) for rank in range(self.size)]
+
+@dataclass(frozen=True, slots=True)
+class RankLanes:
+    """Which lanes of a step each rank computes (`engine/lanes.py`).
+
+    Attributes:
+        count: lanes of a step, at least one for each rank.
+        size: number of ranks.
+    """
+
+    count: int = 1
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.size <= self.count, self
+
+    def of_rank(self, rank: int) -> range:
+        """Return the lanes of a rank."""
+        return range(self.count * rank // self.size, self.count * (rank + 1) // self.size)
+
+    def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
+        """Return the ranges of lanes whose gradients a rank adds up by itself, in order."""
+        own = self.of_rank(rank)
+        return subtrees(0, self.count, own.start, own.stop)
+
+    @property
+    def num_sums(self) -> int:
+        """Sums of all ranks together."""
+        return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
+
+    def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
+        """Return the micro-batches of a step that a rank computes."""
+        own = self.of_rank(rank)
+        return micro_batches_of_lanes(own.start, own.stop, self.count, num_micro_batches)
