@@ -221,7 +221,7 @@ class RankedAccess(StoreAccess):
             found.update((ranges[number], next(rows)) for ranges in of_ranks if number < len(ranges))
             start = stop
         self._note(-_nbytes(received))
-        return total(0, lanes.count, found)
+        return total(0, lanes.count, found, Tensor.add_)
 
     # -- what all ranks have to know ---------------------------------------------------------------------------
 

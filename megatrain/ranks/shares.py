@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.engine.lanes import micro_batches_of_lanes, subtrees
+from megatrain.engine.lanes import lanes_of_rank, micro_batches_of_rank, subtrees
 
 __all__ = ["SHARE_BLOCK_ELEMENTS", "RankLanes", "Shares"]
 
@@ -79,13 +79,9 @@ class RankLanes:
     def __post_init__(self) -> None:
         assert 1 <= self.size <= self.count, self
 
-    def of_rank(self, rank: int) -> range:
-        """Return the lanes of a rank."""
-        return range(self.count * rank // self.size, self.count * (rank + 1) // self.size)
-
     def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
         """Return the ranges of lanes whose gradients a rank adds up by itself, in order."""
-        own = self.of_rank(rank)
+        own = lanes_of_rank(rank, self.size, self.count)
         return subtrees(0, self.count, own.start, own.stop)
 
     @property
@@ -95,5 +91,4 @@ class RankLanes:
 
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
         """Return the micro-batches of a step that a rank computes."""
-        own = self.of_rank(rank)
-        return micro_batches_of_lanes(own.start, own.stop, self.count, num_micro_batches)
+        return micro_batches_of_rank(rank, self.size, self.count, num_micro_batches)
