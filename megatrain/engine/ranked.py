@@ -283,7 +283,12 @@ class RankedStepEngine(StepEngine):
 
     def __init__(self, collectives: Collectives, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named, make_access=partial(RankedAccess, collectives))
-        self._rank = collectives.rank
+        self._collectives = collectives
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """By link, what steps have sent to other ranks, and received from them."""
+        return dict(self._collectives.moved_bytes)
 
     @property
     def window_bytes(self) -> int:
@@ -291,7 +296,7 @@ class RankedStepEngine(StepEngine):
         return self._access.window_bytes
 
     def _queue(self, micro_batches: Sequence[Mapping[str, Tensor]], *, seed: int) -> QueuedLoss:
-        own = self._program.lanes.micro_batches_of_rank(self._rank, len(micro_batches))
+        own = self._program.lanes.micro_batches_of_rank(self._collectives.rank, len(micro_batches))
         counts = [count_labels(shifted_labels(each["labels"]).reshape(-1)) for each in micro_batches]
         queued = self._runner.queue(
             [micro_batches[number] for number in own], num_items=sum(counts), seed=seed, first_number=own.start
