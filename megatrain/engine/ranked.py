@@ -136,7 +136,7 @@ class RankedAccess(StoreAccess):
                 self._note(_nbytes(copy))
                 # In order: where the shares of a part end in the next one, that is gathered over it.
                 for part, share in zip(program.weight_parts_of(layout), own, strict=True):
-                    self._collectives.gather(copy[program.shares.gathered(part)], share)
+                    self._collectives.gather(_within(copy, program.shares.gathered(part)), share)
                 full[layout.name] = copy
         self._full[op.serves, op.visit] = full
 
@@ -186,7 +186,7 @@ class RankedAccess(StoreAccess):
             with self._leases(keys) as tensors:
                 block, *others = (tensors[key] for key in keys)
                 owned = len(program.shares.owned(parts[part]))
-                block.copy_(self._added([each[program.shares.gathered(parts[part])] for each in sums]))
+                block.copy_(self._added([_within(each, program.shares.gathered(parts[part])) for each in sums]))
                 block[owned:].zero_()  # the shares of a part end where others begin
                 if part == len(parts) - 1:
                     self._note(-sum(map(_nbytes, self._sums.pop((name, use)))))
@@ -263,6 +263,10 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(flat).cpu()] if flat else []
 
 
+def _within(tensor: Tensor, elements: range) -> Tensor:
+    return tensor[elements.start : elements.stop]
+
+
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -306,7 +310,8 @@ class RankedStepEngine(StepEngine):
     def _read(self, queued: QueuedLoss) -> tuple[float, float]:
         layouts = [layout for layout, _ in self._updater.trained.values()]
         terms = self._access.agree(layouts if self._defers else (), queued.terms)
-        return float(sum(terms)), global_norm(self._access.squared_norms[layout.name] for layout in layouts)
+        squares = [float(self._access.squared_norms[layout.name]) for layout in layouts]
+        return float(sum(terms)), global_norm(squares)
 
 
 def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:

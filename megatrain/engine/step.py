@@ -277,6 +277,7 @@ class EvaluationEngine:
         timeline: records every op; None: nothing is recorded.
         cross_entropy: replaces torch's; None: torch's.
         activity: progress within the pass, for status.
+        make_access: as in ``StepEngine``.
 
     Attributes:
         program: of one pass.
@@ -294,9 +295,10 @@ class EvaluationEngine:
         timeline: Timeline | None = None,
         cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
+        make_access: Callable[..., StoreAccess] | None = None,
     ) -> None:
         self.program = evaluation_program(program)
-        self._access = StoreAccess(
+        self._access = (make_access or StoreAccess)(
             store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(

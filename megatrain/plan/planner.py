@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.config.problems import ConfigError, Problem
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
@@ -98,7 +99,9 @@ def plan_run(
         FreezeError: the model cannot be trained.
         AdapterError: it has no place for such adapters.
         ParameterGroupError: a group of the optimizer names no parameter.
+        ConfigError: several ranks cannot run it so.
     """
+    check_ranks(run)
     subject = _look_at(run, padded, like)
     run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
@@ -140,6 +143,39 @@ def plan_run(
             )
             plan = fastest(chain((plan,), shared))
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+
+
+def check_ranks(run: RunSpec) -> None:
+    """Refuse what several ranks cannot do.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    world, num_micro_batches = run.world, run.batch.num_micro_batches
+    if world.is_single:
+        return
+    several = f"with {world.size} processes"
+    problems: list[Problem] = []
+    empty = [rank for rank in range(world.size) if not run.lanes.micro_batches_of_rank(rank, num_micro_batches)]
+    if empty:
+        message = (
+            f"a step has {num_micro_batches} micro-batches of {run.batch.micro_batch_rows} rows, and {several} "
+            f"{len(empty)} of them would have none"
+        )
+        advice = "Give every process one at least: lower it, raise the rows of a step, or start fewer processes"
+        problems.append(Problem("training.per_device_train_batch_size", message, advice))
+    if run.batch.order != "layer":
+        message = f'"{run.batch.order}": {several} all micro-batches of a layer run before the next layer'
+        problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
+    kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
+    if any(kind.elements_of is not None for kind in kinds):
+        message = f'"{run.optimizer.name}" needs whole matrices, and {several} each of them has a part of every matrix'
+        problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
+    if run.keep_graphs not in ("auto", 0):
+        message = f"{run.keep_graphs}: {several} weights are not in place from the forward to the backward"
+        problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
+    if problems:
+        raise ConfigError("the config", problems)
 
 
 def attention_to_save(run: RunSpec) -> Literal["auto"] | int:

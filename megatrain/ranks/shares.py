@@ -45,12 +45,12 @@ class Shares:
         blocks = -(-len(part) // SHARE_BLOCK_ELEMENTS)
         return -(-blocks // self.size) * SHARE_BLOCK_ELEMENTS
 
-    def gathered(self, part: range) -> slice:
+    def gathered(self, part: range) -> range:
         """Return where in a full copy of a layout all shares of a part are, one after the other.
 
         It may end in the next part, or past the layout: the last shares hold what lies past the part.
         """
-        return slice(part.start, part.start + self.size * self.num_elements(part))
+        return range(part.start, part.start + self.size * self.num_elements(part))
 
     def owned(self, part: range, rank: int | None = None) -> range:
         """Return the elements of a part that a rank owns, counted as the part is; none where its share lies past it.
