@@ -261,6 +261,7 @@ class StepProgram:
         by_part: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
         shares: what of each part the blocks hold.
         lanes: which sums of gradients come from which rank.
+        gathers_ahead: how many visits before it is needed a weight is gathered.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -277,6 +278,7 @@ class StepProgram:
     by_part: frozenset[tuple[int, str]] = frozenset()
     shares: Shares = field(default_factory=Shares)
     lanes: RankLanes = field(default_factory=RankLanes)
+    gathers_ahead: int = 0
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -636,6 +638,7 @@ class ProgramBuilder:
             ),
             shares=self._shares,
             lanes=self._lanes,
+            gathers_ahead=self._gathers_ahead,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------

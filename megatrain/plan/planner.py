@@ -24,7 +24,7 @@ from megatrain.engine.program import (
     state_key,
     stored_keys,
 )
-from megatrain.engine.ranked import ranked_workspace_bytes
+from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
@@ -53,7 +53,7 @@ from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
 from megatrain.precision import MASTER_ELEMENTS
 from tiered.ext import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, round_up
+from tiered.units import PAGE_BYTES, GiB, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
     from megatrain.plan.plan import RunSpec
+    from megatrain.ranks.collectives import Collectives
 
 #: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
 #: (docs/decisions/0008-open-room.md).
@@ -79,7 +80,12 @@ WORTHWHILE = 0.99
 
 
 def plan_run(
-    run: RunSpec, *, padded: bool | None = None, names_ways_out: bool = True, like: Plan | None = None
+    run: RunSpec,
+    *,
+    padded: bool | None = None,
+    names_ways_out: bool = True,
+    like: Plan | None = None,
+    capacities: Mapping[str, int] | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -91,6 +97,7 @@ def plan_run(
             plans more.
         like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
             model and trace are used again, which take most of the time.
+        capacities: of tiers that are to have another one than the run gives them.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -105,7 +112,7 @@ def plan_run(
     subject = _look_at(run, padded, like)
     run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
-        kept = _place(run, subject, profile)
+        kept = _place(run, subject, profile, capacities)
     except DoesNotFitError as error:
         if not names_ways_out:
             raise
@@ -143,6 +150,24 @@ def plan_run(
             )
             plan = fastest(chain((plan,), shared))
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+
+
+def plan_together(run: RunSpec, collectives: Collectives) -> Plan:
+    """Plan a run of several ranks: each for itself, with what all of them have.
+
+    Every rank calls it. Homes of blocks may differ in the end; what ranks do together does not.
+
+    Raises:
+        DoesNotFitError: as ``plan_run``; on all ranks, with the same text. So are all other errors.
+        RanksDifferError: the ranks would not issue the same collectives.
+    """
+    own = collectives.all_or_none(lambda: {name: each.capacity_bytes for name, each in tier_budgets(run, 0).items()})
+    of_ranks = collectives.gather_objects(own)
+    collectives.check_alike("tiers", list(own))
+    least = {name: min(each[name] for each in of_ranks) for name in own}
+    plan = collectives.all_or_none(lambda: plan_run(run, capacities=least))
+    collectives.check_alike("program of a step", describe_collectives(plan.program, plan.num_micro_batches))
+    return plan
 
 
 def check_ranks(run: RunSpec) -> None:
@@ -318,7 +343,15 @@ def _place(
         return keeper.solve(keep_graphs, attention_to_save(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
-        held = _build_program(run, subject, updates_beside_device=updates_beside_device)
+        if run.world.is_single or run.prefetch_bytes == 0:
+            return placed_with(0, updates_beside_device=updates_beside_device)
+        try:
+            return placed_with(1, updates_beside_device=updates_beside_device)
+        except DoesNotFitError:  # a second full copy of the largest layer
+            return placed_with(0, updates_beside_device=updates_beside_device)
+
+    def placed_with(gathers_ahead: int, *, updates_beside_device: bool) -> KeptGraphs:
+        held = _build_program(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
         held = replace(held, kept_parts=trace.head_parts)
         if _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
@@ -432,7 +465,12 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
 
 
 def _build_program(
-    run: RunSpec, subject: _Subject, *, updates_beside_device: bool, passing_parts: bool = False
+    run: RunSpec,
+    subject: _Subject,
+    *,
+    updates_beside_device: bool,
+    passing_parts: bool = False,
+    gathers_ahead: int = 0,
 ) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
@@ -452,6 +490,7 @@ def _build_program(
         passing_parts=passing_parts,
         shares=run.shares,
         lanes=run.lanes,
+        gathers_ahead=gathers_ahead,
     ).build()
     return sharing_gradients(program)
 
@@ -527,6 +566,8 @@ def fastest(plans: Iterable[Plan]) -> Plan:
 
 
 GPU_ALIGNMENT_BYTES = 512
+#: RAM that each process of a host is left for Python, torch and libraries, where the tier takes what is free.
+RANK_BYTES = GiB
 
 
 def parts_without_room(trace: VisitTrace) -> int:
@@ -648,7 +689,10 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         capacity = machine.gpu_capacity_bytes(tiers, device)
         alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
         budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
-    capacity = machine.ram_capacity_bytes(tiers) // run.world.local_size  # of the host, as are drives
+    capacity = machine.ram_capacity_bytes(tiers)
+    if tiers.ram_size.is_auto and not run.world.is_single:
+        capacity -= run.world.local_size * RANK_BYTES
+    capacity = max(0, capacity) // run.world.local_size  # RAM and drives are what a host gives the run
     budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
     if tiers.drives:
         shares = check_rates(tiers.rates, len(tiers.drives))
