@@ -173,6 +173,11 @@ class RunSpec:
         return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
 
     @property
+    def num_own_tokens(self) -> int:
+        """Places for tokens in this rank's micro-batches of a step."""
+        return len(self.own_micro_batches) * self.batch.micro_batch_rows * self.batch.max_length
+
+    @property
     def num_together(self) -> int:
         """Micro-batches of this rank whose activations are there at once."""
         return self.batch.together(len(self.own_micro_batches))
@@ -223,7 +228,7 @@ class StepShape:
     """What of a run the estimate depends on besides the plan.
 
     Attributes:
-        tokens_per_step: T.
+        tokens_per_step: T, of one rank.
         num_steps: of the run; None where only the data tells.
         paths: NVMe paths.
         weights: the shares of each in what is striped, in any unit.
@@ -372,7 +377,7 @@ class Plan:
         """What the estimate depends on besides."""
         tiers = self.run.tiers
         paths = [drive.path for drive in tiers.drives]
-        return StepShape(self.run.batch.num_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
+        return StepShape(self.run.num_own_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -436,5 +441,5 @@ class Plan:
 
     def num_updated_by(self, updates: Iterable[Tick]) -> int:
         """Return the elements of weights that some updates change."""
-        blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.held]
+        blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.uses]
         return sum(block.num_elements for block in blocks if block.kind == "weights")
