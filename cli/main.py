@@ -32,6 +32,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.config.problems", "ConfigError", EXIT_CONFIG),
     ("megatrain.chat", "ChatError", EXIT_CONFIG),
     ("megatrain.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
+    ("megatrain.ranks.world", "WorldError", EXIT_CONFIG),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
     ("megatrain.models.internals", "TransformersVersionError", EXIT_CONFIG),

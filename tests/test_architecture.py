@@ -85,6 +85,7 @@ RESTRICTED = {
         "megatrain/trainer.py",
         "megatrain/verify/",
     ),
+    "torch.distributed": ("megatrain/embed/stores.py", "megatrain/ranks/"),
     "torch.cuda": (
         "megatrain/__init__.py",
         "megatrain/doctor/processors.py",

@@ -1,0 +1,61 @@
+"""Which rank a process is: the variables of torchrun, of srun and of the launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.ranks.world import World, WorldError, meeting_point
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[007-009],cpu1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def numbers(world: World) -> tuple[int, ...]:
+    return world.rank, world.size, world.local_rank, world.local_size, world.num_hosts, world.host_number
+
+
+def test_ranks_of_torchrun_and_srun() -> None:
+    assert numbers(World.of_environment(TORCHRUN)) == (5, 8, 1, 4, 2, 1)
+    assert numbers(World.of_environment(SRUN)) == (5, 6, 1, 2, 3, 2)
+    assert numbers(World.of_environment({**SRUN, **TORCHRUN})) == (5, 8, 1, 4, 2, 1), "srun torchrun ..."
+    host, port = meeting_point(SRUN)
+    assert host == "gpu007"
+    assert meeting_point({**SRUN, "SLURM_STEP_ID": "1"}) == (host, port + 1)
+    assert meeting_point({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "77"}) == ("h", 77)
+
+
+def test_without_ranks() -> None:
+    """A batch script of Slurm has the variables of its job, and is no rank of it."""
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}
+    for environment in ({}, batch, {"RANK": "0"}):
+        assert numbers(World.of_environment(environment)) == numbers(World.single()) == (0, 1, 0, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "same number on each host"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "same number on each host"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK = 'five'"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "--ntasks-per-node"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "many"}, "many"),
+    ],
+)
+def test_an_environment_that_cannot_be(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(WorldError) as raised:
+        World.of_environment(environment)
+    assert says in str(raised.value)
+
+
+def test_where_to_meet_is_not_guessed() -> None:
+    with pytest.raises(WorldError, match="MASTER_PORT"):
+        meeting_point({**TORCHRUN, "MASTER_ADDR": "h"})
