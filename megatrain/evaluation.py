@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -14,9 +15,11 @@ from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.engine.program import evaluation_program
+from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.placement import Traffic
+from megatrain.ranks.collectives import Collectives
 from megatrain.run.metrics import EvaluationMetrics, RunObserver
 from megatrain.tiers import set_schedule
 
@@ -250,6 +253,9 @@ class Evaluator:
         """
         if self._engine is None:
             plan = self._plan
+            is_alone = plan.run.world.is_single
+            # Every rank evaluates all rows; weights are gathered.
+            ranked = None if is_alone else partial(RankedAccess, Collectives(tier=plan.program.compute_tier))
             self._engine = EvaluationEngine(
                 self._store,
                 plan.graph,
@@ -260,6 +266,7 @@ class Evaluator:
                 timeline=self._timeline,
                 cross_entropy=self._cross_entropy,
                 activity=self._activity,
+                make_access=ranked,
             )
         self._timeline.is_on = False
         for each in self._sets:

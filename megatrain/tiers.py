@@ -46,7 +46,8 @@ def open_store(
         LockedError: another run uses an NVMe path.
         UnusableDirectoryError: an NVMe path holds other files.
     """
-    run, checkpoints = plan.run, plan.run.output_dir / CHECKPOINTS_NAME
+    run = plan.run
+    checkpoints = run.world.folder_in(run.output_dir / CHECKPOINTS_NAME)
     tiers = make_tiers(plan, on_notice, loader)
     try:
         links = default_links([tier for tier in tiers if tier.name != FOLDER])
@@ -68,7 +69,7 @@ def open_store(
             tier.close()
         raise
     for drive in run.tiers.drives:
-        write_readme(drive.path, checkpoints)
+        write_readme(run.world.folder_in(drive.path), checkpoints)
     return store
 
 
@@ -92,7 +93,7 @@ def make_tiers(
         else:
             tiers.append(
                 NvmeTier(
-                    [str(drive.path) for drive in specs.drives],
+                    [str(plan.run.world.folder_in(drive.path)) for drive in specs.drives],
                     budget.capacity_bytes,
                     rates=specs.rates,
                     chunk_bytes=specs.file_bytes,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,6 +36,7 @@ from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import check_losses
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
 from megatrain.engine.program import DURABLE_KINDS
+from megatrain.engine.ranked import RankedStepEngine
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
@@ -48,6 +50,7 @@ from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
+from megatrain.ranks.collectives import Collectives
 from megatrain.report.history import write_plan, write_summary
 from megatrain.run.activity import Activity
 from megatrain.run.folder import FINAL_NAME, RunFolder
@@ -537,7 +540,10 @@ class Trainer:
         """
         run, plan = self.run, self.plan
         self._schedule_steps(first_step, num_steps)
-        self._engine = StepEngine(
+        # A rank meets the others in the default group of torch.distributed, which it has joined by now.
+        is_alone = run.world.is_single
+        make = StepEngine if is_alone else partial(RankedStepEngine, Collectives(tier=plan.program.compute_tier))
+        self._engine = make(
             self.store,
             plan.graph,
             plan.trace,

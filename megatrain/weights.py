@@ -295,25 +295,36 @@ class Weights:
                 self._fill_layout(layout)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
-        with self._room_for_master(layout):
-            for part, weight in self._weight_parts(layout):
+        weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
+        longest = max(len(part) for part, _ in weights)
+        with self._room_for_master(longest):
+            buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
+            for number, (part, weight) in enumerate(weights):
                 with self._store.acquire(weight, "ram", "w") as lease:
+                    lease.tensor[len(part) :].zero_()  # of a share, what lies past the end of the part
                     if not self._is_split:
                         for inside in _cut(part):
                             place = lease.tensor[inside.start - part.start : inside.stop - part.start]
                             self.source.read(layout, inside.start, place.zero_())
                     else:
-                        self._fill_halves(layout, part, lease.tensor)
+                        own = lows[number : number + 1] if len(lows) == len(weights) else lows
+                        self._fill_halves(layout, part, lease.tensor, own, buffer)
                 self._evict(weight)
                 self._count(weight)
 
-    def _fill_halves(self, layout: UnitLayout, of_weight: range, high: Tensor) -> None:
+    def _fill_halves(
+        self,
+        layout: UnitLayout,
+        of_weight: range,
+        high: Tensor,
+        lows: Sequence[tuple[range, str | None]],
+        buffer: Tensor,
+    ) -> None:
         """Fill one block of a weight, and the low halves of its elements."""
-        buffer = torch.empty(min(layout.num_elements, MASTER_ELEMENTS))
-        for part, low in self._low_parts(layout):
-            if part.start not in of_weight:
-                continue
+        for part, low in lows:
             with nullcontext() if low is None else self._store.acquire(low, "ram", "w") as lease:
+                if lease is not None:
+                    lease.tensor[len(part) :].zero_()
                 for inside in _cut(part):
                     master = buffer[: len(inside)].zero_()
                     self.source.read(layout, inside.start, master)
@@ -328,20 +339,19 @@ class Weights:
                 self._count(low)
 
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
-        """Return the blocks of a weight, each with its range of elements."""
+        """Return the blocks of a weight, each with the range of elements that it holds."""
         program = self._plan.program
-        return list(zip(program.weight_parts_of(layout), program.weight_keys(layout), strict=True))
+        return list(zip(program.owned_weight_parts_of(layout), program.weight_keys(layout), strict=True))
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
         """Yield the parts of a layout, each with its low half: frozen weights are never updated and have none."""
         program = self._plan.program
-        for part, key in zip(program.parts_of(layout), program.state_keys(layout, "low"), strict=True):
+        for part, key in zip(program.owned_parts_of(layout), program.state_keys(layout, "low"), strict=True):
             yield part, key if key in program.blocks else None
 
     @contextmanager
-    def _room_for_master(self, layout: UnitLayout) -> Iterator[None]:
-        num_elements = min(layout.num_elements, MASTER_ELEMENTS)
-        nbytes = round_up(4 * num_elements, PAGE_BYTES) if self._is_split else 0
+    def _room_for_master(self, num_elements: int) -> Iterator[None]:
+        nbytes = round_up(4 * min(num_elements, MASTER_ELEMENTS), PAGE_BYTES) if self._is_split else 0
         self._store.reserve("ram", nbytes)
         try:
             yield
@@ -413,7 +423,7 @@ class Weights:
         """Yield as ``master``, for an export: fp32 copies count in RAM, and ``activity`` says which unit it is."""
         names = list(self._plan.graph.layouts)
         self._activity.come_to(names.index(layout.name), unit=layout.name, num_parts=len(names))
-        with self._room_for_master(layout), self.master(layout) as read:
+        with self._room_for_master(layout.num_elements), self.master(layout) as read:
             yield read
 
 

@@ -277,7 +277,12 @@ class LayerRunner:
         return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
 
     def queue(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], *, num_items: int | None = None, seed: int = 0
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        *,
+        num_items: int | None = None,
+        seed: int = 0,
+        first_number: int = 0,
     ) -> QueuedLoss:
         """Queue forward and backward of all micro-batches on the current stream; gradients go to the access.
 
@@ -287,20 +292,21 @@ class LayerRunner:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
             num_items: Trained tokens that the loss is the mean over; None: those of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
+            first_number: Number in the step of the first of these micro-batches.
 
         Raises:
-            NoTrainedTokensError: no position has a label.
+            NoTrainedTokensError: no position has a label, or the loss is a mean over no tokens.
             VisitOrderError: the model does not call its units as planned.
             UnsupportedModelError: a layer does something that streaming cannot reproduce.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = [count_labels(labels) for labels in shifted]
-        if sum(counts) == 0:
+        total = sum(counts) if num_items is None else num_items
+        if total == 0:
             raise NoTrainedTokensError(
                 f"none of the {sum(len(labels) for labels in shifted)} tokens of this step has a label; "
                 "check the loss mask (train_on) and the truncation of the data"
             )
-        total = sum(counts) if num_items is None else num_items
         numbers = list(range(len(micro_batches)))
         groups = [numbers] if self._order == "layer" else [[number] for number in numbers]
         losses: list[Tensor] = []
@@ -310,7 +316,7 @@ class LayerRunner:
             batches, rows = self._micro_batches.place(dict(enumerate(micro_batches)), dict(enumerate(shifted)))
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
-                losses += self.run_pass(own, rows, total, seed)
+                losses += self.run_pass(own, rows, total, seed, first_number)
         finally:
             self._end_pass(random_state)
         return QueuedLoss(tuple(losses), sum(counts))
@@ -352,6 +358,7 @@ class LayerRunner:
         rows: Mapping[int, tuple[Tensor, Tensor]],
         num_items: int,
         seed: int,
+        first_number: int = 0,
     ) -> list[Tensor]:
         """Run forward and backward over one group of micro-batches and return their loss terms.
 
@@ -360,6 +367,7 @@ class LayerRunner:
             rows: Positions that have a label, and their shifted labels.
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
+            first_number: Number in the step of the micro-batch with number 0.
         """
         with (
             torch.enable_grad(),
@@ -368,7 +376,7 @@ class LayerRunner:
             self._objective.applied(self._graph.model),  # after `_loss`: smoothed labels replace the loss again
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
-            outputs = self._trunk.run(batches, num_items, seed)
+            outputs = self._trunk.run(batches, num_items, seed, first_number)
             losses, roots, grads = self._run_heads(outputs, batches, rows, num_items)
             del outputs  # what the backward does not start from is freed before it
             self._trunk.check_visit_count()
@@ -545,13 +553,16 @@ class Trunk:
             stack.enter_context(self._attention())
             yield
 
-    def run(self, batches: Mapping[int, dict[str, Any]], num_items: int | None, seed: int) -> list[SuspendedOutput]:
+    def run(
+        self, batches: Mapping[int, dict[str, Any]], num_items: int | None, seed: int, first_number: int = 0
+    ) -> list[SuspendedOutput]:
         """Run the forward of every micro-batch, in the current grad mode; to be called inside `prepared`.
 
         Args:
             batches: By number of the micro-batch, on the compute device.
             num_items: Trained tokens that the loss is the mean over, where there is no cut; None: per micro-batch.
             seed: Seed of the step.
+            first_number: Number in the step of the micro-batch with number 0.
 
         Raises:
             VisitOrderError: the model does not call its units as planned.
@@ -564,7 +575,7 @@ class Trunk:
                 self._forward_of(batch, num_items),
                 self._random,
                 self._device,
-                micro_batch_seed(seed, number),
+                micro_batch_seed(seed, first_number + number),
                 self._mirror,
             )
             for number, batch in batches.items()

@@ -5,6 +5,10 @@ backward, and one per group of weights to update:
 
     update 0, forward 0, update 1, forward 1, ..., head, ..., backward 1, backward 0
 
+Where several ranks train together, blocks are shares (`ranks/shares.py`), and ticks of a visit have others beside them:
+
+    update 0, gather 0, forward 0, ..., gather 0, backward 0, exchange 0
+
 A trace (`trace.py`) tells which units a model visits and what each visit saves for its backward; `ProgramBuilder` makes
 the program of it. The planner counts bytes with the program and finds a home for every block; `tape.compile_step` turns
 both into the leases of a step; the engine asks for them through `BlockAccess` while the model runs.
@@ -22,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.ranks.shares import RankLanes, Shares
 from tiered import Access, Mode, Schedule
 
 if TYPE_CHECKING:
@@ -38,6 +43,7 @@ __all__ = [
     "Group",
     "Kind",
     "MatrixParts",
+    "ModelPhase",
     "Phase",
     "ProgramBuilder",
     "Stays",
@@ -149,7 +155,9 @@ class VisitTrace:
         return not self.guesses
 
 
-Phase = Literal["forward", "head", "backward", "update"]
+#: The phases that the running model announces; the others stand between these.
+ModelPhase = Literal["forward", "head", "backward"]
+Phase = Literal["forward", "head", "backward", "update", "gather", "exchange"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
 
 #: (tick, key) of a use -> tick of the block's next use, until which the copy stays pinned. A tick that is not later is
@@ -204,12 +212,14 @@ class Tick:
     """One position in a step, with the blocks that it uses.
 
     Attributes:
-        phase: forward, head and backward use the compute tier, update the one that ``StepProgram.tier_of`` names.
-        visit: ordinal of the unit call for the first three; index of the layout for ``update``.
+        phase: all use the compute tier but update, which uses the one that ``StepProgram.tier_of`` names.
+        visit: index of the layout for ``update``; ordinal of the unit call for the others.
         held: (key, mode) of blocks leased together for the whole tick.
         passing: groups of (key, mode) leased one after the other within it, the blocks of a group together: an
             activation of a micro-batch, or one part of a layout's state and gradient.
         spent: keys whose contents are dead after the tick: discarded, never written back.
+        serves: of ``gather`` and ``exchange``, the phase of the visit's tick that it brings weights to, or takes
+            gradients from.
     """
 
     phase: Phase
@@ -217,6 +227,7 @@ class Tick:
     held: Group
     passing: tuple[Group, ...] = ()
     spent: frozenset[str] = frozenset()
+    serves: ModelPhase | None = None
 
     @property
     def uses(self) -> Group:
@@ -248,6 +259,8 @@ class StepProgram:
         kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
         cut_weights: layouts whose weight is a block for each part, too: all visits that use it can take it so.
         by_part: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
+        shares: what of each part the blocks hold.
+        lanes: which sums of gradients come from which rank.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -262,18 +275,47 @@ class StepProgram:
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
     cut_weights: frozenset[str] = frozenset()
     by_part: frozenset[tuple[int, str]] = frozenset()
+    shares: Shares = field(default_factory=Shares)
+    lanes: RankLanes = field(default_factory=RankLanes)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the ranges of elements that a layout's state and gradients are blocks of."""
+        """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
         return self.parts.get(layout.name) or (range(layout.num_elements),)
+
+    def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
+        """Return the elements that each block of a layout's state, and of its gradients, holds."""
+        return [self.shares.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
         """Return the keys of a weight: of its parts, if it is cut."""
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the ranges of elements that a layout's weight is blocks of."""
+        """Return the ranges of elements that a layout's weight is blocks of, or shares of them."""
         return self.parts_of(layout) if layout.name in self.cut_weights else (range(layout.num_elements),)
+
+    def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
+        """Return the elements that each block of a layout's weight holds."""
+        return [self.shares.owned(part) for part in self.weight_parts_of(layout)]
+
+    def full_elements(self, layout: UnitLayout) -> int:
+        """Return the length of a full copy of a layout's weight, or gradient: what its last shares add included."""
+        return max(self.shares.gathered(part).stop for part in self.parts_of(layout))
+
+    def collective_bytes(self, number: int) -> tuple[int, int]:
+        """Return what a tick, by position, sends to other ranks, and what it receives from them."""
+        tick = self.ticks[number]
+        if tick.phase not in ("gather", "exchange"):
+            return 0, 0
+        rank, size, lanes = self.shares.rank, self.shares.size, self.lanes
+        if tick.phase == "gather":
+            nbytes = (size - 1) * sum(self.blocks[key].nbytes for key, _ in tick.held)
+            return nbytes, nbytes
+        # Sums are in fp32, whatever dtype gradients rest in.
+        keys = [key for group in tick.passing for key, mode in group if mode != "r"]
+        fp32 = sum(4 * self.contents(number, key).num_elements for key in keys)
+        own = len(lanes.sums_of_rank(rank))
+        return (size - 1) * own * fp32, (lanes.num_sums - own) * fp32
 
     def passes_weight(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a weight are leased one after the other in a visit."""
@@ -349,7 +391,7 @@ class BlockAccess(Protocol):
     A unit that is called twice in a forward has two visits, and each visit is a use site with its own accumulators.
     """
 
-    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+    def begin(self, phase: ModelPhase, visit: int) -> None:
         """Go to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
 
         A visit that the loss does not depend on is announced too, and its accumulators and activations are leased
@@ -487,15 +529,15 @@ def evaluation_program(program: StepProgram) -> StepProgram:
 
     Each unit's weights are leased once, for all micro-batches of the pass.
     """
-    passes: dict[tuple[Phase, int], Tick] = {}
+    passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
     for tick in program.ticks:
-        if tick.phase in ("forward", "head"):
+        if tick.phase in ("forward", "head") or (tick.phase == "gather" and tick.serves != "backward"):
             held, *passing = (
                 tuple((key, mode) for key, mode in group if program.blocks[key].kind == "weights")
                 for group in (tick.held, *tick.passing)
             )
-            own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group))
-            passes.setdefault((tick.phase, tick.visit), own)
+            own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
+            passes.setdefault((tick.phase, tick.visit, tick.serves), own)
     return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={})
 
 
@@ -518,7 +560,10 @@ class ProgramBuilder:
         frozen_in_folder: see ``BlockPlan.in_folder``; False: the model has no folder with weights.
         in_place: names of layouts, see ``BlockPlan.in_place``.
         passing_parts: lease the parts of a gradient, and of a weight that is cut, one after the other where that is
-            possible. It changes no bits; the head makes more logits a second time.
+            possible. It changes no bits; the head makes more logits a second time. Not with several ranks.
+        shares: what of each part the blocks hold; several ranks need the order ``layer``.
+        lanes: which sums of gradients come from which rank.
+        gathers_ahead: with several ranks, how many visits before it is needed a weight is gathered.
     """
 
     def __init__(
@@ -538,7 +583,13 @@ class ProgramBuilder:
         frozen_in_folder: bool = False,
         in_place: Collection[str] = (),
         passing_parts: bool = False,
+        shares: Shares | None = None,
+        lanes: RankLanes | None = None,
+        gathers_ahead: int = 0,
     ) -> None:
+        self._shares, self._gathers_ahead = shares or Shares(), gathers_ahead
+        self._lanes = lanes or RankLanes()
+        assert self._shares.are_whole or (order == "layer" and not passing_parts and not in_place), self._shares
         self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
         self._passing_parts = passing_parts
         self._graph, self._trace = graph, trace
@@ -555,8 +606,11 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise and len(layout.parts) > 1 and self._is_trained(layout)
         }
+        # A share of each part: then a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
-            name for name in self._parts if all(self._takes_parts(visit, name) for visit in self._uses[name])
+            name
+            for name in self._parts
+            if not self._shares.are_whole or all(self._takes_parts(visit, name) for visit in self._uses[name])
         )
         # Where a device computes meanwhile, the host updates beside it: the weights of the next forward, or, during
         # the backward, those of the visit before the one that the device is at.
@@ -580,6 +634,8 @@ class ProgramBuilder:
                 for visit in self._uses[layout]
                 if self._is_by_part(visit, layout)
             ),
+            shares=self._shares,
+            lanes=self._lanes,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------
@@ -594,7 +650,7 @@ class ProgramBuilder:
                 yield BlockPlan(
                     weight_key(layout.name),
                     "weights",
-                    layout.num_elements,
+                    self._shares.num_elements(range(layout.num_elements)),
                     self._compute_dtype,
                     in_folder=in_folder,
                     in_place=in_folder and layout.name in self._in_place,
@@ -611,7 +667,8 @@ class ProgramBuilder:
     def _blocks_of(
         self, layout: UnitLayout, key: str, kind: Kind, num_elements: int, dtype: torch.dtype
     ) -> Iterator[BlockPlan]:
-        sizes = [len(part) for part in self._parts.get(layout.name, ())] or [num_elements]
+        parts = self._parts.get(layout.name) or (range(num_elements),)
+        sizes = [self._shares.num_elements(part) for part in parts]
         for part, size in zip(part_keys(key, len(sizes)), sizes, strict=True):
             yield BlockPlan(part, kind, size, dtype, key if len(sizes) > 1 else "")
 
@@ -641,11 +698,38 @@ class ProgramBuilder:
         for number, group in enumerate(groups):
             is_first, is_last = number == 0, number == len(groups) - 1
             ticks: Iterable[Tick] = self._pass(group, is_first=is_first, is_last=is_last)
+            if not self._shares.are_whole:
+                ticks = self._with_collectives(list(ticks))
             if is_first and self._defer_updates:
                 ticks = self._with_deferred_updates(list(ticks))
             if is_last and not self._defer_updates:
                 ticks = self._with_updates(ticks)
             yield from ticks
+
+    def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
+        """Yield ticks that lease activations alone, after those that gather weights, before those of gradients."""
+        gathers = deque(
+            Tick("gather", tick.visit, _of_kind("weight", tick.held), serves=_model_phase(tick)) for tick in ticks
+        )
+        for number, tick in enumerate(ticks):
+            while gathers and len(ticks) - len(gathers) <= number + self._gathers_ahead:
+                gather = gathers.popleft()
+                if gather.held:
+                    yield gather
+            inputs = tuple(group for group in tick.passing if not _of_kind("grad", group))
+            yield replace(tick, held=(), passing=inputs, spent=self._spent(inputs))
+            if gradients := _of_kind("grad", tick.held):
+                summed = tuple(self._exchanged(gradients))
+                yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
+
+    def _exchanged(self, gradients: Group) -> Iterator[Group]:
+        """Yield each accumulator of a use site; the first site's with those of others, which are added to it."""
+        others: dict[str, Group] = {}
+        for name, uses in self._uses.items():
+            keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
+            others.update((own, tuple((key, "r") for key in rest)) for own, *rest in zip(*keys, strict=True))
+        for key, mode in gradients:
+            yield ((key, mode), *others.get(key, ()))
 
     def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
         """Yield the ticks of the last pass, and the updates after those that complete their gradients."""
@@ -801,6 +885,16 @@ class ProgramBuilder:
 
     def _layouts_of(self, visit: int) -> tuple[str, ...]:
         return layouts_of_unit(self._graph, self._trace.visits[visit].unit)
+
+
+def _of_kind(kind: str, group: Group) -> Group:
+    """Return the blocks of a group that are of a kind: ``weight`` or ``grad``."""
+    return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
+
+
+def _model_phase(tick: Tick) -> ModelPhase:
+    assert tick.phase in ("forward", "head", "backward"), tick
+    return tick.phase
 
 
 def layouts_of_unit(graph: ModelGraph, unit: int) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from megatrain.engine.program import (
     evaluation_program,
     layouts_of_unit,
     uses_of_layouts,
-    weight_key,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 from megatrain.engine.weight_gradients import GradientAccumulator
@@ -47,7 +46,7 @@ from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.objective import CrossEntropy, Objective
-    from megatrain.engine.program import GradientSink, MatrixParts, VisitTrace
+    from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.run.timeline import Timeline
@@ -109,6 +108,7 @@ class StepEngine:
         timeline: records every op; None: nothing is recorded.
         device_optimizer: updates blocks in the compute tier, if the program has such updates.
         activity: progress within the step, for status.
+        make_access: returns the access of the running model; default: to whole blocks (``ranked.py``: to shares).
 
     Attributes:
         num_updates: steps whose gradient was used, which is what the optimizer counts; skipped ones are left out.
@@ -137,12 +137,14 @@ class StepEngine:
         timeline: Timeline | None = None,
         device_optimizer: Optimizer | None = None,
         activity: Activity | None = None,
+        make_access: Callable[..., StoreAccess] | None = None,
     ) -> None:
         assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
+        self._program = program
         self._updater = Updater(graph, trace, program, optimizers, segments)
-        self._access = StoreAccess(
+        self._access = (make_access or StoreAccess)(
             store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity
         )
         self._runner = LayerRunner(
@@ -186,7 +188,7 @@ class StepEngine:
             self._access.start_step(number, self._pending)
         else:
             self._access.start_step(number, immediate=self._next_update(lr, scale=1.0), scales=scales)
-        queued = self._runner.queue(micro_batches, seed=self._seed + number)
+        queued = self._queue(micro_batches, seed=self._seed + number)
         self._access.end_step()
         self._pending = None  # its last group was updated on the way
         loss, norm = self._read(queued)
@@ -226,6 +228,10 @@ class StepEngine:
     def _refuse_if_spoiled(self) -> None:
         if self._spoiled:
             raise NonFiniteGradientError(self._spoiled)
+
+    def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
+        """Queue forward and backward of a step."""
+        return self._runner.queue(micro_batches, seed=seed)
 
     def _read(self, queued: QueuedLoss) -> tuple[float, float]:
         """Return loss and global norm: the only host sync of a step."""
@@ -271,6 +277,7 @@ class EvaluationEngine:
         timeline: records every op; None: nothing is recorded.
         cross_entropy: replaces torch's; None: torch's.
         activity: progress within the pass, for status.
+        make_access: as in ``StepEngine``.
 
     Attributes:
         program: of one pass.
@@ -288,9 +295,10 @@ class EvaluationEngine:
         timeline: Timeline | None = None,
         cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
+        make_access: Callable[..., StoreAccess] | None = None,
     ) -> None:
         self.program = evaluation_program(program)
-        self._access = StoreAccess(
+        self._access = (make_access or StoreAccess)(
             store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
@@ -432,12 +440,13 @@ class Updater:
             filled: parameters that got a gradient.
         """
         layout, segments = self.trained[index]
-        inside = self._program.parts_of(layout)[part]
+        inside = self._program.owned_parts_of(layout)[part]
         blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
-        if layout.name in self._program.cut_weights:
-            blocks["weight"] = tensors[self._program.weight_keys(layout)[part]]
+        weights = self._program.weight_keys(layout)
+        if len(weights) == len(self._program.parts_of(layout)):
+            blocks["weight"] = tensors[weights[part]]
         else:
-            blocks["weight"] = tensors[weight_key(layout.name)][inside.start : inside.stop]
+            blocks["weight"] = tensors[weights[0]][inside.start : inside.stop]
         # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
         starts = {entry.offset for entry in layout.entries if entry.name in filled}
         chosen = [
@@ -473,10 +482,13 @@ class StoreAccess:
         activity: progress within the step, for status.
 
     Attributes:
+        own_phases: of the ops that the running model does not announce.
         squared_norms: of the gradients, by layout. On a device a scalar there: reading it would be a host sync in the
             middle of the step.
         with_gradient: layout -> parameters that got a gradient in this step.
     """
+
+    own_phases: frozenset[Phase] = frozenset({"update"})
 
     def __init__(
         self,
@@ -557,8 +569,8 @@ class StoreAccess:
     def end_step(self) -> None:
         """Make the updates that come last; every other op must have run."""
         while (op := self._next_op()) is not None:
-            assert op.phase == "update", f"the step ended before {op}"
-            self._update(op)
+            assert op.phase in self.own_phases, f"the step ended before {op}"
+            self._run(op)
 
     def _start(self, step: int, *, updates: bool, passes: bool) -> None:
         self._first_tick = step * len(self._program.ticks)
@@ -569,10 +581,10 @@ class StoreAccess:
             )
         self._ops, self._pinned = iter(self._tapes[kind].ops), self._tapes[kind].pinned
 
-    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
-        """Go to the op of a visit, making the updates that come before it."""
-        while (op := self._next_op()) is not None and op.phase == "update":
-            self._update(op)
+    def begin(self, phase: ModelPhase, visit: int) -> None:
+        """Go to the op of a visit, running those before it that the model does not announce."""
+        while (op := self._next_op()) is not None and op.phase in self.own_phases:
+            self._run(op)
         assert op is not None, f"the step is over before {phase} {visit}"
         assert (op.phase, op.visit) == (phase, visit), f"planned {op.phase} {op.visit}, not {phase} {visit}"
 
@@ -590,6 +602,10 @@ class StoreAccess:
         if self._timeline is not None:
             self._timeline.on_op(self._op)
         return self._op
+
+    def _run(self, op: Op) -> None:
+        """Run an op that the model does not announce."""
+        self._update(op)
 
     def _update(self, op: Op) -> None:
         assert self._updater is not None and self._pending is not None, f"no update to make: {op}"

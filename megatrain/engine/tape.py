@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Phase, Stays, StepProgram
+    from megatrain.engine.program import ModelPhase, Phase, Stays, StepProgram
     from tiered import Mode, TieredStore
 
 __all__ = ["Access", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "compile_step", "follow"]
@@ -125,6 +125,7 @@ class Op:
         tier: of its leases.
         held: leased together for the whole tick.
         passing: groups leased one after the other within it.
+        serves: as in ``Tick``.
     """
 
     tick: int
@@ -133,6 +134,7 @@ class Op:
     tier: str
     held: tuple[Use, ...]
     passing: tuple[tuple[Use, ...], ...]
+    serves: ModelPhase | None = None
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -205,6 +207,7 @@ def compile_step(
             tiers[number],
             tuple(uses[number, key] for key, _ in tick.held),
             tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing),
+            tick.serves,
         )
         for number, tick in chosen.items()
     )

@@ -26,9 +26,11 @@ from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_ou
 __all__ = [
     "NonFiniteGradientError",
     "SquaredNorm",
+    "add_in_order",
     "clip_coefficient",
     "global_norm",
     "gradient_scale",
+    "partial_squares",
     "squared_norm",
     "squared_norms",
     "sum_gradients",
@@ -72,6 +74,23 @@ def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> floa
         threads: Threads to compute on; None computes on the calling thread. The result is the same.
     """
     return _sum_in_order(_host_partials(gradient, threads))
+
+
+def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> Tensor:
+    """Return the fp64 sum of squares of each 65,536 elements of a gradient: [blocks], on its device. No host sync.
+
+    Args:
+        gradient: As for `squared_norm`, or as for `device_squared_norm`.
+        threads: Threads to compute on; None computes on the calling thread.
+    """
+    if gradient.is_cuda:
+        return device_partials(gradient)
+    return torch.tensor(_host_partials(gradient, threads), dtype=torch.float64)
+
+
+def add_in_order(partials: Tensor) -> float:
+    """Return the sum of fp64 numbers on the host, added one after the other, as `squared_norm` adds them."""
+    return float(np.add.accumulate(partials.numpy())[-1]) if len(partials) else 0.0
 
 
 def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[float]:

@@ -179,12 +179,12 @@ def tick_flops(plan: Plan) -> list[float]:
         flops: float = 0.0
         if is_traced and tick.phase == "head":
             flops = plan.trace.head_flops
-        elif is_traced and tick.phase != "update":
+        elif is_traced and tick.phase in ("forward", "backward"):
             visit = visits[tick.visit]
             again = visit.forward_flops if tick.visit in kept and visit.has_backward else 0
             again += visit.attention_flops if tick.visit in plan.program.saved_attention else 0
             flops = visit.forward_flops if tick.phase == "forward" else visit.backward_flops - again
-        elif tick.phase != "update":
+        elif tick.phase in ("forward", "head", "backward"):
             again = 0 if tick.visit in kept else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_elements for key, _ in tick.uses if blocks[key].kind == "weights")

@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import Access, Tape, compile_step, follow
+from megatrain.ranks.collectives import PEER
 from tiered import Mode
 from tiered.ext import route
 from tiered.units import format_size
@@ -64,7 +65,7 @@ class Traffic:
         stays: Stays,
         direct: Collection[tuple[str, str]] = (),
     ) -> None:
-        self._blocks, self._order, self._homes, self._direct = program.blocks, order, homes, direct
+        self._program, self._order, self._homes, self._direct = program, order, homes, direct
         self._first = compile_step(program, homes, stays, updates=False)
         pinned = compile_step(program, homes, stays, pinned=self._first.pinned).pinned
         self._step = compile_step(program, homes, stays, pinned=pinned)
@@ -97,11 +98,16 @@ class Traffic:
         for key, src, dst in tape.transfers(self._homes):
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
+        if not self._program.shares.are_whole:
+            tier = self._program.compute_tier
+            both = [self._program.collective_bytes(op.tick) for op in tape.ops]
+            moved[f"{tier}->{PEER}"] = sum(sent for sent, _ in both)
+            moved[f"{PEER}->{tier}"] = sum(received for _, received in both)
         return moved
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
         for a, b in _route(self._order, src, dst, self._direct):
-            moved[f"{a}->{b}"] += self._blocks[key].nbytes
+            moved[f"{a}->{b}"] += self._program.blocks[key].nbytes
 
 
 @dataclass(frozen=True, slots=True)

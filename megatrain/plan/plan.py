@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,8 @@ from megatrain.plan.placement import (
     Placement,
     TierBudget,
 )
+from megatrain.ranks.shares import RankLanes, Shares
+from megatrain.ranks.world import World
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ class RunSpec:
         trace_steps: numbers, from 1, of steps whose timeline is written.
         checkpoint: when it is saved.
         export: how the trained model is written.
+        world: the processes that train together.
     """
 
     name: str
@@ -152,6 +155,27 @@ class RunSpec:
     trace_steps: tuple[int, ...]
     checkpoint: CheckpointSpec
     export: ExportSpec
+    world: World = field(default_factory=World.single)
+
+    @property
+    def shares(self) -> Shares:
+        """What of each block this rank owns."""
+        return Shares(self.world.rank, self.world.size)
+
+    @property
+    def lanes(self) -> RankLanes:
+        """Which lanes of a step each rank computes."""
+        return RankLanes(self.world.size, self.world.size)
+
+    @property
+    def own_micro_batches(self) -> range:
+        """Numbers of the micro-batches of a step that this rank computes."""
+        return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
+
+    @property
+    def num_together(self) -> int:
+        """Micro-batches of this rank whose activations are there at once."""
+        return self.batch.together(len(self.own_micro_batches))
 
     @property
     def traced_on(self) -> torch.device:

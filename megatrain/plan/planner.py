@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.config.problems import ConfigError, Problem
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
@@ -23,6 +24,7 @@ from megatrain.engine.program import (
     state_key,
     stored_keys,
 )
+from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
@@ -97,7 +99,9 @@ def plan_run(
         FreezeError: the model cannot be trained.
         AdapterError: it has no place for such adapters.
         ParameterGroupError: a group of the optimizer names no parameter.
+        ConfigError: several ranks cannot run it so.
     """
+    check_ranks(run)
     subject = _look_at(run, padded, like)
     run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
@@ -139,6 +143,39 @@ def plan_run(
             )
             plan = fastest(chain((plan,), shared))
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+
+
+def check_ranks(run: RunSpec) -> None:
+    """Refuse what several ranks cannot do.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    world, num_micro_batches = run.world, run.batch.num_micro_batches
+    if world.is_single:
+        return
+    several = f"with {world.size} processes"
+    problems: list[Problem] = []
+    empty = [rank for rank in range(world.size) if not run.lanes.micro_batches_of_rank(rank, num_micro_batches)]
+    if empty:
+        message = (
+            f"a step has {num_micro_batches} micro-batches of {run.batch.micro_batch_rows} rows, and {several} "
+            f"{len(empty)} of them would have none"
+        )
+        advice = "Give every process one at least: lower it, raise the rows of a step, or start fewer processes"
+        problems.append(Problem("training.per_device_train_batch_size", message, advice))
+    if run.batch.order != "layer":
+        message = f'"{run.batch.order}": {several} all micro-batches of a layer run before the next layer'
+        problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
+    kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
+    if any(kind.elements_of is not None for kind in kinds):
+        message = f'"{run.optimizer.name}" needs whole matrices, and {several} each of them has a part of every matrix'
+        problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
+    if run.keep_graphs not in ("auto", 0):
+        message = f"{run.keep_graphs}: {several} weights are not in place from the forward to the backward"
+        problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
+    if problems:
+        raise ConfigError("the config", problems)
 
 
 def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
@@ -266,7 +303,7 @@ def _place(
     is_cuda = run.device.type == "cuda"
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
-        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.batch.num_together))
+        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together))
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -275,8 +312,10 @@ def _place(
         readers = buffer_bytes(subject.in_place.values(), graph.dtype)
         known = with_folder(budgets_with(program), program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
-        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.batch.num_together)
-        return keeper.solve(run.keep_graphs, attention_to_save(run))
+        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.num_together)
+        # A full copy of a weight is nobody's home: it cannot wait for the backward.
+        keep_graphs = run.keep_graphs if run.world.is_single else 0
+        return keeper.solve(keep_graphs, attention_to_save(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
         held = _build_program(run, subject, updates_beside_device=updates_beside_device)
@@ -284,12 +323,14 @@ def _place(
         if _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
         held = replace(held, kept_parts=parts_without_room(trace))
+        if not run.world.is_single:  # full copies and sums are whole
+            return solved(held)
         passing = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
         if not passing.by_part:
             return solved(held)
         in_head = any(trace.visits[visit].is_head for visit, _ in passing.by_part)
         passing = replace(passing, kept_parts=1 if in_head else held.kept_parts)
-        waiting = passing_bytes(graph, trace, passing, run.batch.num_together)
+        waiting = passing_bytes(graph, trace, passing, run.num_together)
         # Twice, since the head makes logits once more where parts pass.
         best, other = (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
         try:
@@ -365,6 +406,8 @@ def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRa
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
         return {}
+    if not run.world.is_single:  # the folder has tensors, not shares of them
+        return {}
     try:
         return layouts_in_place(open_loader(run.model.folder, graph), frozen)
     except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
@@ -395,7 +438,7 @@ def _build_program(
     program = ProgramBuilder(
         graph,
         subject.trace,
-        num_micro_batches=run.batch.num_micro_batches,
+        num_micro_batches=len(run.own_micro_batches),
         order=run.batch.order,
         compute_tier=subject.compute_tier,
         compute_dtype=graph.dtype,
@@ -407,6 +450,8 @@ def _build_program(
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
         passing_parts=passing_parts,
+        shares=run.shares,
+        lanes=run.lanes,
     ).build()
     return sharing_gradients(program)
 
@@ -560,6 +605,9 @@ def step_workspace_bytes(
         grad_dtype: of gradients at rest.
         num_micro_batches: that are there together.
     """
+    if not program.shares.are_whole:
+        own = workspace_bytes(trace, num_micro_batches, program.kept_parts)
+        return own + ranked_workspace_bytes(graph, program)
     return (
         workspace_bytes(trace, num_micro_batches, program.kept_parts)
         + gradient_staging_bytes(graph, trace, grad_dtype, program.by_part)
@@ -600,11 +648,11 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         capacity = machine.gpu_capacity_bytes(tiers, device)
         alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
         budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
-    capacity = machine.ram_capacity_bytes(tiers)
+    capacity = machine.ram_capacity_bytes(tiers) // run.world.local_size  # of the host, as are drives
     budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
     if tiers.drives:
         shares = check_rates(tiers.rates, len(tiers.drives))
-        capacity = machine.nvme_capacity_bytes(tiers, run.output_dir)
+        capacity = machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size
         budgets["nvme"] = TierBudget(
             "nvme",
             capacity,

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -106,6 +107,10 @@ class World:
     def host_number(self) -> int:
         """The number of this host, from 0."""
         return self.rank // self.local_size
+
+    def folder_in(self, folder: Path) -> Path:
+        """Return where in a folder of the run this rank has its own files: the folder itself, if it is alone."""
+        return folder if self.is_single else folder / f"rank{self.rank:05d}"
 
     def name_of(self, rank: int, host: str = "") -> str:
         """Return what messages call a rank: ``rank 3``, with its host where there are several."""

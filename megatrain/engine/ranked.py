@@ -1,0 +1,359 @@
+"""A step of which every rank owns a share of each block, and computes some of the micro-batches.
+
+`RankedAccess` stands where `StoreAccess` stands for a run of one process. The weights that the running model gets are
+full copies, gathered from the shares of all ranks; its gradients are summed in memory of their own, which an exchange
+cuts into shares and adds up in the order of lanes (`lanes.py`). Leases, updates and traffic of the shares are those of
+any run. Copies and sums are no blocks: they are workspace, and `exchange_room` plans it.
+
+All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.forward import QueuedLoss
+from megatrain.engine.head import count_labels, shifted_labels
+from megatrain.engine.lanes import total
+from megatrain.engine.program import layouts_of_unit
+from megatrain.engine.step import StepEngine, StoreAccess, zero_gaps
+from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.models.layout import views
+from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
+from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, StepProgram
+    from megatrain.engine.tape import Op
+    from megatrain.models.graph import ModelGraph, Unit
+    from megatrain.models.layout import UnitLayout
+    from megatrain.ranks.collectives import Collectives
+
+__all__ = ["RankedAccess", "RankedStepEngine", "ranked_workspace_bytes"]
+
+
+class RankedAccess(StoreAccess):
+    """Executes the tape of a rank: leases of shares, and the collectives between them and the running model.
+
+    Used by one thread, the one that runs the step.
+
+    Args:
+        collectives: of the ranks of the program.
+        arguments: of ``StoreAccess``.
+        named: of ``StoreAccess``.
+
+    Attributes:
+        window_bytes: the most that full copies, sums and what was received took together.
+    """
+
+    own_phases: frozenset[Phase] = frozenset({"update", "gather", "exchange"})
+
+    def __init__(self, collectives: Collectives, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        program = self._program
+        assert (collectives.rank, collectives.size) == (program.shares.rank, program.shares.size), program.shares
+        self._collectives = collectives
+        self._device = torch.device("cpu")  # of the shares, once one was gathered
+        self._layout_of_weight: dict[str, str] = {}
+        self._place_of_gradient: dict[str, tuple[str, int, int]] = {}  # key -> layout, use site, part
+        for layout in self._graph.layouts.values():
+            self._layout_of_weight.update(dict.fromkeys(program.weight_keys(layout), layout.name))
+            for use in range(len(self._uses_of_layouts[layout.name])):
+                for part, key in enumerate(program.gradient_keys(layout, use)):
+                    self._place_of_gradient[key] = layout.name, use, part
+        self._full: dict[tuple[Phase, int], dict[str, Tensor]] = {}  # by the tick that they are for
+        self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
+        self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of what this rank owns
+        self._held_bytes = 0
+        self.window_bytes = 0
+
+    # -- the tape ----------------------------------------------------------------------------------------------
+
+    def start_step(self, *arguments: Any, **named: Any) -> None:
+        """Begin a step; see ``StoreAccess``."""
+        self._full.clear()
+        self._sums.clear()
+        self._partials.clear()
+        self._held_bytes = 0
+        super().start_step(*arguments, **named)
+
+    def begin(self, phase: ModelPhase, visit: int) -> None:
+        """Go to the op of a visit; the full copies of the visit before are dropped first."""
+        self._drop_full()
+        super().begin(phase, visit)
+
+    def end_step(self) -> None:
+        """Run what comes last: exchanges and updates."""
+        self._drop_full()
+        super().end_step()
+
+    def _drop_full(self) -> None:
+        if self._op is not None:
+            for full in self._full.pop((self._op.phase, self._op.visit), {}).values():
+                self._note(-_nbytes(full))
+
+    def _run(self, op: Op) -> None:
+        if op.phase == "gather":
+            self._gather(op)
+        elif op.phase == "exchange":
+            self._exchange(op)
+        else:
+            self._update(op)
+
+    def _update(self, op: Op) -> None:
+        if not self._program.defers_updates:
+            # The norm of a layer, and which parameters have a gradient, are known when all ranks have said theirs.
+            layout = list(self._graph.layouts.values())[op.visit]
+            self.agree([layout])
+            if self._pending is not None and self._pending.scales is not None:
+                self._pending.scales.is_complete(layout.name, self.squared_norms[layout.name])
+        super()._update(op)
+
+    def _note(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self.window_bytes = max(self.window_bytes, self._held_bytes)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _gather(self, op: Op) -> None:
+        """Gather full copies of weights for the tick that this one serves."""
+        assert op.serves is not None, op
+        program, keys = self._program, self._own_keys(op, op.held)
+        names = dict.fromkeys(self._layout_of_weight[key] for key in keys)
+        full: dict[str, Tensor] = {}
+        with self._leases(keys) as shares:
+            self._device = shares[keys[0]].device
+            for layout in (self._graph.layouts[name] for name in names):
+                own = [shares[key] for key in program.weight_keys(layout)]
+                copy = torch.empty(program.full_elements(layout), dtype=own[0].dtype, device=self._device)
+                self._note(_nbytes(copy))
+                # In order: where the shares of a part end in the next one, that is gathered over it.
+                for part, share in zip(program.weight_parts_of(layout), own, strict=True):
+                    self._collectives.gather(_within(copy, program.shares.gathered(part)), share)
+                full[layout.name] = copy
+        self._full[op.serves, op.visit] = full
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+        """Yield the unit's parameters by full name: views of the full copies."""
+        assert self._op is not None, "no op has begun, or the step is over"
+        full = self._full[self._op.phase, self._op.visit]
+        tensors: dict[str, Tensor | MatrixParts] = {}
+        for name in layouts_of_unit(self._graph, unit.index):
+            layout = self._graph.layouts[name]
+            tensors.update(views(full[name][: layout.num_elements], layout))
+        yield tensors
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
+        """Yield the accumulators of this use site: fp32 sums over the micro-batches of this rank."""
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
+        layouts = [layout for layout in layouts if layout.trainable]
+        targets: dict[str, Tensor] = {}
+        added: set[str] = set()
+        for layout in layouts:
+            use = self._uses_of_layouts[layout.name].index(visit)
+            length = self._program.full_elements(layout)
+            sums = torch.empty(length, dtype=torch.float32, device=self._device)
+            self._note(_nbytes(sums))
+            self._sums[layout.name, use] = [sums]
+            targets.update(views(sums[: layout.num_elements], layout))
+        yield GradientAccumulator(targets, added)
+        for layout in layouts:
+            filled = self._filled_at(layout.name, visit)
+            filled.update(entry.name for entry in layout.entries if entry.name in added)
+            use = self._uses_of_layouts[layout.name].index(visit)
+            for sums in self._sums[layout.name, use]:
+                zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
+
+    def _exchange(self, op: Op) -> None:
+        """Add up the sums of all ranks: each rank those of what it owns, which go to its blocks."""
+        program = self._program
+        for group in op.passing:
+            keys = self._own_keys(op, group)
+            name, use, part = self._place_of_gradient[keys[0]]
+            layout = self._graph.layouts[name]
+            parts, sums = program.parts_of(layout), self._sums[name, use]
+            with self._leases(keys) as tensors:
+                block, *others = (tensors[key] for key in keys)
+                owned = len(program.shares.owned(parts[part]))
+                block.copy_(self._added([_within(each, program.shares.gathered(parts[part])) for each in sums]))
+                block[owned:].zero_()  # the shares of a part end where others begin
+                if part == len(parts) - 1:
+                    self._note(-sum(map(_nbytes, self._sums.pop((name, use)))))
+                if use == 0:  # the backward reaches the first use site last: now those of all of them are complete
+                    for other in others:
+                        if block.is_cuda:
+                            block.add_(other)
+                        else:
+                            sum_gradients(block, other, self._threads)
+                    self._partials[name, part] = partial_squares(block[:owned], self._threads)
+
+    def _added(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the sum over all lanes of what this rank owns of a part.
+
+        Args:
+            sums: of this rank's ranges of lanes: the shares of all ranks, one after the other.
+        """
+        lanes, size, rank = self._program.lanes, self._collectives.size, self._collectives.rank
+        of_ranks = [lanes.sums_of_rank(each) for each in range(size)]
+        length = sums[0].numel() // size
+        received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
+        self._note(_nbytes(received))
+        found: dict[tuple[int, int], Tensor] = {}
+        start = 0
+        for number in range(max(map(len, of_ranks))):
+            lengths = [length * (number < len(ranges)) for ranges in of_ranks]
+            stop = start + sum(lengths)
+            own = sums[number] if number < len(sums) else received[:0]
+            sent = [length * (number < len(of_ranks[rank]))] * size
+            self._collectives.exchange(received[start:stop], own, lengths, sent)
+            rows = iter(received[start:stop].view(-1, length))
+            found.update((ranges[number], next(rows)) for ranges in of_ranks if number < len(ranges))
+            start = stop
+        self._note(-_nbytes(received))
+        return total(0, lanes.count, found, Tensor.add_)
+
+    # -- what all ranks have to know ---------------------------------------------------------------------------
+
+    def agree(self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = ()) -> list[float]:
+        """Tell all ranks of complete gradients: afterwards norms, and what got a gradient, are those of all lanes.
+
+        Waits for all ranks, and for the device.
+
+        Args:
+            layouts: whose gradients are complete; the same on all ranks.
+            terms: of this rank's loss.
+
+        Returns:
+            The terms of all ranks, in the order of their micro-batches.
+        """
+        places = [(layout, part) for layout in layouts for part in range(len(self._program.parts_of(layout)))]
+        partials = [self._partials.pop((layout.name, part)) for layout, part in places]
+        numbers = torch.cat([torch.empty(0, dtype=torch.float64), *_on_host([*terms, *partials])])
+        filled = {layout.name: set().union(*self._filled[layout.name].values()) for layout in layouts}
+        records = self._collectives.gather_objects((len(terms), numbers.numpy(), filled))
+        found = [(torch.from_numpy(of_rank), count) for count, of_rank, _ in records]
+        positions = [count for _, count in found]
+        shares = self._program.shares
+        for layout in layouts:
+            squares: list[Tensor] = []
+            for part in self._program.parts_of(layout):
+                for rank, (of_rank, _) in enumerate(found):
+                    count = -(-len(shares.owned(part, rank)) // SHARE_BLOCK_ELEMENTS)
+                    squares.append(of_rank[positions[rank] : positions[rank] + count])
+                    positions[rank] += count
+            self.squared_norms[layout.name] = add_in_order(torch.cat(squares))
+            self.with_gradient[layout.name] = set().union(*(names[layout.name] for _, _, names in records))
+        return [number for of_rank, count in found for number in of_rank[:count].tolist()]
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return numbers in double precision on the host, in order: those on a device with one copy."""
+    flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
+    return [torch.cat(flat).cpu()] if flat else []
+
+
+def _within(tensor: Tensor, elements: range) -> Tensor:
+    return tensor[elements.start : elements.stop]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class RankedStepEngine(StepEngine):
+    """Runs optimizer steps with the other ranks of a run: every rank calls the same methods, in the same order.
+
+    Each rank is given all micro-batches of a step, and computes its own. Losses, norms and decisions are the same on
+    all of them.
+
+    Args:
+        collectives: of the ranks of the program.
+        arguments: of ``StepEngine``.
+        named: of ``StepEngine``.
+    """
+
+    _access: RankedAccess
+
+    def __init__(self, collectives: Collectives, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named, make_access=partial(RankedAccess, collectives))
+        self._collectives = collectives
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """By link, what steps have sent to other ranks, and received from them."""
+        return dict(self._collectives.moved_bytes)
+
+    @property
+    def window_bytes(self) -> int:
+        """The most that full copies of weights, sums of gradients and what was received have taken together."""
+        return self._access.window_bytes
+
+    def _queue(self, micro_batches: Sequence[Mapping[str, Tensor]], *, seed: int) -> QueuedLoss:
+        own = self._program.lanes.micro_batches_of_rank(self._collectives.rank, len(micro_batches))
+        counts = [count_labels(shifted_labels(each["labels"]).reshape(-1)) for each in micro_batches]
+        queued = self._runner.queue(
+            [micro_batches[number] for number in own], num_items=sum(counts), seed=seed, first_number=own.start
+        )
+        return replace(queued, num_trained_tokens=sum(counts))
+
+    def _read(self, queued: QueuedLoss) -> tuple[float, float]:
+        layouts = [layout for layout, _ in self._updater.trained.values()]
+        terms = self._access.agree(layouts if self._defers else (), queued.terms)
+        squares = [float(self._access.squared_norms[layout.name]) for layout in layouts]
+        return float(sum(terms)), global_norm(squares)
+
+
+def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
+    """Return what full copies of weights, sums of gradients and what is received take at once, at most.
+
+    They are there from tick to tick: a full copy from its gather to the end of the tick that it serves, a sum from
+    there to the exchange of its last part.
+    """
+    copies: dict[tuple[Phase, int], int] = {}
+    sums: dict[tuple[Phase, int], int] = {}  # of all layouts of a visit
+    for number, tick in enumerate(program.ticks):
+        if tick.serves is not None:
+            found = copies if tick.phase == "gather" else sums
+            found[tick.serves, tick.visit] = sum(_full_bytes(graph, program, number).values())
+    live = most = 0
+    for number, tick in enumerate(program.ticks):
+        served = tick.phase, tick.visit
+        if tick.phase == "gather":
+            live += sum(_full_bytes(graph, program, number).values())
+        elif tick.phase == "exchange":
+            left = _full_bytes(graph, program, number)
+            blocks = [program.contents(number, group[0][0]) for group in tick.passing]
+            for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+                most = max(most, live + program.lanes.num_sums * 4 * block.num_elements)
+                if following is None or following.whole != block.whole:
+                    live -= left[block.whole]
+        else:
+            live += sums.get(served, 0)
+        most = max(most, live)
+        if tick.serves is None:
+            live -= copies.get(served, 0)
+    return most
+
+
+def _full_bytes(graph: ModelGraph, program: StepProgram, number: int) -> dict[str, int]:
+    """Return the bytes of each full copy that a tick gathers, or of the sums that it exchanges, by key."""
+    tick = program.ticks[number]
+    blocks = [program.blocks[key] for key, _ in tick.held]
+    blocks += [program.contents(number, group[0][0]) for group in tick.passing]
+    num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
+    return {
+        block.whole: program.full_elements(graph.layouts[block.whole.rpartition("/")[0]])
+        * (block.dtype.itemsize if tick.phase == "gather" else 4 * num_sums)
+        for block in blocks
+    }

@@ -1,0 +1,180 @@
+"""Runs of several ranks on one machine: processes of a fork server that has imported torch and transformers once."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.ranks.world import World, init
+from megatrain.trainer import Trainer
+
+#: A world of tiny models takes a few seconds; one that hangs must not take the suite along.
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class RankResult:
+    """What one rank saw of a run, and what it holds at its end.
+
+    Attributes:
+        blocks: by key of weights and optimizer state.
+        moved: by link, between tiers and between ranks.
+        planned: by link, what the plan says of as many steps.
+        tiers: name -> high water and capacity.
+        window: most bytes of full copies and sums, and what was planned for them.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    window: tuple[int, int] = (0, 0)
+
+
+def run_world(size: int, job: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Return what ``job(world, *arguments)`` returns on each of ``size`` ranks; an error of one is raised here.
+
+    Args:
+        job: a function of a module, so that another process can import it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["processes.worlds", "transformers.models.llama.modeling_llama"])
+    meeting = Path(arguments[0], f"meeting-{uuid.uuid4().hex}")
+    meeting.parent.mkdir(parents=True, exist_ok=True)
+    ends: list[Connection] = []
+    ranks = []
+    for rank in range(size):
+        own, other = context.Pipe(duplex=False)
+        ranks.append(context.Process(target=_run_rank, args=(rank, size, str(meeting), other, job, arguments)))
+        ranks[-1].start()
+        other.close()
+        ends.append(own)
+    results: list[Any] = [None] * size
+    try:
+        waiting = dict(zip(ends, range(size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=timeout_s)
+            assert ready, f"ranks {sorted(waiting.values())} of {size} said nothing for {timeout_s:.0f} s"
+            for end in ready:
+                assert isinstance(end, Connection)
+                rank = waiting.pop(end)
+                is_error, results[rank] = pickle.loads(end.recv_bytes())
+                assert not is_error, f"rank {rank} of {size}: {results[rank]}"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return results
+
+
+def _run_rank(
+    rank: int, size: int, meeting: str, answer: Connection, job: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    world = World.local(rank, size)
+    try:
+        store = torch.distributed.FileStore(meeting, size)
+        init(world, torch.device("cpu"), store)
+        answer.send_bytes(pickle.dumps((False, job(world, *arguments))))  # a plain pickle: tensors by value
+    except BaseException:
+        answer.send_bytes(pickle.dumps((True, traceback.format_exc())))
+    answer.close()
+    sys.stdout.flush()
+    os._exit(0)  # see ``megatrain.ranks.world.destroy``
+
+
+def plan_of_rank(config: Path, world: World) -> Plan:
+    """Return the plan of a rank for a config file."""
+    return plan_run(replace(resolve(load_config(config).config), world=world))
+
+
+def train(
+    world: World,
+    folder: Path,
+    configs: Sequence[str],
+    num_steps: int,
+    change: Callable[[list[dict[str, Tensor]], int], None] | None = None,
+) -> RankResult:
+    """Train some steps, and return all that is to be the same for every world.
+
+    Args:
+        folder: of the test.
+        configs: text for each rank; the last one for those that have none.
+        change: is given the micro-batches of each step and its number, to change them in place.
+    """
+    from oracles.tiered_run import make_loader
+
+    path = folder / f"rank{world.rank}.toml"
+    path.write_text(configs[min(world.rank, len(configs) - 1)])
+    config = load_config(path).config
+    plan = plan_of_rank(path, world)
+    loader, result = make_loader(config, plan), RankResult()
+    with Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        store = trainer.store
+        store.wait_idle()
+        before = store.stats()
+        engine = trainer.make_engine(num_steps)
+        for number in range(num_steps):
+            micro_batches = [dict(each) for each in next(loader).micro_batches]
+            if change is not None:
+                change(micro_batches, number)
+            found = engine.step(micro_batches, number=number, lr=1e-3)
+            result.losses.append(found.loss)
+            result.norms.append(found.grad_norm)
+            result.skipped.append(found.skipped)
+            result.num_tokens.append(found.num_trained_tokens)
+        engine.finish_updates()
+        store.wait_idle()
+        moved = store.stats() - before
+        result.moved = {link: stats.num_bytes for link, stats in moved.links.items()}
+        result.moved.update(getattr(engine, "moved_bytes", {}))
+        result.planned = plan.placement.run_traffic_bytes(num_steps)
+        result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in moved.tiers.items()}
+        assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved
+        trainer.end_steps()
+        for layout in plan.graph.layouts.values():
+            parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
+            for block in plan.program.blocks.values():
+                if block.kind == "optimizer" and block.whole.rpartition("/")[0] == layout.name:
+                    number = int(block.key.rpartition(".")[2]) if block.part_of else 0
+                    parts[block.key] = plan.program.owned_parts_of(layout)[number]
+            for key, owned in parts.items():
+                home = plan.placement.homes[key]
+                with store.acquire(key, "gpu" if home == "gpu" else "ram") as lease:
+                    assert not lease.tensor[len(owned) :].any(), f"{key}: what lies past the end is not zero"
+                    result.blocks[key] = lease.tensor[: len(owned)].clone()
+    return result
+
+
+def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
+    """Return a digest of every block of weights and state, its parts and shares put together, without padding."""
+    joined: dict[str, list[Tensor]] = {}
+    for key in results[0].blocks:
+        name, _, kind = key.rpartition("/")
+        joined.setdefault(f"{name}/{kind.partition('.')[0]}", []).extend(result.blocks[key] for result in results)
+    return {
+        key: hashlib.sha256(torch.cat(shares).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for key, shares in joined.items()
+    }
