@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from bench.common import QUICKSTART, Report, step_shape
+from bench.common import QUICKSTART, Report, forget_high_water, high_water_bytes, step_shape
 from bench.models import write_shape
 from bench.nvme_step import ON_NVME, Drive
 from bench.sides import MicroBatches, Ours, batches, run_config
@@ -337,18 +336,6 @@ def _lend_weights(graph: ModelGraph, unit: Unit, loader: WeightLoader) -> None:
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, leaf = name.rpartition(".")
     module.get_submodule(path)._parameters[leaf] = parameter
-
-
-def high_water_bytes() -> int:
-    """Return the most memory that this process has had."""
-    found = re.search(r"VmHWM:\s+([0-9]+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    return int(found[1]) * 1024 if found else 0
-
-
-def forget_high_water() -> None:
-    """Count `high_water_bytes` from what the process has now (Linux, proc(5))."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -243,18 +243,24 @@ class Ours:
 
 
 class Plain:
-    """Plain PyTorch: the Hugging Face model whole in RAM, gradient checkpointing, accumulation, fused AdamW."""
+    """Plain PyTorch: the Hugging Face model whole in RAM, accumulation, fused AdamW.
 
-    def __init__(self, config: RunConfig) -> None:
+    Args:
+        config: model, optimizer and its values.
+        checkpointing: run every layer again in the backward; else all activations are kept.
+    """
+
+    def __init__(self, config: RunConfig, *, checkpointing: bool = True) -> None:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(
             config.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa"
         )
         self._model.train()
-        model = self._model  # transformers 5.23 renamed the switch
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        model = self._model
+        if checkpointing:  # transformers 5.23 renamed the switch
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         table = config.optimizer
         self._max_grad_norm = table.max_grad_norm
         decaying: list[Tensor] = []

@@ -1,17 +1,19 @@
-"""Step time: ours with everything in RAM, ours with its state on NVMe, and plain PyTorch.
+"""Step time and memory: ours with everything in RAM, ours with its state on NVMe, and plain PyTorch, twice.
 
     python bench/step.py --json
     python bench/step.py --quick              # a minute: the 0.82 M model of this repository
     python bench/step.py --model FOLDER --tokens 2x2x256 --steps 5
 
-The three sides take turns step by step in one process, on the same micro-batches, from the same weights, with the
-same threads. Claim: in RAM a step takes at most 1.10 times the plain one; placement changes no bit of the loss;
-every link moves exactly the planned bytes.
+The sides take turns step by step in one process, on the same micro-batches, from the same weights, with the same
+threads. Plain PyTorch runs its layers again in the backward (`plain`), or keeps all activations (`plain_keeps`); ours
+keeps what memory allows. Claim: in RAM a step takes at most 1.10 times the one that recomputes; placement changes no
+bit of the loss; every link moves exactly the planned bytes. Memory is that of a process of its own for each side.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import sys
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.common import QUICKSTART, Report, step_shape
+from bench.common import QUICKSTART, Report, high_water_bytes, step_shape
 from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
@@ -36,7 +38,10 @@ from megatrain.optim.threads import default_num_threads
 TARGET_RATIO = 1.10
 #: Sums are taken in another order than PyTorch takes them, so losses drift apart by rounding.
 LOSS_TOLERANCE = 1e-3
-RAM, NVME, PLAIN = "ours_ram", "ours_nvme", "plain"
+RAM, NVME, PLAIN, PLAIN_KEEPS = "ours_ram", "ours_nvme", "plain", "plain_keeps"
+SIDES = (RAM, NVME, PLAIN, PLAIN_KEEPS)
+#: Of the processes that are looked at for their memory: the second has the optimizer's state of the first.
+MEMORY_STEPS = 2
 LR = 1e-4
 
 Rounds = Sequence[Mapping[str, StepTimes]]
@@ -71,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="rounds that are measured, after one that is not")
     parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a step, e.g. 2x2x256")
     parser.add_argument("--ram", help='RAM tier of the NVMe side, e.g. "700MiB"; default: a quarter above its minimum')
+    parser.add_argument("--memory", action="store_true", help="with --quick: measure memory as well, in more processes")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
     return parser.parse_args()
 
@@ -119,7 +125,11 @@ class Bench:
                 RAM: stack.enter_context(Ours(config, 1 + self._num_steps)),
                 NVME: stack.enter_context(Ours(nvme_config, 1 + self._num_steps)),
             }
-            sides: dict[str, Ours | Plain] = {**ours, PLAIN: Plain(config)}
+            sides: dict[str, Ours | Plain] = {
+                **ours,
+                PLAIN: Plain(config),
+                PLAIN_KEEPS: Plain(config, checkpointing=False),
+            }
             rounds = []
             for _ in range(1 + self._num_steps):
                 micro_batches = next(data)
@@ -132,6 +142,8 @@ class Bench:
         self._tell_losses(rounds)
         for name, side in ours.items():
             self._tell_traffic(name, side)
+        if self._arguments.memory or not self._arguments.quick:
+            self._tell_memory({RAM: config, NVME: nvme_config, PLAIN: config, PLAIN_KEEPS: config})
 
     def _nvme_config(self) -> RunConfig:
         """Return the config whose RAM tier holds little more than the largest working set."""
@@ -143,21 +155,22 @@ class Bench:
         return run_config(self._model, self._arguments.text, self._shape, self._folder, tiers=tiers)
 
     def _tell_times(self, rounds: Rounds) -> None:
-        for name in (RAM, NVME, PLAIN):
+        for name in SIDES:
             seconds = [step[name].total_s for step in rounds]
             self._report.row(f"{name}.step", statistics.median(seconds), "s")
             self._report.row(f"{name}.steps", [round(second, 4) for second in seconds], "s")
             self._report.row(f"{name}.rate", self._tokens / statistics.median(seconds), "tokens/s")
-        for name, target in ((RAM, TARGET_RATIO), (NVME, None)):
-            ratios = [step[name].total_s / step[PLAIN].total_s for step in rounds]
+        pairs = ((RAM, PLAIN, TARGET_RATIO), (NVME, PLAIN, None), (RAM, PLAIN_KEEPS, None))
+        for name, other, target in pairs:
+            ratios = [step[name].total_s / step[other].total_s for step in rounds]
             ratio = statistics.median(ratios)
             ok = None if target is None else ratio <= target
-            self._report.row(f"ratio.{name}/{PLAIN}", ratio, "x", target=target, ok=ok, timing=True)
-            self._report.row(f"ratio.{name}/{PLAIN}.each", [round(each, 4) for each in ratios], "x")
+            self._report.row(f"ratio.{name}/{other}", ratio, "x", target=target, ok=ok, timing=True)
+            self._report.row(f"ratio.{name}/{other}.each", [round(each, 4) for each in ratios], "x")
 
     def _tell_parts(self, rounds: Rounds) -> None:
         """Print where the time went; the updates of ours are made during the forward."""
-        for name in (RAM, NVME, PLAIN):
+        for name in SIDES:
             for part in rounds[0][name].parts_s:
                 seconds = statistics.median(step[name].parts_s[part] for step in rounds)
                 self._report.row(f"{name}.{part}", seconds, "s")
@@ -189,6 +202,33 @@ class Bench:
         for counter in ("prefetch_on_time", "prefetch_late", "prefetch_wasted"):
             total = sum(getattr(window, counter) for window in side.windows)
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
+
+    def _tell_memory(self, configs: Mapping[str, RunConfig]) -> None:
+        """Print the memory of a process that takes steps as one side: at its peak, and before the model is made."""
+        context = multiprocessing.get_context("spawn")
+        for name, config in configs.items():
+            with context.Pool(1) as pool:
+                before, peak = pool.apply(memory_of, (name, config))
+            self._report.row(f"{name}.process.before", before, "bytes")
+            self._report.row(f"{name}.process.peak", peak, "bytes")
+
+
+def memory_of(name: str, config: RunConfig) -> tuple[int, int]:
+    """Take steps as one side, in this process; return its memory before, and the most that it had."""
+    torch.set_num_threads(default_num_threads())
+    data = batches(config)
+    before = high_water_bytes()
+    with ExitStack() as stack:
+        side: Ours | Plain
+        if name in (RAM, NVME):
+            side = stack.enter_context(Ours(config, MEMORY_STEPS))
+        else:
+            side = Plain(config, checkpointing=name == PLAIN)
+        for _ in range(MEMORY_STEPS):
+            side.step(next(data), LR)
+        if isinstance(side, Ours):
+            side.finish()
+    return before, high_water_bytes()
 
 
 if __name__ == "__main__":

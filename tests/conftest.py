@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Figures that doctor measured on this machine decide placements; tests start without any. XDG: must be absolute.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatrain-tier-tests-")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -49,6 +50,15 @@ SHARE, FEWEST = 7, 6  # a prime: of two parameters, one would else have the same
 SHORT = ("tests/megatrain/engine/test_mirror.py", "tests/parity/test_parts.py")
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed", "gpu", "gpu_profile")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread of torch: at tiny shapes more would only change the order of sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs

@@ -97,13 +97,21 @@ def test_rows(name: str) -> None:
     assert len({(row["name"], row["T"]) for row in rows}) == len(rows)
 
 
-def test_step_compares_the_three_sides() -> None:
+def test_step_compares_the_sides() -> None:
+    sides = ("ours_ram", "ours_nvme", "plain", "plain_keeps")
     rows = {row["name"]: row for row in run("step")}
     assert {row["T"] for row in rows.values()} == {64}
-    assert all(rows[f"{side}.step"]["value"] > 0 for side in ("ours_ram", "ours_nvme", "plain"))
+    assert all(rows[f"{side}.step"]["value"] > 0 for side in sides)
     assert rows["ratio.ours_ram/plain"]["target"] == 1.10
     assert rows["ours_nvme.nvme->ram.moved"]["value"] > 0  # the drive takes part
     assert rows["loss.steps_that_differ_by_placement"]["value"] == 0
+
+
+@pytest.mark.slow
+def test_step_measures_the_memory_of_each_side() -> None:
+    rows = {row["name"]: row["value"] for row in run("step", "--memory")}
+    for side in ("ours_ram", "ours_nvme", "plain", "plain_keeps"):
+        assert rows[f"{side}.process.peak"] > rows[f"{side}.process.before"] > 0
 
 
 def test_embedded_optimizer_computes_what_torch_does() -> None:

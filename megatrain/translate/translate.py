@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, dotted, format_value, schema_key
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, format_value, schema_key
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import Draft, Entry, Left, Source, plain_key, read_command_line, read_source
@@ -118,6 +118,8 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
     _TRANSLATORS[draft.source.tool](draft)
     drop_evaluation_without_rows(draft)
     _gather_processes(draft)
+    if "output_dir" not in draft.entries:
+        draft.fill_in("output_dir", "outputs/first", "folder of the run")
     _settle(draft)
     where = (folder or base).resolve()
     entries = {
@@ -175,8 +177,8 @@ def _problems(draft: Draft) -> list[tuple[str, str]]:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        found = [(dotted(detail["loc"]), explain_error(detail)) for detail in details]
-        return [(problem.key if problem else key, str(problem or key)) for key, problem in found]
+        found = (explain_error(detail) for detail in details)
+        return [(problem.key, str(problem)) for problem in found if problem is not None]
     bad = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
     return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad]
 

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from oracles.huggingface import build_model, evaluate
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import EXAMPLES, config_text
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Batches = Sequence[Mapping[str, torch.Tensor]]
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "dropout": 0.2, "attention_dropout": 0.2}
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
@@ -49,14 +51,6 @@ NUM_STEPS = 5
 #: Three steps, an evaluation, two steps, an evaluation; one before all of them.
 EVALUATION = "eval_steps = 3\neval_on_start = true"
 SEGMENTS = (3, 2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_runner(config: Any, model: Any, dtype: torch.dtype = torch.float32) -> tuple[LayerRunner, MemoryAccess]:

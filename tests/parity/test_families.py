@@ -14,17 +14,10 @@ from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_conf
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = 11
 TIED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "granite", "cohere2", "smollm3")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Tiny shapes: threads would only make reductions differ."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def streamed(

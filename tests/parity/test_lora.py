@@ -16,16 +16,10 @@ from oracles.huggingface import Reference, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, peft_model, plain_name
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = 11
 LINEAR = ("q_proj", "v_proj", "down_proj")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def streamed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,11 @@ from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import config_text, run_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = 11
 FACTOR, ALPHA = 0.2, 5.0
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def streamed(config: Any, model: Any, objective: Objective, order: Any = "layer") -> tuple[float, dict[str, Any]]:

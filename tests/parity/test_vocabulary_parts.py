@@ -26,17 +26,11 @@ from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import config_text, run_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = 11
 ROWS, COLUMNS = 4, 16  # seven parts of 15 words, the last of 11
 PARTS = 7
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def runner_of(

@@ -545,6 +545,12 @@ def test_a_real_config_with_one_wrong_value(data: st.DataObject) -> None:
             assert load_config(out).config is not None
 
 
+def test_a_config_without_a_folder_of_the_run_is_given_one_to_fill_in(tmp_path: Path) -> None:
+    text = "stage: sft\nmodel_name_or_path: m\nfinetuning_type: full\ndataset: x\n"
+    translation, config = translate(tmp_path, text)
+    assert config.output_dir == tmp_path / "outputs/first" and "output_dir" in translation.to_fill_in
+
+
 def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
     info = {"whales": {"file_name": "whales.json", "formatting": "sharegpt", "columns": {"images": "pictures"}}}
     (tmp_path / "data").mkdir()
