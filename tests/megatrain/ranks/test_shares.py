@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ def test_every_element_has_one_owner(blocks: int, length: int, size: int) -> Non
     part = range(blocks * SHARE_BLOCK_ELEMENTS, blocks * SHARE_BLOCK_ELEMENTS + length)
     shares = [Shares(rank, size) for rank in range(size)]
     owned = [each.owned(part) for each in shares]
-    assert all(before.stop == after.start for before, after in zip(owned, owned[1:], strict=False))
+    assert all(before.stop == after.start for before, after in pairwise(owned))
     assert owned[0].start == part.start and owned[-1].stop == part.stop
     assert owned == [shares[0].owned(part, rank) for rank in range(size)]
     # All blocks are equally long, no longer than they have to be, and no partial sum of a norm lies on two ranks.
