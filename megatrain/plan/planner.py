@@ -182,8 +182,8 @@ def check_ranks(run: RunSpec) -> None:
     several = f"with {world.size} processes"
     if run.num_lanes < world.size:
         message = (
-            f"{run.num_lanes}: {several} there must be as many lanes at least. The number of lanes decides about the "
-            "last bits of a run, which keeps it"
+            f"training.gradient_lanes = {run.num_lanes}: {several} there must be as many lanes at least. The number "
+            "of lanes decides about the last bits of a run, which keeps it"
         )
         advice = f"Start {run.num_lanes} processes at most, or begin a new run with more lanes"
         raise ConfigError("the config", [Problem("training.gradient_lanes", message, advice)])
@@ -191,20 +191,28 @@ def check_ranks(run: RunSpec) -> None:
     empty = [rank for rank in range(world.size) if not run.lanes.micro_batches_of_rank(rank, num_micro_batches)]
     if empty:
         message = (
-            f"a step has {num_micro_batches} micro-batches of {run.batch.micro_batch_rows} rows, and {several} "
-            f"{len(empty)} of them would have none"
+            f"training.per_device_train_batch_size: a step has {num_micro_batches} micro-batches of "
+            f"{run.batch.micro_batch_rows} rows, and {several} {len(empty)} of these would have none"
         )
         advice = "Give every process one at least: lower it, raise the rows of a step, or start fewer processes"
         problems.append(Problem("training.per_device_train_batch_size", message, advice))
     if run.batch.order != "layer":
-        message = f'"{run.batch.order}": {several} all micro-batches of a layer run before the next layer'
+        message = (
+            f'advanced.micro_batch_order = "{run.batch.order}": {several} all micro-batches of a layer run before the '
+            "next layer"
+        )
         problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
     kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
     if any(kind.elements_of is not None for kind in kinds):
-        message = f'"{run.optimizer.name}" needs whole matrices, and {several} each of them has a part of every matrix'
+        message = (
+            f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
+        )
         problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
     if run.keep_graphs not in ("auto", 0):
-        message = f"{run.keep_graphs}: {several} weights are not in place from the forward to the backward"
+        message = (
+            f"advanced.keep_graphs = {run.keep_graphs}: {several} weights are not in place from the forward to the "
+            "backward"
+        )
         problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
     if problems:
         raise ConfigError("the config", problems)

@@ -220,6 +220,7 @@ def test_ranks_are_refused_together(folder: Path) -> None:
 
 
 REFUSED = {
+    "training.gradient_lanes": ("gradient_lanes = 3", 4),
     "training.per_device_train_batch_size": ("", 8),
     "advanced.micro_batch_order": ('[advanced]\nmicro_batch_order = "micro_batch"', 2),
     "advanced.keep_graphs": ("[advanced]\nkeep_graphs = 2", 2),
