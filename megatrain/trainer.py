@@ -24,11 +24,19 @@ from megatrain.checkpoint.resume import (
     check_changes,
     continued_position,
     find_candidates,
+    lanes_of_newest,
 )
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolve import resolve, resolve_evaluation, resolve_logging, with_commit, with_packing
+from megatrain.config.resolve import (
+    resolve,
+    resolve_evaluation,
+    resolve_logging,
+    with_commit,
+    with_lanes,
+    with_packing,
+)
 from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
@@ -132,9 +140,14 @@ class Trainer:
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
     ) -> None:
+        if plan is None:
+            # Before the plan: open sums of lanes take memory.
+            kept = lanes_of_newest(config.output_dir, config.checkpoint.resume_from_checkpoint)
+            config = config if kept is None else with_lanes(config, kept)
         self.plan = plan or plan_run(resolve(config))
         self.run = self.plan.run
-        self.config = with_commit(with_packing(config, self.run.data.packing), self.run.model.hub)
+        config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
+        self.config = with_commit(config, self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
         self._allow_config_change = allow_config_change

@@ -24,7 +24,7 @@ from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.lanes import total
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import StepEngine, StoreAccess, zero_gaps
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import views
 from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
@@ -158,21 +158,34 @@ class RankedAccess(StoreAccess):
         """Yield the accumulators of this use site: fp32 sums over the micro-batches of this rank."""
         layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
         layouts = [layout for layout in layouts if layout.trainable]
-        targets: dict[str, Tensor] = {}
-        added: set[str] = set()
+        made: list[dict[str, Tensor]] = []  # for each open sum of lanes: memory by layout
+
+        def room() -> GradientAccumulator:
+            memory = {
+                layout.name: torch.empty(self._program.full_elements(layout), dtype=torch.float32, device=self._device)
+                for layout in layouts
+            }
+            self._note(sum(map(_nbytes, memory.values())))
+            made.append(memory)
+            targets: dict[str, Tensor] = {}
+            for layout in layouts:
+                targets.update(views(memory[layout.name][: layout.num_elements], layout))
+            return GradientAccumulator(targets, set())
+
+        accumulator = LaneAccumulator(self._program.own_lanes, room(), room)
+        yield accumulator
+        left = [None if each is None else each.added for _, each in accumulator.close()]
+        while len(made) < len(left):  # no micro-batch has lanes there
+            room()
+        for memory in made[len(left) :]:
+            self._note(-sum(map(_nbytes, memory.values())))
         for layout in layouts:
             use = self._uses_of_layouts[layout.name].index(visit)
-            length = self._program.full_elements(layout)
-            sums = torch.empty(length, dtype=torch.float32, device=self._device)
-            self._note(_nbytes(sums))
-            self._sums[layout.name, use] = [sums]
-            targets.update(views(sums[: layout.num_elements], layout))
-        yield GradientAccumulator(targets, added)
-        for layout in layouts:
-            filled = self._filled_at(layout.name, visit)
-            filled.update(entry.name for entry in layout.entries if entry.name in added)
-            use = self._uses_of_layouts[layout.name].index(visit)
-            for sums in self._sums[layout.name, use]:
+            self._sums[layout.name, use] = [memory[layout.name] for memory in made[: len(left)]]
+            names = {entry.name for entry in layout.entries}
+            for sums, added in zip(self._sums[layout.name, use], left, strict=True):
+                filled = names & (added or frozenset())
+                self._filled_at(layout.name, visit).update(filled)
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def _exchange(self, op: Op) -> None:
@@ -320,6 +333,7 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
     They are there from tick to tick: a full copy from its gather to the end of the tick that it serves, a sum from
     there to the exchange of its last part.
     """
+    num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
     copies: dict[tuple[Phase, int], int] = {}
     sums: dict[tuple[Phase, int], int] = {}  # of all layouts of a visit
     for number, tick in enumerate(program.ticks):
@@ -340,6 +354,7 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
                     live -= left[block.whole]
         else:
             live += sums.get(served, 0)
+            most = max(most, live + sums.get(served, 0) // num_sums * (program.own_lanes.most_open_sums - num_sums))
         most = max(most, live)
         if tick.serves is None:
             live -= copies.get(served, 0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megatrain.engine.lanes import Lanes
 from megatrain.engine.program import (
     StepProgram,
     Tick,
@@ -58,6 +59,7 @@ class BatchSpec:
         single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
         order: "layer": each layer runs for all micro-batches before the next.
         aimed_tokens: of a micro-batch; see ``MICRO_BATCH_TOKENS``.
+        num_lanes: in which the gradients of micro-batches are added (``engine/lanes.py``); None: one for each rank.
     """
 
     num_rows: int
@@ -66,6 +68,7 @@ class BatchSpec:
     single_rows: bool
     order: Literal["layer", "micro_batch"]
     aimed_tokens: int = MICRO_BATCH_TOKENS["cpu"]
+    num_lanes: int | None = None
 
     @property
     def micro_batch_rows(self) -> int:
@@ -165,7 +168,17 @@ class RunSpec:
     @property
     def lanes(self) -> RankLanes:
         """Which lanes of a step each rank computes."""
-        return RankLanes(self.world.size, self.world.size)
+        return RankLanes(self.num_lanes, self.world.size)
+
+    @property
+    def num_lanes(self) -> int:
+        """In which the gradients of a step's micro-batches are added."""
+        return self.batch.num_lanes or self.world.size
+
+    @property
+    def own_lanes(self) -> Lanes:
+        """Those of them that this rank sums."""
+        return Lanes.of_rank(self.world.rank, self.world.size, self.num_lanes, self.batch.num_micro_batches)
 
     @property
     def own_micro_batches(self) -> range:

@@ -155,6 +155,13 @@ def check_ranks(run: RunSpec) -> None:
     if world.is_single:
         return
     several = f"with {world.size} processes"
+    if run.num_lanes < world.size:
+        message = (
+            f"{run.num_lanes}: {several} there must be as many lanes at least. The number of lanes decides about the "
+            "last bits of a run, which keeps it"
+        )
+        advice = f"Start {run.num_lanes} processes at most, or begin a new run with more lanes"
+        raise ConfigError("the config", [Problem("training.gradient_lanes", message, advice)])
     problems: list[Problem] = []
     empty = [rank for rank in range(world.size) if not run.lanes.micro_batches_of_rank(rank, num_micro_batches)]
     if empty:
@@ -452,6 +459,7 @@ def _build_program(
         passing_parts=passing_parts,
         shares=run.shares,
         lanes=run.lanes,
+        own_lanes=run.own_lanes,
     ).build()
     return sharing_gradients(program)
 
@@ -565,24 +573,29 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
-def gradient_staging_bytes(
+def gradient_sums_bytes(
     graph: ModelGraph,
     trace: VisitTrace,
     grad_dtype: torch.dtype,
     by_part: Collection[tuple[int, str]] = (),
+    num_open_sums: int = 1,
 ) -> int:
-    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit.
+    """Return what the fp32 sums of gradients take that are not the blocks themselves, at the fullest visit.
 
     Args:
         graph: the model.
         trace: of the model.
-        grad_dtype: of gradients at rest.
+        grad_dtype: of gradients at rest: with another one than fp32 no sum is a block, else the first one is.
         by_part: as in the program.
+        num_open_sums: of micro-batches, see ``Lanes.most_open_sums``.
     """
-    if grad_dtype == torch.float32:
+    num_sums = num_open_sums - (grad_dtype == torch.float32)
+    if not num_sums:
         return 0
 
     def nbytes(visit: int, layout: UnitLayout) -> int:
+        if not layout.trainable:
+            return 0
         return 4 * (max(map(len, layout.parts)) if (visit, layout.name) in by_part else layout.num_elements)
 
     nbytes_by_visit = [
@@ -590,7 +603,7 @@ def gradient_staging_bytes(
         for number, visit in enumerate(trace.visits)
     ]
     head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
-    return max([head, *nbytes_by_visit])
+    return num_sums * max([head, *nbytes_by_visit])
 
 
 def step_workspace_bytes(
@@ -610,7 +623,7 @@ def step_workspace_bytes(
         return own + ranked_workspace_bytes(graph, program)
     return (
         workspace_bytes(trace, num_micro_batches, program.kept_parts)
-        + gradient_staging_bytes(graph, trace, grad_dtype, program.by_part)
+        + gradient_sums_bytes(graph, trace, grad_dtype, program.by_part, program.own_lanes.most_open_sums)
         + passing_bytes(graph, trace, program, num_micro_batches)
     )
 
@@ -619,7 +632,8 @@ def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
 
     def spared(layout: UnitLayout) -> int:
-        nbytes = 4 + (graph.dtype.itemsize if layout.name in program.cut_weights else 0)
+        nbytes = 4 * program.own_lanes.most_open_sums
+        nbytes += graph.dtype.itemsize if layout.name in program.cut_weights else 0
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 
     return max((spared(graph.layouts[layout]) for _, layout in program.by_part), default=0)
