@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.evaluation import EvaluationSet
     from megatrain.models.graph import ModelSpec
-    from megatrain.plan.plan import Plan
+    from megatrain.plan.plan import Plan, RunSpec
     from tiered import StoreStats, TieredStore
 
 __all__ = ["Trainer"]
@@ -140,11 +140,7 @@ class Trainer:
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
     ) -> None:
-        if plan is None:
-            # Before the plan: open sums of lanes take memory.
-            kept = lanes_of_newest(config.output_dir, config.checkpoint.resume_from_checkpoint)
-            config = config if kept is None else with_lanes(config, kept)
-        self.plan = plan or plan_run(resolve(config))
+        self.plan = plan or plan_run(_with_kept_lanes(resolve(config)))
         self.run = self.plan.run
         config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
         self.config = with_commit(config, self.run.model.hub)
@@ -857,6 +853,17 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         pad_token_id=pad_token_id(tokenizer),
         images=plan.run.data.image_processor(tokenizer),
     )
+
+
+def _with_kept_lanes(run: RunSpec) -> RunSpec:
+    """Return a run with the lanes of the checkpoint that it continues, where the config leaves them open.
+
+    Before the plan, as open sums of lanes take memory.
+    """
+    if run.batch.num_lanes is not None:
+        return run
+    kept = lanes_of_newest(run.checkpoint.output_dir, run.checkpoint.resume_from)
+    return replace(run, batch=replace(run.batch, num_lanes=kept))
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:

@@ -174,8 +174,11 @@ class Lanes:
         return most_open_sums(self.num_lanes, self.own)
 
     def lane_of(self, micro_batch: int) -> int:
-        """Return the lane of a micro-batch, by its number in the step."""
-        return lane_of(micro_batch, self.num_lanes, self.num_micro_batches) if self.num_lanes > 1 else 0
+        """Return the lane of a micro-batch, by its number among those that are summed here."""
+        if self.num_lanes == 1:
+            return 0
+        first = micro_batches_of_lane(self.own.start, self.num_lanes, self.num_micro_batches).start
+        return lane_of(first + micro_batch, self.num_lanes, self.num_micro_batches)
 
     def num_merges(self, lane: int) -> int:
         """Return how often the last two open sums are added when a lane's sum is complete."""

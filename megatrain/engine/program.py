@@ -451,7 +451,7 @@ class GradientSink(Protocol):
     """fp32 gradient accumulators of one use site."""
 
     def at(self, micro_batch: int, /) -> None:
-        """Go on to a micro-batch, by its number in the step: what is accumulated next is its gradient.
+        """Go on to a micro-batch, by its number in this process: what is accumulated next is its gradient.
 
         Micro-batches come in order; inside of ``rows`` from the first one on, once more.
         """

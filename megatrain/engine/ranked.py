@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatrain.engine.forward import QueuedLoss
 from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.lanes import micro_batches_of_lane, total
+from megatrain.engine.lanes import total
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import StepEngine, StoreAccess, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
@@ -79,15 +79,6 @@ class _Leaving:
 
     sums: list[Tensor]
     event: Any
-
-
-class _LanesOfRank(LaneAccumulator):
-    """Lane by lane as on one process; micro-batches go by their numbers on this rank."""
-
-    def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch, by its number among this rank's."""
-        first = micro_batches_of_lane(self._lanes.own.start, self._lanes.num_lanes, self._lanes.num_micro_batches)
-        super().at(first.start + micro_batch)
 
 
 class RankedAccess(StoreAccess):
@@ -274,7 +265,7 @@ class RankedAccess(StoreAccess):
                 targets.update(views(memory[layout.name][: layout.num_elements], layout))
             return GradientAccumulator(targets, set())
 
-        accumulator = _LanesOfRank(self._program.own_lanes, room(), room)
+        accumulator = LaneAccumulator(self._program.own_lanes, room(), room)
         yield accumulator
         left = [None if each is None else each.added for _, each in accumulator.close()]
         while len(made) < len(left):  # no micro-batch has lanes there

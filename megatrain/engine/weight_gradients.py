@@ -181,7 +181,7 @@ class LaneAccumulator:
         self._lane = lanes.own.start
 
     def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch, by its number in the step. They come in order."""
+        """Go on to a micro-batch, by its number among those of these lanes. They come in order."""
         lane = self._lanes.lane_of(micro_batch)
         assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
         while self._lane < lane:
