@@ -55,6 +55,13 @@ _SHORT = "ram, gpu, nvme, batch, length"
     "given ones are compared with it, and times are predicted from published and estimated rates. Nothing is measured "
     "here, and no GPU is needed. An unknown name lists the machines; `doctor --save-profile` makes a file of one.",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Plan for one of N processes of one host that train together, each with a GPU of its own; none is started.",
+)
 @click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
 @click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")
 def command(
@@ -65,12 +72,15 @@ def command(
     alternatives: tuple[str, ...],
     measure: bool,
     machine_name: str | None,
+    processes: int,
     simulate: bool,
     count_steps: bool,
 ) -> int:
     """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
     if measure and machine_name is not None:
         raise click.UsageError("--measure times this machine, --machine plans for another one: use one of them")
+    if processes > 1 and (measure or alternatives):
+        raise click.UsageError("--processes plans for one of several: use it without --measure and --what-if")
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
@@ -81,11 +91,14 @@ def command(
             from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.planner import plan_run
             from megatrain.plan.what_if import plan_alternative
+            from megatrain.ranks.world import World
             from megatrain.run.metrics import RunObserver
             from megatrain.trainer import Trainer
 
         machine = None if machine_name is None else find_machine(machine_name)
         run = resolve(loaded.config, machine)
+        if processes > 1:
+            run = dataclasses.replace(run, world=World.local(0, processes))
         try:
             changes = {text: overrides_of(text, run) for text in alternatives}
         except ValueError as error:
@@ -101,7 +114,7 @@ def command(
         ]
         try:
             with without_collector():
-                planned = None if machine is None else plan_run(run)
+                planned = None if machine is None and processes == 1 else plan_run(run)
                 trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         except DoesNotFitError as error:
             if not others:

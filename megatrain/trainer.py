@@ -24,11 +24,19 @@ from megatrain.checkpoint.resume import (
     check_changes,
     continued_position,
     find_candidates,
+    lanes_of_newest,
 )
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
 from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolve import resolve, resolve_evaluation, resolve_logging, with_commit, with_packing
+from megatrain.config.resolve import (
+    resolve,
+    resolve_evaluation,
+    resolve_logging,
+    with_commit,
+    with_lanes,
+    with_packing,
+)
 from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
@@ -71,7 +79,7 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.evaluation import EvaluationSet
     from megatrain.models.graph import ModelSpec
-    from megatrain.plan.plan import Plan
+    from megatrain.plan.plan import Plan, RunSpec
     from tiered import StoreStats, TieredStore
 
 __all__ = ["Trainer"]
@@ -132,9 +140,10 @@ class Trainer:
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
     ) -> None:
-        self.plan = plan or plan_run(resolve(config))
+        self.plan = plan or plan_run(_with_kept_lanes(resolve(config)))
         self.run = self.plan.run
-        self.config = with_commit(with_packing(config, self.run.data.packing), self.run.model.hub)
+        config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
+        self.config = with_commit(config, self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
         self._allow_config_change = allow_config_change
@@ -844,6 +853,17 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         pad_token_id=pad_token_id(tokenizer),
         images=plan.run.data.image_processor(tokenizer),
     )
+
+
+def _with_kept_lanes(run: RunSpec) -> RunSpec:
+    """Return a run with the lanes of the checkpoint that it continues, where the config leaves them open.
+
+    Before the plan, as open sums of lanes take memory.
+    """
+    if run.batch.num_lanes is not None:
+        return run
+    kept = lanes_of_newest(run.checkpoint.output_dir, run.checkpoint.resume_from)
+    return replace(run, batch=replace(run.batch, num_lanes=kept))
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:

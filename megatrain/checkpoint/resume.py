@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatrain.checkpoint.whereabouts import (
     in_order,
     saved_checkpoints,
 )
+from megatrain.config.resolve import with_lanes
 from megatrain.config.resolved import compare, config_from_toml
 from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
@@ -37,6 +39,7 @@ __all__ = [
     "check_changes",
     "continued_position",
     "find_candidates",
+    "lanes_of_newest",
 ]
 
 
@@ -131,6 +134,30 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
         )
     return found
+
+
+def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
+    """Return the lanes in which the checkpoint that a run would continue added gradients; None: there is none.
+
+    Args:
+        output_dir: of the run.
+        resume_from: as in ``CheckpointSpec``.
+    """
+    if resume_from == "no":
+        return None
+    other = [] if resume_from == "auto" else [Path(resume_from)]
+    for folder in (
+        folder for run in (output_dir, *other) for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
+    ):
+        for generation in newest_first(folder):
+            try:
+                meta = read_manifest(folder, generation).meta
+                training = tomllib.loads(str(meta.get("config_toml", ""))).get("training", {})
+            except (GenerationError, tomllib.TOMLDecodeError):
+                continue  # whoever loads it says so
+            lanes = training.get("gradient_lanes", 1)
+            return lanes if isinstance(lanes, int) else 1
+    return None
 
 
 def _all(output_dir: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
@@ -230,7 +257,9 @@ def check_changes(
     Raises:
         ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
     """
-    changes = compare(config_from_toml(checkpoint.state.config_toml), config_from_toml(config_toml))
+    # Before there was the key, there was one lane.
+    before = with_lanes(config_from_toml(checkpoint.state.config_toml), 1)
+    changes = compare(before, config_from_toml(config_toml))
     altering = [str(change) for change in changes.altering]
     altering += [
         f"{WHAT_DECIDES[key]}: {checkpoint.state.model.get(key)} -> {value}"

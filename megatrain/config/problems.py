@@ -397,6 +397,14 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
     training, length = config.training, config.data.max_length
     tokens = training.train_batch_tokens
+    lanes = training.gradient_lanes
+    if lanes not in ("auto", 1) and config.advanced.micro_batch_order == "micro_batch":
+        yield Problem(
+            "training.gradient_lanes",
+            f'training.gradient_lanes = {lanes} needs advanced.micro_batch_order = "layer": with micro-batches one at '
+            "a time, the sums of all layers would be open at once",
+            'Write micro_batch_order = "layer", or gradient_lanes = 1',
+        )
     if training.max_steps == 0:
         yield Problem("training.max_steps", "training.max_steps = 0 trains nothing", "Write -1 for whole epochs")
     if tokens is None:

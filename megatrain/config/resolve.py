@@ -200,6 +200,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
         order=config.advanced.micro_batch_order,
         aimed_tokens=MICRO_BATCH_TOKENS[device],
+        num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,
     )
 
 
@@ -384,6 +385,13 @@ def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
     if hub is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"revision": hub.commit})})
+
+
+def with_lanes(config: RunConfig, num_lanes: int) -> RunConfig:
+    """Return a config with a number in place of "auto" for ``training.gradient_lanes``, or the config itself."""
+    if config.training.gradient_lanes != "auto":
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"gradient_lanes": num_lanes})})
 
 
 def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:

@@ -209,6 +209,10 @@ GraphCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=0)],
     _is_not("is no number of layers", 'Write a whole number at least 0, or "auto"'),
 ]
+LaneCount = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=1, le=1024)],
+    _is_not("is no number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
+]
 #: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run.
 CopyRule = Annotated[
     bool | Annotated[int, Field(ge=1)] | Literal["last"],
@@ -492,6 +496,13 @@ class TrainingConfig(Table):
     )
     per_device_train_batch_size: int = key("Rows per micro-batch.", 8, ge=1, alters="yes", same_name=_HF)
     gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=_HF)
+    gradient_lanes: LaneCount = key(
+        "The micro-batches of a step are cut into so many lanes: each is summed in order, and the lanes are added in a "
+        "fixed tree, so that any number of processes up to this one computes the same bits. auto: the number of "
+        "processes at the first start, which the checkpoints keep. 1: one sum in order, as in plain PyTorch.",
+        "auto",
+        alters="yes",
+    )
     num_train_epochs: float = key("Passes over the data.", 1.0, gt=0, alters="yes", same_name=_HF)
     max_steps: int = key(
         "Optimizer steps; overrides num_train_epochs. -1: not set.", -1, ge=-1, alters="yes", same_name=_HF

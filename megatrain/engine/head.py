@@ -378,6 +378,11 @@ class Leaves:
     weights: dict[tuple[int, str], Tensor]
     sinks: dict[int, GradientSink]
 
+    def at(self, item: TrunkOutput) -> None:
+        """Go on to a micro-batch."""
+        for sink in self.sinks.values():
+            sink.at(item.micro_batch)
+
     def add_gradients(self, piece: _Piece, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
         """Run a graph's backward, and add what it gives to the gradients of the weights and of the piece's rows.
 
@@ -555,6 +560,7 @@ class ChunkedHead:
     def _run_one(self, item: TrunkOutput, num_items: int, leaves: Leaves) -> HeadResult:
         """Run all pieces of one micro-batch, one after the other: their weights are all there."""
         losses: list[Tensor] = []
+        leaves.at(item)
         hidden_grad = self._hidden_grad(item)
         with without_auxiliary_loss(self._model):
             for piece in self._pieces(item, num_items):
@@ -579,8 +585,10 @@ class ChunkedHead:
             for place in self._places(leaves):
                 with place as parts:
                     for part in reversed(parts):
-                        for piece in together:
-                            self._add_gradients(piece, part, leaves)
+                        with self._rows_of(part, leaves):
+                            for piece in together:
+                                leaves.at(piece.item)
+                                self._add_gradients(piece, part, leaves)
         results: list[HeadResult] = []
         for item, own in zip(outputs, pieces, strict=True):
             hidden_grad = self._hidden_grad(item)
@@ -619,6 +627,15 @@ class ChunkedHead:
             yield self._place(gradient, number, rows[number])
         if not rows:
             yield nullcontext(self._parts)
+
+    def _rows_of(self, part: VocabularyPart, leaves: Leaves) -> AbstractContextManager[None]:
+        """Return the context in which gradients of one part of the vocabulary are added."""
+        cut = self._plan.cut_weight
+        assert cut is not None
+        for sink in leaves.sinks.values():
+            if sink.rows_of_parts(cut):
+                return sink.rows(cut, part.start, part.stop)
+        return nullcontext()
 
     @contextmanager
     def _place(

@@ -11,9 +11,12 @@ The tree is left-complete: what is below a node is cut at the largest power of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 __all__ = [
+    "Lanes",
+    "Subtree",
     "lane_of",
     "lanes_of_rank",
     "micro_batches_of_lane",
@@ -129,3 +132,54 @@ def most_open_sums(num_lanes: int, own: range | None = None) -> int:
         most = max(most, now)
         now -= num_merges(lane, num_lanes, own)
     return most
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes of a step, and those of them that are summed here.
+
+    Attributes:
+        num_lanes: of the step.
+        num_micro_batches: of the step.
+        own: the lanes that are summed here.
+    """
+
+    num_lanes: int
+    num_micro_batches: int
+    own: range
+
+    @classmethod
+    def single(cls) -> Lanes:
+        """Return the one lane of any number of micro-batches."""
+        return cls(1, 1, range(1))
+
+    @classmethod
+    def all_of(cls, num_lanes: int, num_micro_batches: int) -> Lanes:
+        """Return the lanes of a step that one process runs."""
+        return cls(num_lanes, num_micro_batches, range(num_lanes))
+
+    @classmethod
+    def of_rank(cls, rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> Lanes:
+        """Return the lanes of a rank."""
+        return cls(num_lanes, num_micro_batches, lanes_of_rank(rank, num_ranks, num_lanes))
+
+    @property
+    def subtrees(self) -> list[Subtree]:
+        """The nodes whose sums are left in the end, in order."""
+        return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
+
+    @property
+    def most_open_sums(self) -> int:
+        """Sums that are open at once."""
+        return most_open_sums(self.num_lanes, self.own)
+
+    def lane_of(self, micro_batch: int) -> int:
+        """Return the lane of a micro-batch, by its number among those that are summed here."""
+        if self.num_lanes == 1:
+            return 0
+        first = micro_batches_of_lane(self.own.start, self.num_lanes, self.num_micro_batches).start
+        return lane_of(first + micro_batch, self.num_lanes, self.num_micro_batches)
+
+    def num_merges(self, lane: int) -> int:
+        """Return how often the last two open sums are added when a lane's sum is complete."""
+        return num_merges(lane, self.num_lanes, self.own)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.engine.lanes import Lanes
 from megatrain.ranks.shares import RankLanes, Shares
 from tiered import Access, Mode, Schedule
 
@@ -261,6 +262,8 @@ class StepProgram:
         by_part: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
         shares: what of each part the blocks hold.
         lanes: which sums of gradients come from which rank.
+        gathers_ahead: how many visits before it is needed a weight is gathered.
+        own_lanes: in which this process adds the gradients of micro-batches.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -277,6 +280,8 @@ class StepProgram:
     by_part: frozenset[tuple[int, str]] = frozenset()
     shares: Shares = field(default_factory=Shares)
     lanes: RankLanes = field(default_factory=RankLanes)
+    gathers_ahead: int = 0
+    own_lanes: Lanes = field(default_factory=Lanes.single)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -445,11 +450,20 @@ class MatrixParts(Protocol):
 class GradientSink(Protocol):
     """fp32 gradient accumulators of one use site."""
 
+    def at(self, micro_batch: int, /) -> None:
+        """Go on to a micro-batch, by its number in this process: what is accumulated next is its gradient.
+
+        Micro-batches come in order; inside of ``rows`` from the first one on, once more.
+        """
+
     def rows_of_parts(self, name: str, /) -> Sequence[range]:
         """Return the rows of the parts that are to be filled one after the other, inside of ``part``; else nothing."""
 
     def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
         """Lease a part of a parameter's accumulator. Each is leased once, the head's in reverse."""
+
+    def rows(self, name: str, start: int, stop: int, /) -> AbstractContextManager[None]:
+        """Accumulate products in these rows of the part that is leased, for all micro-batches."""
 
     def add(self, name: str, gradient: Tensor, /) -> None:
         """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
@@ -564,6 +578,7 @@ class ProgramBuilder:
         shares: what of each part the blocks hold; several ranks need the order ``layer``.
         lanes: which sums of gradients come from which rank.
         gathers_ahead: with several ranks, how many visits before it is needed a weight is gathered.
+        own_lanes: in which this process adds the gradients of its micro-batches; None: one.
     """
 
     def __init__(
@@ -585,11 +600,13 @@ class ProgramBuilder:
         passing_parts: bool = False,
         shares: Shares | None = None,
         lanes: RankLanes | None = None,
+        own_lanes: Lanes | None = None,
         gathers_ahead: int = 0,
     ) -> None:
         self._shares, self._gathers_ahead = shares or Shares(), gathers_ahead
-        self._lanes = lanes or RankLanes()
+        self._lanes, self._own_lanes = lanes or RankLanes(), own_lanes or Lanes.single()
         assert self._shares.are_whole or (order == "layer" and not passing_parts and not in_place), self._shares
+        assert order == "layer" or self._own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
         self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
         self._passing_parts = passing_parts
         self._graph, self._trace = graph, trace
@@ -636,6 +653,8 @@ class ProgramBuilder:
             ),
             shares=self._shares,
             lanes=self._lanes,
+            gathers_ahead=self._gathers_ahead,
+            own_lanes=self._own_lanes,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------

@@ -6,13 +6,17 @@ cuts into shares and adds up in the order of lanes (`lanes.py`). Leases, updates
 any run. Copies and sums are no blocks: they are workspace, and `exchange_room` plans it.
 
 All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data.
+
+Where the program gathers ahead (`StepProgram.gathers_ahead`), collectives go on beside the layers. On a GPU they are
+queued on a stream of their own, and the streams wait for each other on the device: the host waits for none of them. The
+window of copies and sums is exact there, as no memory is freed before both streams are done with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +28,57 @@ from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.lanes import total
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import StepEngine, StoreAccess, zero_gaps
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import views
 from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
+    from torch.distributed import Work
+
     from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, StepProgram
     from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.layout import UnitLayout
     from megatrain.ranks.collectives import Collectives
 
-__all__ = ["RankedAccess", "RankedStepEngine", "ranked_workspace_bytes"]
+__all__ = ["RankedAccess", "RankedStepEngine", "describe_collectives", "ranked_workspace_bytes"]
+
+
+@dataclass(slots=True)
+class _FullCopies:
+    """Full copies of the weights of one tick.
+
+    Attributes:
+        tensors: by layout.
+        works: that fill them, on the host; None: done.
+        event: behind what fills them, on a GPU.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    works: list[Work | None] = field(default_factory=list)
+    event: Any = None
+
+    def wait(self) -> None:
+        """Wait until they are there: the host for gloo, the current stream for NCCL."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        self.works.clear()
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Sums of gradients that are being sent.
+
+    Attributes:
+        event: after which their memory is free.
+    """
+
+    sums: list[Tensor]
+    event: Any
 
 
 class RankedAccess(StoreAccess):
@@ -68,7 +110,9 @@ class RankedAccess(StoreAccess):
             for use in range(len(self._uses_of_layouts[layout.name])):
                 for part, key in enumerate(program.gradient_keys(layout, use)):
                     self._place_of_gradient[key] = layout.name, use, part
-        self._full: dict[tuple[Phase, int], dict[str, Tensor]] = {}  # by the tick that they are for
+        self._side: Any = None  # on a GPU, the stream of collectives
+        self._full: dict[tuple[Phase, int], _FullCopies] = {}  # by the tick that they are for
+        self._leaving: list[_Leaving] = []  # what an exchange of before still sends
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of what this rank owns
         self._held_bytes = 0
@@ -78,26 +122,52 @@ class RankedAccess(StoreAccess):
 
     def start_step(self, *arguments: Any, **named: Any) -> None:
         """Begin a step; see ``StoreAccess``."""
+        if self._side is not None:  # a step that failed may have left work on either
+            self._side.wait_stream(torch.cuda.current_stream())
+            torch.cuda.current_stream().wait_stream(self._side)
         self._full.clear()
+        self._leaving.clear()
         self._sums.clear()
         self._partials.clear()
         self._held_bytes = 0
         super().start_step(*arguments, **named)
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Go to the op of a visit; the full copies of the visit before are dropped first."""
-        self._drop_full()
+        """Go to the op of a visit; what the visit before had is dropped first."""
+        self._drop()
         super().begin(phase, visit)
 
     def end_step(self) -> None:
         """Run what comes last: exchanges and updates."""
-        self._drop_full()
+        self._drop()
         super().end_step()
+        self._drop_leaving()
 
-    def _drop_full(self) -> None:
-        if self._op is not None:
-            for full in self._full.pop((self._op.phase, self._op.visit), {}).values():
-                self._note(-_nbytes(full))
+    def _drop(self) -> None:
+        """Drop the full copies of the visit that has ended, and the sums that were exchanged beside it."""
+        if self._op is None:
+            return
+        self._drop_leaving()
+        full = self._full.pop((self._op.phase, self._op.visit), None)
+        if full is not None:
+            if self._side is not None:
+                self._side.wait_stream(torch.cuda.current_stream())  # it gathers into the same memory next
+            self._note(-sum(map(_nbytes, full.tensors.values())))
+
+    def _drop_leaving(self) -> None:
+        for leaving in self._leaving:
+            torch.cuda.current_stream().wait_event(leaving.event)  # the next sums are made in the same memory
+            self._note(-sum(map(_nbytes, leaving.sums)))
+        self._leaving.clear()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Queue what runs inside on the stream of collectives, behind what was queued before."""
+        if self._side is None:
+            yield
+            return
+        with torch.cuda.stream(self._side):
+            yield
 
     def _run(self, op: Op) -> None:
         if op.phase == "gather":
@@ -127,28 +197,51 @@ class RankedAccess(StoreAccess):
         assert op.serves is not None, op
         program, keys = self._program, self._own_keys(op, op.held)
         names = dict.fromkeys(self._layout_of_weight[key] for key in keys)
-        full: dict[str, Tensor] = {}
-        with self._leases(keys) as shares:
-            self._device = shares[keys[0]].device
-            for layout in (self._graph.layouts[name] for name in names):
-                own = [shares[key] for key in program.weight_keys(layout)]
-                copy = torch.empty(program.full_elements(layout), dtype=own[0].dtype, device=self._device)
-                self._note(_nbytes(copy))
-                # In order: where the shares of a part end in the next one, that is gathered over it.
-                for part, share in zip(program.weight_parts_of(layout), own, strict=True):
-                    self._collectives.gather(_within(copy, program.shares.gathered(part)), share)
-                full[layout.name] = copy
+        full = _FullCopies()
+        with self._beside():
+            with self._leases(keys) as shares:
+                self._find_device(shares[keys[0]].device)
+                for layout in (self._graph.layouts[name] for name in names):
+                    own = [shares[key] for key in program.weight_keys(layout)]
+                    copy = torch.empty(program.full_elements(layout), dtype=own[0].dtype, device=self._device)
+                    self._note(_nbytes(copy))
+                    full.tensors[layout.name] = copy
+                    full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
+            if self._side is not None:
+                full.event = self._side.record_event()
         self._full[op.serves, op.visit] = full
+
+    def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Work | None:
+        """Gather the parts of a layout; return the work that goes on for the last of them, if any does.
+
+        One after the other: where the shares of a part end in the next one, that is gathered over it. A share is copied
+        first and gathered in place, so that its lease need not wait for the others.
+        """
+        work: Work | None = None
+        shares = self._program.shares
+        goes_on = self._program.gathers_ahead > 0 and self._side is None
+        for number, (part, share) in enumerate(zip(parts, own, strict=True)):
+            place = _within(copy, shares.gathered(part))
+            mine = place.view(shares.size, -1)[shares.rank]
+            mine.copy_(share)
+            work = self._collectives.gather(place, mine, is_async=goes_on and number == len(parts) - 1)
+        return work
+
+    def _find_device(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda" and self._program.gathers_ahead and self._side is None:
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
         """Yield the unit's parameters by full name: views of the full copies."""
         assert self._op is not None, "no op has begun, or the step is over"
         full = self._full[self._op.phase, self._op.visit]
+        full.wait()
         tensors: dict[str, Tensor | MatrixParts] = {}
         for name in layouts_of_unit(self._graph, unit.index):
             layout = self._graph.layouts[name]
-            tensors.update(views(full[name][: layout.num_elements], layout))
+            tensors.update(views(full.tensors[name][: layout.num_elements], layout))
         yield tensors
 
     # -- gradients ---------------------------------------------------------------------------------------------
@@ -158,45 +251,77 @@ class RankedAccess(StoreAccess):
         """Yield the accumulators of this use site: fp32 sums over the micro-batches of this rank."""
         layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
         layouts = [layout for layout in layouts if layout.trainable]
-        targets: dict[str, Tensor] = {}
-        added: set[str] = set()
+        made: list[dict[str, Tensor]] = []  # for each open sum of lanes: memory by layout
+
+        def room() -> GradientAccumulator:
+            memory = {
+                layout.name: torch.empty(self._program.full_elements(layout), dtype=torch.float32, device=self._device)
+                for layout in layouts
+            }
+            self._note(sum(map(_nbytes, memory.values())))
+            made.append(memory)
+            targets: dict[str, Tensor] = {}
+            for layout in layouts:
+                targets.update(views(memory[layout.name][: layout.num_elements], layout))
+            return GradientAccumulator(targets, set())
+
+        accumulator = LaneAccumulator(self._program.own_lanes, room(), room)
+        yield accumulator
+        left = [None if each is None else each.added for _, each in accumulator.close()]
+        while len(made) < len(left):  # no micro-batch has lanes there
+            room()
+        for memory in made[len(left) :]:
+            self._note(-sum(map(_nbytes, memory.values())))
         for layout in layouts:
             use = self._uses_of_layouts[layout.name].index(visit)
-            length = self._program.full_elements(layout)
-            sums = torch.empty(length, dtype=torch.float32, device=self._device)
-            self._note(_nbytes(sums))
-            self._sums[layout.name, use] = [sums]
-            targets.update(views(sums[: layout.num_elements], layout))
-        yield GradientAccumulator(targets, added)
-        for layout in layouts:
-            filled = self._filled_at(layout.name, visit)
-            filled.update(entry.name for entry in layout.entries if entry.name in added)
-            use = self._uses_of_layouts[layout.name].index(visit)
-            for sums in self._sums[layout.name, use]:
+            self._sums[layout.name, use] = [memory[layout.name] for memory in made[: len(left)]]
+            names = {entry.name for entry in layout.entries}
+            for sums, added in zip(self._sums[layout.name, use], left, strict=True):
+                filled = names & (added or frozenset())
+                self._filled_at(layout.name, visit).update(filled)
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def _exchange(self, op: Op) -> None:
         """Add up the sums of all ranks: each rank those of what it owns, which go to its blocks."""
-        program = self._program
-        for group in op.passing:
-            keys = self._own_keys(op, group)
-            name, use, part = self._place_of_gradient[keys[0]]
-            layout = self._graph.layouts[name]
-            parts, sums = program.parts_of(layout), self._sums[name, use]
-            with self._leases(keys) as tensors:
-                block, *others = (tensors[key] for key in keys)
-                owned = len(program.shares.owned(parts[part]))
-                block.copy_(self._added([_within(each, program.shares.gathered(parts[part])) for each in sums]))
-                block[owned:].zero_()  # the shares of a part end where others begin
-                if part == len(parts) - 1:
-                    self._note(-sum(map(_nbytes, self._sums.pop((name, use)))))
-                if use == 0:  # the backward reaches the first use site last: now those of all of them are complete
-                    for other in others:
-                        if block.is_cuda:
-                            block.add_(other)
-                        else:
-                            sum_gradients(block, other, self._threads)
-                    self._partials[name, part] = partial_squares(block[:owned], self._threads)
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())  # which makes the sums
+        sent: list[Tensor] = []
+        with self._beside():
+            for group in op.passing:
+                keys = self._own_keys(op, group)
+                with self._leases(keys) as tensors:
+                    self._exchange_part(keys, tensors)
+                name, use, part = self._place_of_gradient[keys[0]]
+                if part == len(self._program.parts_of(self._graph.layouts[name])) - 1:
+                    sent += self._sums.pop((name, use))
+                    if self._side is None:
+                        self._note(-sum(map(_nbytes, sent)))
+                        sent.clear()
+            if self._side is not None:
+                self._leaving.append(_Leaving(sent, self._side.record_event()))
+
+    def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Fill the gradient of a part at one use site.
+
+        Args:
+            keys: the gradient's, and those of other use sites that are added to it.
+            tensors: by key.
+        """
+        name, use, part = self._place_of_gradient[keys[0]]
+        shares, elements = self._program.shares, self._program.parts_of(self._graph.layouts[name])[part]
+        block, *others = (tensors[key] for key in keys)
+        owned = len(shares.owned(elements))
+        block.copy_(self._added([_within(each, shares.gathered(elements)) for each in self._sums[name, use]]))
+        block[owned:].zero_()  # the shares of a part end where others begin
+        if use > 0:
+            return
+        # The backward reaches the first use site last: now those of all of them are complete.
+        for other in others:
+            if block.is_cuda:
+                block.add_(other)
+            else:
+                sum_gradients(block, other, self._threads)
+        self._partials[name, part] = partial_squares(block[:owned], self._threads)
 
     def _added(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the sum over all lanes of what this rank owns of a part.
@@ -237,6 +362,8 @@ class RankedAccess(StoreAccess):
         Returns:
             The terms of all ranks, in the order of their micro-batches.
         """
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
         places = [(layout, part) for layout in layouts for part in range(len(self._program.parts_of(layout)))]
         partials = [self._partials.pop((layout.name, part)) for layout, part in places]
         numbers = torch.cat([torch.empty(0, dtype=torch.float64), *_on_host([*terms, *partials])])
@@ -300,6 +427,7 @@ class RankedStepEngine(StepEngine):
         return self._access.window_bytes
 
     def _queue(self, micro_batches: Sequence[Mapping[str, Tensor]], *, seed: int) -> QueuedLoss:
+        assert len(micro_batches) == self._program.own_lanes.num_micro_batches, len(micro_batches)
         own = self._program.lanes.micro_batches_of_rank(self._collectives.rank, len(micro_batches))
         counts = [count_labels(shifted_labels(each["labels"]).reshape(-1)) for each in micro_batches]
         queued = self._runner.queue(
@@ -320,13 +448,16 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
     They are there from tick to tick: a full copy from its gather to the end of the tick that it serves, a sum from
     there to the exchange of its last part.
     """
+    num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
     copies: dict[tuple[Phase, int], int] = {}
     sums: dict[tuple[Phase, int], int] = {}  # of all layouts of a visit
     for number, tick in enumerate(program.ticks):
         if tick.serves is not None:
             found = copies if tick.phase == "gather" else sums
             found[tick.serves, tick.visit] = sum(_full_bytes(graph, program, number).values())
-    live = most = 0
+    # On a GPU sums are sent while the next visit runs.
+    is_beside = program.gathers_ahead > 0 and program.compute_tier != "ram"
+    live = leaving = most = 0
     for number, tick in enumerate(program.ticks):
         served = tick.phase, tick.visit
         if tick.phase == "gather":
@@ -337,13 +468,37 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
             for block, following in zip(blocks, [*blocks[1:], None], strict=True):
                 most = max(most, live + program.lanes.num_sums * 4 * block.num_elements)
                 if following is None or following.whole != block.whole:
-                    live -= left[block.whole]
+                    leaving += left[block.whole]
+                    live -= 0 if is_beside else left[block.whole]
         else:
             live += sums.get(served, 0)
+            most = max(most, live + sums.get(served, 0) // num_sums * (program.own_lanes.most_open_sums - num_sums))
         most = max(most, live)
+        if is_beside and tick.serves is None and tick.phase != "update":
+            live, leaving = live - leaving, 0
         if tick.serves is None:
             live -= copies.get(served, 0)
     return most
+
+
+def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[str]:
+    """Return what must be the same on all ranks for a step of theirs to end, and to have the bits of one process.
+
+    Where blocks have their homes may differ: it changes no order. So may how many micro-batches a rank has.
+    """
+    lines = [
+        f"{program.shares.size} ranks, {program.lanes.count} lanes of {num_micro_batches} micro-batches",
+        f"graphs kept of visits {sorted(program.kept)}",
+        "updates after the norm of a whole step" if program.defers_updates else "updates in the backward",
+    ]
+    for number, tick in enumerate(program.ticks):
+        # Deferred updates issue no collective, and where they stand depends on what a rank has room for.
+        if tick.phase == "update" and program.defers_updates:
+            continue
+        blocks = [program.contents(number, key) for key, _ in tick.uses]
+        sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
+        lines.append(" ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes]))
+    return lines
 
 
 def _full_bytes(graph: ModelGraph, program: StepProgram, number: int) -> dict[str, int]:

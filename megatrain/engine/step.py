@@ -31,7 +31,7 @@ from megatrain.engine.program import (
     uses_of_layouts,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import InPieces, Piece, UnitLayout, views, views_of_parts
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import (
@@ -45,6 +45,7 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
+    from megatrain.engine.lanes import Lanes
     from megatrain.engine.objective import CrossEntropy, Objective
     from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, VisitTrace
     from megatrain.engine.visit import LayerCompiler
@@ -678,25 +679,42 @@ class StoreAccess:
         names = [name for name in names if name not in passing_names]
         with self._leases([key for name in names for key in own[name]]) as tensors:
             sums = {name: [_fp32_sum(tensors[key], self._uses[key].mode) for key in own[name]] for name in names}
-            targets: dict[str, torch.Tensor | InPieces] = {}
-            added: set[str] = set()
-            for name in names:
-                targets.update(views_of_parts(sums[name], self._program.parts_of(layouts[name]), layouts[name]))
-                added |= self._filled_at(name, visit)
-            accumulator = GradientAccumulator(targets, added)
+            added = set().union(*(self._filled_at(name, visit) for name in names))
+            first = GradientAccumulator(self._targets(sums), added)
+
+            def room() -> GradientAccumulator:
+                return GradientAccumulator(
+                    self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
+                )
+
+            accumulator = LaneAccumulator(self._program.own_lanes, first, room)
             if by_part:
                 passing = {
                     layout.entries[0].name: PassingGradient(self, layout, visit, own[layout.name]) for layout in by_part
                 }
-                sink = PartwiseAccumulator(accumulator, passing)
+                sink = PartwiseAccumulator(accumulator if names else None, passing)
                 yield sink
                 sink.close()
             else:
                 yield accumulator
-            del targets  # with the sums that are no blocks
+            accumulator.close()
+            del accumulator, first  # with the sums that are no blocks
             # Still inside the leases: this writes the blocks, and the norm reads them while they are here.
             for name in names:
                 self._close_use(name, visit, sums.pop(name), [tensors[key] for key in own[name]], own[name], added)
+
+    def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | InPieces]:
+        """Return the views of parameters in the memory of gradients, by layout and part."""
+        targets: dict[str, torch.Tensor | InPieces] = {}
+        for name, parts in sums.items():
+            layout = self._graph.layouts[name]
+            targets.update(views_of_parts(parts, self._program.parts_of(layout), layout))
+        return targets
+
+    @property
+    def lanes(self) -> Lanes:
+        """In which gradients of micro-batches are added."""
+        return self._program.own_lanes
 
     @contextmanager
     def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[torch.Tensor]:
@@ -862,28 +880,53 @@ class PassingGradient:
         self._access, self._layout, self._visit, self._keys = access, layout, visit, keys
         (self._entry,) = layout.entries
         self.rows = rows_of_parts(layout)
-        self._recorded: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
-        self._open: GradientAccumulator | None = None
+        self._micro_batch = 0
+        self._recorded: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
+        self._part: tuple[range, torch.Tensor] | None = None  # that is leased, and its memory, zeroed or continued
+        self._open: LaneAccumulator | None = None
         self._num_closed = 0
+
+    def at(self, micro_batch: int) -> None:
+        """Go on to a micro-batch."""
+        self._micro_batch = micro_batch
+        if self._open is not None:
+            self._open.at(micro_batch)
 
     def record(self, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None) -> None:
         """Keep rows that are added when their parts are there."""
-        self._recorded.append((indexes, rows, ignored))
+        self._recorded.append((self._micro_batch, indexes, rows, ignored))
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         """Lease a part for what is added inside."""
-        rows, name = self.rows[number], self._entry.name
+        rows = self.rows[number]
         with self._access.gradient_part(self._layout, self._visit, number, self._keys[number]) as total:
-            place = _matrix(total, (len(rows), self._entry.shape[-1]))
-            target = InPieces([(Piece(number, 0, rows, None, tuple(place.shape)), place)])
-            self._open = GradientAccumulator({name: target}, {name})  # zeroed, or continued
+            self._part = rows, _matrix(total, (len(rows), self._entry.shape[-1]))
             try:
                 yield
             finally:
-                self._open = None
-                del place, target, total
+                self._part = None
+                del total
         self._num_closed += 1
+
+    @contextmanager
+    def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
+        """Sum gradients of some rows of the part that is there, for all micro-batches."""
+        assert self._part is not None, f"no part of {self._entry.name} is there"
+        held, matrix = self._part
+        place, name = matrix[start - held.start : stop - held.start], self._entry.name
+
+        def sums(memory: torch.Tensor, added: set[str]) -> GradientAccumulator:
+            target = InPieces([(Piece(0, 0, range(start, stop), None, tuple(memory.shape)), memory)])
+            return GradientAccumulator({name: target}, added, begins_with_zero=True)
+
+        room = lambda: sums(torch.empty_like(place), set())  # noqa: E731
+        self._open = LaneAccumulator(self._access.lanes, sums(place, {name}), room)
+        try:
+            yield self._open
+            self._open.close()
+        finally:
+            self._open = None
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
         """Accumulate a product in rows of the part that is there."""
@@ -894,11 +937,11 @@ class PassingGradient:
     def close(self) -> None:
         """Lease the parts that were not, adding the rows that were recorded; take the norm."""
         if not self._num_closed:
-            for number in range(len(self._keys)):
-                with self.part(number):
-                    for indexes, rows, ignored in self._recorded:
-                        assert self._open is not None
-                        self._open.add_rows(self._entry.name, indexes, rows, ignored)
+            for number, held in enumerate(self.rows):
+                with self.part(number), self.some_rows(held.start, held.stop) as sums:
+                    for micro_batch, indexes, rows, ignored in self._recorded:
+                        sums.at(micro_batch)
+                        sums.add_rows(self._entry.name, indexes, rows, ignored)
             if self._recorded:
                 self._access.note_filled(self._layout, self._visit, self._entry.name)
             self._recorded.clear()
@@ -909,12 +952,19 @@ class PartwiseAccumulator:
     """The accumulators of a use site some of whose gradients pass part by part; a ``GradientSink``.
 
     Args:
-        held: those that do not.
+        held: those that do not; None: all pass.
         passing: by parameter.
     """
 
-    def __init__(self, held: GradientAccumulator, passing: Mapping[str, PassingGradient]) -> None:
+    def __init__(self, held: LaneAccumulator | None, passing: Mapping[str, PassingGradient]) -> None:
         self._held, self._passing = held, passing
+
+    def at(self, micro_batch: int) -> None:
+        """Go on to a micro-batch."""
+        if self._held is not None:
+            self._held.at(micro_batch)
+        for gradient in self._passing.values():
+            gradient.at(micro_batch)
 
     def rows_of_parts(self, name: str) -> Sequence[range]:
         """Return the rows of each part; nothing for what is held."""
@@ -924,9 +974,16 @@ class PartwiseAccumulator:
         """Lease a part."""
         return self._passing[name].part(number)
 
+    @contextmanager
+    def rows(self, name: str, start: int, stop: int) -> Iterator[None]:
+        """Accumulate in these rows of the part that is leased."""
+        with self._passing[name].some_rows(start, stop):
+            yield
+
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Accumulate a whole gradient."""
         assert name not in self._passing, f"the gradient of {name} was planned to come part by part"
+        assert self._held is not None, name
         self._held.add(name, gradient)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
@@ -934,6 +991,7 @@ class PartwiseAccumulator:
         if name in self._passing:
             self._passing[name].add_product(left, right, first_row)
         else:
+            assert self._held is not None, name
             self._held.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
@@ -941,6 +999,7 @@ class PartwiseAccumulator:
         if name in self._passing:
             self._passing[name].record(indexes, rows, ignored)
         else:
+            assert self._held is not None, name
             self._held.add_rows(name, indexes, rows, ignored)
 
     def close(self) -> None:
@@ -954,6 +1013,11 @@ def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
     if gradient.dtype == torch.float32:
         return gradient
     assert mode == "w", "a sum that was rounded cannot be continued"
+    return fp32_like(gradient)
+
+
+def fp32_like(gradient: torch.Tensor) -> torch.Tensor:
+    """Return memory for an fp32 sum of a gradient, which the plan counts as workspace."""
     return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
 
 

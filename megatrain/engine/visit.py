@@ -203,7 +203,7 @@ class UnitVisit:
             forward.random_state = self._random.get()
         if keeps_graph:
             inputs = [leaf for i in captured.activations if (leaf := leaves[i]) is not None]
-            self._micro_batches.append(KeptGraph(inputs, result.outputs))
+            self._micro_batches.append(KeptGraph(forward.micro_batch, inputs, result.outputs))
         elif differentiable:
             for i in captured.activations:
                 captured.tensors[i] = None
@@ -247,6 +247,8 @@ class UnitVisit:
                 self._activity.micro_batch += 1
                 grads = grad_outputs[start : start + item.num_outputs]
                 start += item.num_outputs
+                if sink is not None:
+                    sink.at(item.number)
                 if isinstance(item, KeptGraph):
                     grad_inputs.extend(self._backward_kept(item, grads, sink))
                 else:
@@ -465,11 +467,13 @@ class KeptGraph:
     It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
 
     Args:
+        number: Of the micro-batch in the step.
         streams: The activations among the inputs: leaves of this graph.
         outputs: Differentiable outputs of the run.
     """
 
-    def __init__(self, streams: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, number: int, streams: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.number = number
         self.requires_grad = tuple(stream.requires_grad for stream in streams)
         self.wanted = [stream for stream in streams if stream.requires_grad]
         self.edges = [get_gradient_edge(output) for output in outputs]

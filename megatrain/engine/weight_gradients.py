@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from megatrain.engine.lanes import Lanes, Subtree
 from megatrain.models.layout import InPieces
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "GradientAccumulator",
     "GradientReceiver",
     "GradientTarget",
+    "LaneAccumulator",
     "intercepting",
     "linear",
     "looked_up",
@@ -48,11 +50,23 @@ class GradientAccumulator:
     Args:
         targets: parameter -> view of its accumulator.
         added: parameters that have a gradient already; extended.
+        begins_with_zero: a parameter's first product is added to zeros as well.
     """
 
-    def __init__(self, targets: Mapping[str, Tensor | InPieces], added: set[str]) -> None:
+    def __init__(
+        self, targets: Mapping[str, Tensor | InPieces], added: set[str], *, begins_with_zero: bool = False
+    ) -> None:
         self._targets = targets
         self._added = added
+        self._begins_with_zero = begins_with_zero
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters that have a gradient."""
+        return frozenset(self._added)
+
+    def at(self, micro_batch: int) -> None:
+        """Nothing: the gradients of all micro-batches have one sum."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Accumulate one micro-batch's gradient of a parameter (any float dtype, same shape)."""
@@ -70,10 +84,27 @@ class GradientAccumulator:
         """Never called."""
         raise AssertionError(f"{name} is there, whole")
 
+    def rows(self, name: str, start: int, stop: int) -> AbstractContextManager[None]:
+        """Never called."""
+        raise AssertionError(f"{name} is there, whole")
+
+    def take(self, other: GradientAccumulator) -> None:
+        """Add another's sums to these, which it has none of afterwards."""
+        for name in other._added:
+            for (place, _, _), (addend, _, _) in zip(
+                _places(self._targets[name]), _places(other._targets[name]), strict=True
+            ):
+                if name in self._added:
+                    place.add_(addend)
+                else:
+                    place.copy_(addend)
+        self._added |= other._added
+        other._added.clear()
+
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
         """Accumulate ``left`` [M, K] times ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
         places = list(_places(self._targets[name]))
-        if len(left) == places[-1][1].stop:
+        if len(left) == places[-1][1].stop and not self._begins_with_zero:
             is_first = name not in self._added
             self._added.add(name)
         else:
@@ -129,6 +160,87 @@ class GradientAccumulator:
             torch.mm(left, right, out_dtype=target.dtype, out=target)
         else:
             torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
+
+
+class LaneAccumulator:
+    """The accumulators of one use site, or of some rows of a matrix, lane by lane; a ``GradientSink``.
+
+    Each lane has a sum. When it is complete, open sums are added as the tree of lanes wants it (``lanes.py``). The
+    first open sum is the gradient's own memory; there is room for the others from when they first get a gradient.
+
+    Args:
+        lanes: that are summed.
+        first: accumulators of the first open sum.
+        room: makes accumulators with memory of their own, with the same parameters.
+    """
+
+    def __init__(self, lanes: Lanes, first: GradientAccumulator, room: Callable[[], GradientAccumulator]) -> None:
+        self._lanes, self._room = lanes, room
+        self._made = [first]
+        self._num_open = 1
+        self._lane = lanes.own.start
+
+    def at(self, micro_batch: int) -> None:
+        """Go on to a micro-batch, by its number among those of these lanes. They come in order."""
+        lane = self._lanes.lane_of(micro_batch)
+        assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
+        while self._lane < lane:
+            self._close_lane()
+            self._num_open += 1
+
+    def close(self) -> list[tuple[Subtree, GradientAccumulator | None]]:
+        """Complete all lanes.
+
+        Returns:
+            The nodes of the tree whose sums are left: one, if all lanes of the step are summed here. None: a sum of no
+            gradients, for which no room was made.
+        """
+        while self._lane < self._lanes.own.stop - 1:
+            self._close_lane()
+            self._num_open += 1
+        self._close_lane()
+        nodes = self._lanes.subtrees
+        assert len(nodes) == self._num_open, (nodes, self._num_open)
+        left = [*self._made[: self._num_open], *[None] * (self._num_open - len(self._made))]
+        self._made = self._made[:1]
+        return list(zip(nodes, left, strict=True))
+
+    def _close_lane(self) -> None:
+        for _ in range(self._lanes.num_merges(self._lane)):
+            self._num_open -= 1
+            if self._num_open < len(self._made):
+                self._made[self._num_open - 1].take(self._made[self._num_open])
+        self._lane += 1
+
+    @property
+    def _current(self) -> GradientAccumulator:
+        while len(self._made) < self._num_open:
+            self._made.append(self._room())
+        return self._made[self._num_open - 1]
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Accumulate the micro-batch's gradient of a parameter."""
+        self._current.add(name, gradient)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        """Accumulate a product in rows of a matrix."""
+        self._current.add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        """Accumulate rows of a matrix."""
+        self._current.add_rows(name, indexes, rows, ignored)
+
+    def rows_of_parts(self, name: str) -> Sequence[range]:
+        """Return nothing: all accumulators are there, whole."""
+        return ()
+
+    def part(self, name: str, number: int) -> AbstractContextManager[None]:
+        """Never called."""
+        raise AssertionError(f"{name} is there, whole")
+
+    def rows(self, name: str, start: int, stop: int) -> AbstractContextManager[None]:
+        """Never called."""
+        raise AssertionError(f"{name} is there, whole")
 
 
 def _places(target: Tensor | InPieces) -> Iterator[tuple[Tensor, range, slice]]:

@@ -73,6 +73,25 @@ def _as_float32(value: Any) -> Any:
     return widened if value == types.uint16 else same
 
 
+def as_gradient(value: Any) -> Any:
+    """Return an element of a gradient block as an update takes it: in fp32, and -0 as 0.
+
+    So it does not matter who adds the zeros of parameters without a gradient, and where.
+    """
+    raise NotImplementedError("only compiled code calls this")
+
+
+@overload(as_gradient)
+def _as_gradient(value: Any) -> Any:
+    def same(value: Any) -> Any:
+        return value + np.float32(0.0)
+
+    def widened(value: Any) -> Any:
+        return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32) + np.float32(0.0)
+
+    return widened if value == types.uint16 else same
+
+
 def from_float32(value: Any, like: Any) -> Any:
     """Return `value` as an element of a block that holds elements like `like`: bf16 is rounded to nearest, even."""
     raise NotImplementedError("only compiled code calls this")
@@ -134,7 +153,7 @@ def adamw(
     """AdamW; see `megatrain.optim.elementwise.AdamW`."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
-        g = as_float32(grad[i]) * grad_scale
+        g = as_gradient(grad[i]) * grad_scale
         m_new = m[i] + (g - m[i]) * one_minus_beta1
         v_new = v[i] * beta2 + (one_minus_beta2 * g) * g
         denominator = np.sqrt(v_new) / correction2_sqrt + eps
@@ -160,7 +179,7 @@ def lion(
     """Lion; see `megatrain.optim.elementwise.Lion`."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
-        g = as_float32(grad[i]) * grad_scale
+        g = as_gradient(grad[i]) * grad_scale
         direction = m[i] * beta1 + g * one_minus_beta1
         m[i] = m[i] * beta2 + g * one_minus_beta2
         step = lr if direction > np.float32(0.0) else (-lr if direction < np.float32(0.0) else np.float32(0.0))
@@ -182,7 +201,7 @@ def sgd(
     """SGD; see `megatrain.optim.elementwise.SGD`. Without momentum `m` is None."""
     for i in range(grad.size):
         w = load_master(weight, low, i)
-        g = as_float32(grad[i]) * grad_scale + w * decay
+        g = as_gradient(grad[i]) * grad_scale + w * decay
         if m is None:
             direction = g
         else:
@@ -347,12 +366,12 @@ def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64,
                 part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
                 sums_part = sums[whole * NORM_LANES : (whole + 1) * NORM_LANES]
                 for lane in range(NORM_LANES):
-                    value = np.float64(as_float32(part[lane]) * grad_scale)
+                    value = np.float64(as_gradient(part[lane]) * grad_scale)
                     square = value * value
                     lanes[lane] += square
                     sums_part[lane] += square
             for column in range(num_whole * NORM_LANES, num_columns):
-                value = np.float64(as_float32(values[column]) * grad_scale)
+                value = np.float64(as_gradient(values[column]) * grad_scale)
                 square = value * value
                 lanes[column - num_whole * NORM_LANES] += square
                 sums[column] += square
@@ -384,10 +403,10 @@ def adafactor_square_sums(
                 part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
                 factors_part = factors[whole * NORM_LANES : (whole + 1) * NORM_LANES]
                 for lane in range(NORM_LANES):
-                    update = np.float64((as_float32(part[lane]) * grad_scale) * (factor * factors_part[lane]))
+                    update = np.float64((as_gradient(part[lane]) * grad_scale) * (factor * factors_part[lane]))
                     lanes[lane] += update * update
             for column in range(num_whole * NORM_LANES, num_columns):
-                update = np.float64((as_float32(values[column]) * grad_scale) * (factor * factors[column]))
+                update = np.float64((as_gradient(values[column]) * grad_scale) * (factor * factors[column]))
                 lanes[column - num_whole * NORM_LANES] += update * update
             sums[matrix, row] = sum_lanes(lanes)
 
@@ -423,7 +442,7 @@ def apply_factored(
             factor = row_factor[matrix, row]
             for column in range(num_columns):
                 decayed = load_master(weights, lows, column) * decay
-                update = (as_float32(values[column]) * grad_scale) * (factor * factors[column])
+                update = (as_gradient(values[column]) * grad_scale) * (factor * factors[column])
                 store_master(weights, lows, column, decayed - update * step_size)
 
 
@@ -447,7 +466,7 @@ def adafactor_vector(
     for block in range(sums.size):
         total = 0.0
         for i in range(block * NORM_BLOCK_ELEMENTS, min((block + 1) * NORM_BLOCK_ELEMENTS, grad.size)):
-            g = as_float32(grad[i]) * grad_scale
+            g = as_gradient(grad[i]) * grad_scale
             v_new = v[i] * beta2 + (g * g + eps) * one_minus_beta2
             v[i] = v_new
             update = np.float64(g / np.sqrt(v_new))
@@ -468,5 +487,5 @@ def apply_vector(
     """Apply Adafactor's update to a vector parameter, in place."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
-        update = (as_float32(grad[i]) * grad_scale) / np.sqrt(v[i])
+        update = (as_gradient(grad[i]) * grad_scale) / np.sqrt(v[i])
         store_master(weight, low, i, decayed - update * step_size)

@@ -53,8 +53,8 @@ def _store_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.t
 
 @triton.jit
 def _load_gradient(grad: tl.tensor, at: tl.tensor, inside: tl.tensor, grad_scale: tl.tensor) -> tl.tensor:
-    """Return gradients in fp32, scaled; bf16 bits are widened exactly."""
-    return _load_float32(grad, at, inside) * grad_scale
+    """Return gradients in fp32, scaled; bf16 bits are widened exactly, and -0 is 0."""
+    return (_load_float32(grad, at, inside) + 0.0) * grad_scale
 
 
 @triton.jit

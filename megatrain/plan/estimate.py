@@ -26,6 +26,7 @@ from megatrain.plan.machine import (
 )
 from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
+from megatrain.ranks.collectives import PEER
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
@@ -299,7 +300,7 @@ class _Costs:
         if type(self._plan.optimizer) is not AdamW or bytes_per_parameter(kinds) != _ADAMW_BYTES:
             return None
         rate = self._machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
-        trained = self._plan.num_updated(on_gpu=False)
+        trained = self._plan.num_updated(on_gpu=False) * self._plan.run.world.local_size  # all ranks of the host update
         return None if rate is None and trained else trained / (rate or 1.0)
 
     def _gpu_optimizer_s(self) -> float | None:
@@ -319,8 +320,9 @@ class _Costs:
         """Return the seconds of every link that moves something; None for one that was not measured."""
         seconds: dict[str, float | None] = {}
         read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
+        num_ranks = self._plan.run.world.local_size  # which share the drives
         if read or _into_nvme(traffic):
-            seconds["nvme"] = self._nvme_s(read, _into_nvme(traffic))
+            seconds["nvme"] = self._nvme_s(num_ranks * read, num_ranks * _into_nvme(traffic))
         if from_folder := traffic.get(f"{FOLDER}->ram", 0):
             drive = self._machine.drives.get(file_system_of(Path(self._plan.run.model.folder)).key)
             seconds[FOLDER] = None if drive is None else nvme_seconds(from_folder, 0, drive)
@@ -328,6 +330,8 @@ class _Costs:
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
             ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
+            (f"gpu->{PEER}", gpu.peer_bytes_per_s if gpu else None),
+            (f"{PEER}->gpu", gpu.peer_bytes_per_s if gpu else None),
         ):
             if traffic.get(link):
                 seconds[link] = None if rate is None else traffic[link] / rate

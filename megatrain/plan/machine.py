@@ -84,6 +84,7 @@ class GpuProfile(_Record):
 
     Attributes:
         update_bytes_per_s: two reads and a write per element in its own memory; None where that was not measured.
+        peer_bytes_per_s: each direction, when all GPUs of a host gather or exchange at once; None where nobody knows.
     """
 
     name: str
@@ -91,6 +92,7 @@ class GpuProfile(_Record):
     h2d_bytes_per_s: Rate
     d2h_bytes_per_s: Rate
     update_bytes_per_s: Rate | None = None
+    peer_bytes_per_s: Rate | None = None
 
 
 class MachineProfile(_Record):

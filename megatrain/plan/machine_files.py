@@ -137,7 +137,7 @@ class Count(Figure):
 
 
 class GpuTable(_Table):
-    """``[gpu]``: one GPU, and the link between it and RAM."""
+    """``[gpu]``: one GPU, and the links between it and RAM, and between it and the other GPUs of its host."""
 
     name: str
     count: int = Field(1, ge=1)
@@ -145,6 +145,7 @@ class GpuTable(_Table):
     from_ram: Bandwidth
     to_ram: Bandwidth
     update: Bandwidth | None = None
+    peer: Bandwidth | None = None
     bfloat16: Flops
     float32: Flops | None = None
 
@@ -302,6 +303,7 @@ def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
             h2d_bytes_per_s=gpu.from_ram.value,
             d2h_bytes_per_s=gpu.to_ram.value,
             update_bytes_per_s=None if gpu.update is None else gpu.update.value,
+            peer_bytes_per_s=None if gpu.peer is None else gpu.peer.value,
         ),
         drives={drive.key: _drive_profile(table) for drive, table in drives},
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megatrain.engine.lanes import Lanes
 from megatrain.engine.program import (
     StepProgram,
     Tick,
@@ -58,6 +59,7 @@ class BatchSpec:
         single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
         order: "layer": each layer runs for all micro-batches before the next.
         aimed_tokens: of a micro-batch; see ``MICRO_BATCH_TOKENS``.
+        num_lanes: in which the gradients of micro-batches are added (``engine/lanes.py``); None: one for each rank.
     """
 
     num_rows: int
@@ -66,6 +68,7 @@ class BatchSpec:
     single_rows: bool
     order: Literal["layer", "micro_batch"]
     aimed_tokens: int = MICRO_BATCH_TOKENS["cpu"]
+    num_lanes: int | None = None
 
     @property
     def micro_batch_rows(self) -> int:
@@ -165,12 +168,27 @@ class RunSpec:
     @property
     def lanes(self) -> RankLanes:
         """Which lanes of a step each rank computes."""
-        return RankLanes(self.world.size, self.world.size)
+        return RankLanes(self.num_lanes, self.world.size)
+
+    @property
+    def num_lanes(self) -> int:
+        """In which the gradients of a step's micro-batches are added."""
+        return self.batch.num_lanes or self.world.size
+
+    @property
+    def own_lanes(self) -> Lanes:
+        """Those of them that this rank sums."""
+        return Lanes.of_rank(self.world.rank, self.world.size, self.num_lanes, self.batch.num_micro_batches)
 
     @property
     def own_micro_batches(self) -> range:
         """Numbers of the micro-batches of a step that this rank computes."""
         return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Places for tokens in this rank's micro-batches of a step."""
+        return len(self.own_micro_batches) * self.batch.micro_batch_rows * self.batch.max_length
 
     @property
     def num_together(self) -> int:
@@ -223,7 +241,7 @@ class StepShape:
     """What of a run the estimate depends on besides the plan.
 
     Attributes:
-        tokens_per_step: T.
+        tokens_per_step: T, of one rank.
         num_steps: of the run; None where only the data tells.
         paths: NVMe paths.
         weights: the shares of each in what is striped, in any unit.
@@ -372,7 +390,7 @@ class Plan:
         """What the estimate depends on besides."""
         tiers = self.run.tiers
         paths = [drive.path for drive in tiers.drives]
-        return StepShape(self.run.batch.num_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
+        return StepShape(self.run.num_own_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -436,5 +454,5 @@ class Plan:
 
     def num_updated_by(self, updates: Iterable[Tick]) -> int:
         """Return the elements of weights that some updates change."""
-        blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.held]
+        blocks = [self.program.blocks[key] for tick in updates for key, _ in tick.uses]
         return sum(block.num_elements for block in blocks if block.kind == "weights")

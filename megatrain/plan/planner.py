@@ -24,7 +24,7 @@ from megatrain.engine.program import (
     state_key,
     stored_keys,
 )
-from megatrain.engine.ranked import ranked_workspace_bytes
+from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
@@ -53,7 +53,7 @@ from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
 from megatrain.precision import MASTER_ELEMENTS
 from tiered.ext import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, round_up
+from tiered.units import PAGE_BYTES, GiB, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
     from megatrain.plan.plan import RunSpec
+    from megatrain.ranks.collectives import Collectives
 
 #: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
 #: (docs/decisions/0008-open-room.md).
@@ -79,7 +80,12 @@ WORTHWHILE = 0.99
 
 
 def plan_run(
-    run: RunSpec, *, padded: bool | None = None, names_ways_out: bool = True, like: Plan | None = None
+    run: RunSpec,
+    *,
+    padded: bool | None = None,
+    names_ways_out: bool = True,
+    like: Plan | None = None,
+    capacities: Mapping[str, int] | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -91,6 +97,7 @@ def plan_run(
             plans more.
         like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
             model and trace are used again, which take most of the time.
+        capacities: of tiers that are to have another one than the run gives them.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -105,7 +112,7 @@ def plan_run(
     subject = _look_at(run, padded, like)
     run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
-        kept = _place(run, subject, profile)
+        kept = _place(run, subject, profile, capacities)
     except DoesNotFitError as error:
         if not names_ways_out:
             raise
@@ -145,6 +152,24 @@ def plan_run(
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
 
 
+def plan_together(run: RunSpec, collectives: Collectives) -> Plan:
+    """Plan a run of several ranks: each for itself, with what all of them have.
+
+    Every rank calls it. Homes of blocks may differ in the end; what ranks do together does not.
+
+    Raises:
+        DoesNotFitError: as ``plan_run``; on all ranks, with the same text. So are all other errors.
+        RanksDifferError: the ranks would not issue the same collectives.
+    """
+    own = collectives.all_or_none(lambda: {name: each.capacity_bytes for name, each in tier_budgets(run, 0).items()})
+    of_ranks = collectives.gather_objects(own)
+    collectives.check_alike("tiers", list(own))
+    least = {name: min(each[name] for each in of_ranks) for name in own}
+    plan = collectives.all_or_none(lambda: plan_run(run, capacities=least))
+    collectives.check_alike("program of a step", describe_collectives(plan.program, plan.num_micro_batches))
+    return plan
+
+
 def check_ranks(run: RunSpec) -> None:
     """Refuse what several ranks cannot do.
 
@@ -155,24 +180,39 @@ def check_ranks(run: RunSpec) -> None:
     if world.is_single:
         return
     several = f"with {world.size} processes"
+    if run.num_lanes < world.size:
+        message = (
+            f"training.gradient_lanes = {run.num_lanes}: {several} there must be as many lanes at least. The number "
+            "of lanes decides about the last bits of a run, which keeps it"
+        )
+        advice = f"Start {run.num_lanes} processes at most, or begin a new run with more lanes"
+        raise ConfigError("the config", [Problem("training.gradient_lanes", message, advice)])
     problems: list[Problem] = []
     empty = [rank for rank in range(world.size) if not run.lanes.micro_batches_of_rank(rank, num_micro_batches)]
     if empty:
         message = (
-            f"a step has {num_micro_batches} micro-batches of {run.batch.micro_batch_rows} rows, and {several} "
-            f"{len(empty)} of them would have none"
+            f"training.per_device_train_batch_size: a step has {num_micro_batches} micro-batches of "
+            f"{run.batch.micro_batch_rows} rows, and {several} {len(empty)} of these would have none"
         )
         advice = "Give every process one at least: lower it, raise the rows of a step, or start fewer processes"
         problems.append(Problem("training.per_device_train_batch_size", message, advice))
     if run.batch.order != "layer":
-        message = f'"{run.batch.order}": {several} all micro-batches of a layer run before the next layer'
+        message = (
+            f'advanced.micro_batch_order = "{run.batch.order}": {several} all micro-batches of a layer run before the '
+            "next layer"
+        )
         problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
     kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
     if any(kind.elements_of is not None for kind in kinds):
-        message = f'"{run.optimizer.name}" needs whole matrices, and {several} each of them has a part of every matrix'
+        message = (
+            f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
+        )
         problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
     if run.keep_graphs not in ("auto", 0):
-        message = f"{run.keep_graphs}: {several} weights are not in place from the forward to the backward"
+        message = (
+            f"advanced.keep_graphs = {run.keep_graphs}: {several} weights are not in place from the forward to the "
+            "backward"
+        )
         problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
     if problems:
         raise ConfigError("the config", problems)
@@ -318,7 +358,15 @@ def _place(
         return keeper.solve(keep_graphs, attention_to_save(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
-        held = _build_program(run, subject, updates_beside_device=updates_beside_device)
+        if run.world.is_single or run.prefetch_bytes == 0:
+            return placed_with(0, updates_beside_device=updates_beside_device)
+        try:
+            return placed_with(1, updates_beside_device=updates_beside_device)
+        except DoesNotFitError:  # a second full copy of the largest layer
+            return placed_with(0, updates_beside_device=updates_beside_device)
+
+    def placed_with(gathers_ahead: int, *, updates_beside_device: bool) -> KeptGraphs:
+        held = _build_program(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
         held = replace(held, kept_parts=trace.head_parts)
         if _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
@@ -432,7 +480,12 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
 
 
 def _build_program(
-    run: RunSpec, subject: _Subject, *, updates_beside_device: bool, passing_parts: bool = False
+    run: RunSpec,
+    subject: _Subject,
+    *,
+    updates_beside_device: bool,
+    passing_parts: bool = False,
+    gathers_ahead: int = 0,
 ) -> StepProgram:
     graph = subject.graph
     program = ProgramBuilder(
@@ -452,6 +505,8 @@ def _build_program(
         passing_parts=passing_parts,
         shares=run.shares,
         lanes=run.lanes,
+        gathers_ahead=gathers_ahead,
+        own_lanes=run.own_lanes,
     ).build()
     return sharing_gradients(program)
 
@@ -527,6 +582,8 @@ def fastest(plans: Iterable[Plan]) -> Plan:
 
 
 GPU_ALIGNMENT_BYTES = 512
+#: RAM that each process of a host is left for Python, torch and libraries, where the tier takes what is free.
+RANK_BYTES = GiB
 
 
 def parts_without_room(trace: VisitTrace) -> int:
@@ -565,24 +622,29 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
-def gradient_staging_bytes(
+def gradient_sums_bytes(
     graph: ModelGraph,
     trace: VisitTrace,
     grad_dtype: torch.dtype,
     by_part: Collection[tuple[int, str]] = (),
+    num_open_sums: int = 1,
 ) -> int:
-    """Return what the fp32 sums of gradients take that are kept in another dtype, at the fullest visit.
+    """Return what the fp32 sums of gradients take that are not the blocks themselves, at the fullest visit.
 
     Args:
         graph: the model.
         trace: of the model.
-        grad_dtype: of gradients at rest.
+        grad_dtype: of gradients at rest: with another one than fp32 no sum is a block, else the first one is.
         by_part: as in the program.
+        num_open_sums: of micro-batches, see ``Lanes.most_open_sums``.
     """
-    if grad_dtype == torch.float32:
+    num_sums = num_open_sums - (grad_dtype == torch.float32)
+    if not num_sums:
         return 0
 
     def nbytes(visit: int, layout: UnitLayout) -> int:
+        if not layout.trainable:
+            return 0
         return 4 * (max(map(len, layout.parts)) if (visit, layout.name) in by_part else layout.num_elements)
 
     nbytes_by_visit = [
@@ -590,7 +652,7 @@ def gradient_staging_bytes(
         for number, visit in enumerate(trace.visits)
     ]
     head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
-    return max([head, *nbytes_by_visit])
+    return num_sums * max([head, *nbytes_by_visit])
 
 
 def step_workspace_bytes(
@@ -610,7 +672,7 @@ def step_workspace_bytes(
         return own + ranked_workspace_bytes(graph, program)
     return (
         workspace_bytes(trace, num_micro_batches, program.kept_parts)
-        + gradient_staging_bytes(graph, trace, grad_dtype, program.by_part)
+        + gradient_sums_bytes(graph, trace, grad_dtype, program.by_part, program.own_lanes.most_open_sums)
         + passing_bytes(graph, trace, program, num_micro_batches)
     )
 
@@ -619,7 +681,8 @@ def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
 
     def spared(layout: UnitLayout) -> int:
-        nbytes = 4 + (graph.dtype.itemsize if layout.name in program.cut_weights else 0)
+        nbytes = 4 * program.own_lanes.most_open_sums
+        nbytes += graph.dtype.itemsize if layout.name in program.cut_weights else 0
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 
     return max((spared(graph.layouts[layout]) for _, layout in program.by_part), default=0)
@@ -648,7 +711,10 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         capacity = machine.gpu_capacity_bytes(tiers, device)
         alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
         budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
-    capacity = machine.ram_capacity_bytes(tiers) // run.world.local_size  # of the host, as are drives
+    capacity = machine.ram_capacity_bytes(tiers)
+    if tiers.ram_size.is_auto and not run.world.is_single:
+        capacity -= run.world.local_size * RANK_BYTES
+    capacity = max(0, capacity) // run.world.local_size  # RAM and drives are what a host gives the run
     budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
     if tiers.drives:
         shares = check_rates(tiers.rates, len(tiers.drives))

@@ -71,6 +71,15 @@ def messages(plan: Plan) -> Sequence[str]:
         estimates.append(f"planned for {machine.name}, with the workspace of a CPU's kernels: a GPU's may differ")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
     beside = [plan.room_beside_tier] if plan.room_beside_tier else []
+    world = plan.run.world
+    if not world.is_single:
+        on_host = {name: used * (1 if name == "gpu" else world.local_size) for name, used in plan.totals.items()}
+        totals = ", ".join(f"{name} {format_size(used)}" for name, used in on_host.items() if name != "gpu")
+        where = "on this host" if world.num_hosts == 1 else f"on each of {world.num_hosts} hosts"
+        beside.append(
+            f"this is one of {world.size} processes; the {world.local_size} {where} together take {totals}, and train "
+            f"{plan.run.batch.num_tokens:,} tokens per step"
+        )
     return (*_moves(plan), *beside, *estimates)
 
 

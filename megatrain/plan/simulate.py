@@ -7,12 +7,13 @@ replaced by the time they take. So a stall that shows here is one of the schedul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token, tick_flops
 from megatrain.plan.placement import FOLDER
+from megatrain.ranks.collectives import PEER
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
@@ -37,6 +38,7 @@ class SimulatedRates:
         flops_per_s: achieved in forward and backward.
         update_params_per_s: of the optimizer kernel on the host.
         gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
+        peer_bytes_per_s: each direction between ranks.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
         seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
     """
@@ -49,6 +51,7 @@ class SimulatedRates:
     seconds_per_nvme_copy: float = 0.0
     gpu_update_params_per_s: float | None = None
     folder_bytes_per_s: float = 1e12
+    peer_bytes_per_s: float = 1e12
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -68,6 +71,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
         gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if seconds.get("gpu optimizer") else None,
         bus_bytes_per_s=on_bus,
+        peer_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if PEER in link), 1e12),
         computing_s_per_nvme_byte=estimate.computing_s_per_nvme_byte,
         seconds_per_nvme_copy=estimate.seconds_per_nvme_copy,
     )
@@ -111,9 +115,14 @@ def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> Si
     for number in range(_NUM_WARM_STEPS):
         replay.step(number)
     before, start_s, compute_s = replay.store.stats(), replay.clock.now_s, replay.compute_s
+    peer_wait_s = replay.peer_wait_s
     for number in range(_NUM_WARM_STEPS, _NUM_WARM_STEPS + _NUM_STEPS):
         replay.step(number)
-    return _mean(replay.store.stats() - before, replay.clock.now_s - start_s, replay.compute_s - compute_s)
+    found = _mean(replay.store.stats() - before, replay.clock.now_s - start_s, replay.compute_s - compute_s)
+    if replay.peer_wait_s == peer_wait_s:
+        return found
+    waited = {**found.stall_s, PEER: (replay.peer_wait_s - peer_wait_s) / _NUM_STEPS}
+    return replace(found, stall_s=waited)
 
 
 def _mean(window: StoreStats, seconds: float, compute_s: float) -> SimulatedStep:
@@ -135,6 +144,11 @@ class _Replay:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
+        # All ranks do the same at the same time: what one of them waits for, the others do. Collectives come one after
+        # the other, beside the layers where the program gathers ahead.
+        self.peer_wait_s = 0.0
+        self._peer_free_s = 0.0
+        self._gathered_s: dict[tuple[str, int], float] = {}  # when the full copies of a tick are there
         self._flops = tick_flops(plan)
         self._drive: SimulatedChannel | None = None
         # Kernels are queued: the step's thread goes on to an update on the host while a GPU computes.
@@ -194,6 +208,7 @@ class _Replay:
             self._compute(self._plan.ticks.between_s)
 
     def _run(self, op: Op) -> None:
+        self._wait_for_peers(self._gathered_s.pop((op.phase, op.visit), 0.0))
         seconds = self._not_hidden(op, self._seconds(op)) / (1 + len(op.passing))
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
             self._copies.leased(op.held)
@@ -206,6 +221,23 @@ class _Replay:
                     self._copies.released(use, op.tier)
         for use in op.held:
             self._copies.released(use, op.tier)
+        if op.serves is not None:
+            self._move_between_ranks(op)
+
+    def _move_between_ranks(self, op: Op) -> None:
+        nbytes = max(self._plan.program.collective_bytes(op.tick))
+        self._peer_free_s = max(self._peer_free_s, self.clock.now_s) + nbytes / self._rates.peer_bytes_per_s
+        if op.phase == "gather":
+            assert op.serves is not None
+            self._gathered_s[op.serves, op.visit] = self._peer_free_s
+        if not self._plan.program.gathers_ahead:
+            self._wait_for_peers(self._peer_free_s)
+
+    def _wait_for_peers(self, until_s: float) -> None:
+        wait_s = until_s - self.clock.now_s
+        if wait_s > _SHORTEST_S:
+            self.peer_wait_s += wait_s
+            self.clock.advance(wait_s)
 
     def _not_hidden(self, op: Op, seconds: float) -> float:
         """Return what a tick adds to the step: on the host, beside a GPU, what outlasts the kernels queued before."""
@@ -241,4 +273,4 @@ class _Replay:
             num_params = sum(blocks[use.key].num_elements for use in op.uses if blocks[use.key].kind == "weights")
             on_gpu = self._rates.gpu_update_params_per_s if op.tier != "ram" else None
             return num_params / (on_gpu or self._rates.update_params_per_s)
-        return self._flops[op.tick] * self._tokens / self._rates.flops_per_s
+        return self._flops[op.tick] * self._tokens / self._rates.flops_per_s  # collectives: 0

@@ -12,18 +12,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from megatrain.ranks.world import WorldError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["PEER", "Collectives"]
+__all__ = ["PEER", "Collectives", "RanksDifferError"]
+
+_Result = TypeVar("_Result")
 
 #: Stands for the other ranks in the names of links: ``"ranks->ram"``, ``"gpu->ranks"``.
 PEER = "ranks"
+
+
+class RanksDifferError(WorldError):
+    """Ranks would not do the same: their collectives would not match. Raised on all of them."""
 
 
 class Collectives:
@@ -120,6 +130,56 @@ class Collectives:
         found: list[Any] = [None] * self.size
         self._dist.all_gather_object(found, item, group=self._group)
         return found
+
+    def all_or_none(self, action: Callable[[], _Result]) -> _Result:
+        """Return the result of what every rank does at once; where it fails on one, all raise the first one's error.
+
+        So ranks that are refused say the same, and none of them waits for one that is gone.
+
+        Args:
+            action: no collective.
+        """
+        error: Exception | None = None
+        result: list[_Result] = []
+        try:
+            result.append(action())
+        except Exception as raised:
+            error = raised
+        # Not the exception itself: those with arguments of their own cannot be pickled.
+        said = None if error is None else (type(error), error.args, vars(error))
+        found = self.gather_objects(said)
+        for rank, other in enumerate(found):
+            if rank == self.rank and error is not None:
+                raise error
+            if other is not None:
+                kind, arguments, attributes = other
+                copy = kind.__new__(kind)
+                copy.args = arguments
+                vars(copy).update(attributes)
+                raise copy
+        return result[0]
+
+    def check_alike(self, what: str, lines: Sequence[str]) -> None:
+        """Refuse lines that are not the same on all ranks.
+
+        Args:
+            what: the lines describe.
+            lines: any number; only a digest travels while all agree.
+
+        Raises:
+            RanksDifferError: names the first two lines that differ.
+        """
+        digests = self.gather_objects(xxh3_128_hexdigest("\n".join(lines).encode()))
+        if len(set(digests)) == 1:
+            return
+        of_ranks: list[Sequence[str]] = self.gather_objects(list(lines))
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        pairs = zip_longest(of_ranks[0], of_ranks[other], fillvalue="nothing")
+        first, second = next((a, b) for a, b in pairs if a != b)
+        raise RanksDifferError(
+            f"the ranks do not have the same {what}. Rank 0: {first}. Rank {other}: {second}. Start all of them with "
+            "the same config, data and versions"
+        )
 
     def _count(self, sent: int, received: int) -> None:
         self.moved_bytes[f"{self._tier}->{PEER}"] += sent

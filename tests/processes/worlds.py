@@ -20,8 +20,10 @@ from torch import Tensor
 
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
+from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import plan_run
+from megatrain.plan.planner import plan_run, plan_together
+from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 from megatrain.trainer import Trainer
 
@@ -105,8 +107,9 @@ def _run_rank(
 
 
 def plan_of_rank(config: Path, world: World) -> Plan:
-    """Return the plan of a rank for a config file."""
-    return plan_run(replace(resolve(load_config(config).config), world=world))
+    """Return the plan of a rank for a config file, which all ranks agree on."""
+    run = replace(resolve(load_config(config).config), world=world)
+    return plan_run(run) if world.is_single else plan_together(run, Collectives())
 
 
 def train(
@@ -149,7 +152,9 @@ def train(
         store.wait_idle()
         moved = store.stats() - before
         result.moved = {link: stats.num_bytes for link, stats in moved.links.items()}
-        result.moved.update(getattr(engine, "moved_bytes", {}))
+        if isinstance(engine, RankedStepEngine):
+            result.moved.update(engine.moved_bytes)
+            result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
         result.planned = plan.placement.run_traffic_bytes(num_steps)
         result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in moved.tiers.items()}
         assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved

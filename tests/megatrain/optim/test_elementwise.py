@@ -234,3 +234,16 @@ def test_a_gradient_of_another_type_is_refused() -> None:
         optimizer.update(blocks, torch.zeros(8, dtype=torch.float16), [Segment(0, 8, 0.0)], Update(1, 1e-3))
     with pytest.raises(AssertionError, match="'m'"):
         optimizer.update({**blocks, "m": torch.zeros(7)}, torch.zeros(8), [Segment(0, 8, 0.0)], Update(1, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_of_minus_zero_is_one_of_zero(dtype: torch.dtype) -> None:
+    """Who adds zeros to a sum turns -0 into 0, and who leaves them out does not: the update must be the same."""
+    masters = []
+    for zero in (0.0, -0.0):
+        weight = torch.full((64,), -0.0)
+        make_optimizer("sgd-plain").update(
+            {"weight": weight}, torch.full((64,), zero, dtype=dtype), (Segment(0, 64, 0.0),), Update(1, 1e-3)
+        )
+        masters.append(weight)
+    assert torch.equal(torch.signbit(masters[0]), torch.signbit(masters[1]))

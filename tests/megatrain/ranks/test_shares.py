@@ -1,0 +1,49 @@
+"""The law of shares: which rank owns which elements, for any length and number of ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
+from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Shares
+
+
+@given(blocks=st.integers(0, 300), length=st.integers(1, 30 * SHARE_BLOCK_ELEMENTS), size=st.integers(2, 40))
+def test_every_element_has_one_owner(blocks: int, length: int, size: int) -> None:
+    part = range(blocks * SHARE_BLOCK_ELEMENTS, blocks * SHARE_BLOCK_ELEMENTS + length)
+    shares = [Shares(rank, size) for rank in range(size)]
+    owned = [each.owned(part) for each in shares]
+    assert all(before.stop == after.start for before, after in pairwise(owned))
+    assert owned[0].start == part.start and owned[-1].stop == part.stop
+    assert owned == [shares[0].owned(part, rank) for rank in range(size)]
+    # All blocks are equally long, no longer than they have to be, and no partial sum of a norm lies on two ranks.
+    assert len({each.num_elements(part) for each in shares}) == 1
+    share = shares[0].num_elements(part)
+    assert share % SHARE_BLOCK_ELEMENTS == 0 and size * (share - SHARE_BLOCK_ELEMENTS) < length <= size * share
+    assert all(len(each) <= share and (each.start - part.start) % SHARE_BLOCK_ELEMENTS == 0 for each in owned if each)
+    gathered = shares[0].gathered(part)
+    assert gathered.start == part.start and len(gathered) == size * share >= length
+
+
+def test_shares_fit_parts_and_norms() -> None:
+    assert SHARE_BLOCK_ELEMENTS == NORM_BLOCK_ELEMENTS == PART_ALIGNMENT_ELEMENTS
+
+
+@given(length=st.integers(1, 1 << 20))
+def test_one_rank_owns_everything_without_padding(length: int) -> None:
+    part = range(7, 7 + length)
+    assert Shares().are_whole and Shares().owned(part) == part and Shares().num_elements(part) == length
+
+
+@given(size=st.integers(1, 8), more=st.integers(0, 8), num_micro_batches=st.integers(1, 40))
+def test_lanes_and_micro_batches_of_ranks(size: int, more: int, num_micro_batches: int) -> None:
+    lanes = RankLanes(size + more, size)
+    sums = [each for rank in range(size) for each in lanes.sums_of_rank(rank)]
+    assert len(sums) == lanes.num_sums
+    assert [lane for first, stop in sums for lane in range(first, stop)] == list(range(size + more))
+    own = [number for rank in range(size) for number in lanes.micro_batches_of_rank(rank, num_micro_batches)]
+    assert own == list(range(num_micro_batches))

@@ -1,0 +1,243 @@
+"""Lanes: gradients are the lanes' sums added by hand in the tree, bit for bit, and placement changes none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.resume import lanes_of_newest
+from megatrain.config import load_config
+from megatrain.config.problems import ConfigError
+from megatrain.engine import head
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.head import count_labels, shifted_labels
+from megatrain.engine.lanes import micro_batches_of_lane, total
+from megatrain.engine.step import Updater
+from megatrain.models import layout as layouts
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS, views
+from megatrain.optim.base import Update
+from megatrain.plan import planner
+from megatrain.plan.plan import Plan
+from megatrain.trainer import Trainer
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+NUM_MICRO_BATCHES = 6
+
+
+def text_of(folder: Path, model: Path, *, lanes: int | str, num: int = NUM_MICRO_BATCHES, **tables: Any) -> str:
+    text = config_text(folder, model, **tables).replace("per_device_train_batch_size = 2", "")
+    given = "" if lanes == "auto" else f"gradient_lanes = {lanes}\n"
+    batch = f"per_device_train_batch_size = 1\ngradient_accumulation_steps = {num}\n{given}"
+    return text.replace("gradient_accumulation_steps = 3", batch)
+
+
+def run(folder: Path, model: Path, *, num_steps: int = 2, **options: Any) -> TieredRun:
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_config(text_of(folder, model, **{"nvme": 0, **options}), folder, num_steps=num_steps)
+
+
+class ByUse(MemoryAccess):
+    """Gives gradients by use site."""
+
+    def take(self) -> dict[tuple[int, str], Tensor]:
+        found = {
+            (visit, name): self._accumulators[visit][name] for visit, names in self._filled.items() for name in names
+        }
+        self._accumulators, self._filled = {}, {}
+        return found
+
+
+def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
+    """Return gradients: of each lane by the engine with one lane, on its micro-batches, then added in the tree."""
+    access = ByUse(plan.graph, weights, plan.graph.dtype)
+    runner = LayerRunner(
+        plan.graph,
+        access,
+        device="cpu",
+        compute_dtype=plan.graph.dtype,
+        head_rows=plan.trace.head_rows,
+        head_columns=plan.trace.head_columns,
+    )
+    num_items = sum(count_labels(shifted_labels(batch["labels"]).reshape(-1)) for batch in micro_batches)
+    num_lanes = plan.run.num_lanes
+    sums: dict[tuple[int, int], dict[tuple[int, str], Tensor]] = {}
+    for lane in range(num_lanes):
+        own = [micro_batches[number] for number in micro_batches_of_lane(lane, num_lanes, len(micro_batches))]
+        if own:
+            runner.forward_backward(own, num_items=num_items)
+        sums[lane, lane + 1] = access.take()
+
+    def add(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        both = {key: left[key] + right[key] for key in left.keys() & right.keys()}
+        return {**left, **right, **both}
+
+    by_use = total(0, num_lanes, sums, add)
+    found: dict[str, Tensor] = {}
+    for visit, name in sorted(by_use):
+        gradient = by_use[visit, name]
+        if plan.run.grad_dtype == torch.bfloat16:  # rounded once, when a use site's sum is complete
+            gradient = gradient.bfloat16()
+        found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def first_gradients(text: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients that the first step's updates are made with, and what they should be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(text)
+    config = load_config(folder / "run.toml").config
+    taken: dict[tuple[str, int], Tensor] = {}
+    update = Updater.update
+
+    def spying(self: Updater, index: int, part: int, tier: str, tensors: Any, step: Update, filled: Any) -> None:
+        layout, _ = self.trained[index]
+        key = self._program.gradient_keys(layout, 0)[part]
+        taken[layout.name, part] = tensors[key].clone()
+        update(self, index, part, tier, tensors, step, filled)
+
+    with Trainer(config).open() as trainer:
+        trainer.load()
+        plan = trainer.plan
+        weights: dict[str, Tensor] = {}
+        for layout in plan.graph.layouts.values():
+            with trainer.weights.master(layout) as read:
+                flat = read(0, layout.num_elements).clone()
+                if plan.graph.dtype == torch.bfloat16:  # as masters are split: rounded half away from zero
+                    flat = ((flat.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+                weights.update(views(flat, layout))
+        micro_batches = next(make_loader(config, plan)).micro_batches
+        engine = trainer.make_engine(1)
+        patch.setattr(Updater, "update", spying)
+        engine.step(micro_batches, number=0, lr=1e-3)
+        engine.finish_updates()
+        patch.undo()
+        trainer.end_steps()
+    found: dict[str, Tensor] = {}
+    for layout in plan.graph.layouts.values():
+        if layout.trainable:
+            flat = torch.cat([taken[layout.name, part] for part in range(len(plan.program.parts_of(layout)))])
+            found.update(views(flat, layout))
+    return found, gradients_by_hand(plan, weights, list(micro_batches))
+
+
+def assert_by_hand(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert expected
+    for name, gradient in expected.items():
+        assert torch.equal(found[name].to(gradient.dtype), gradient), name
+    # What no micro-batch had a gradient of is zero.
+    assert all(not found[name].any() for name in found.keys() - expected.keys())
+
+
+BY_HAND: dict[str, dict[str, Any]] = {
+    "2 lanes": {"lanes": 2},
+    "4 lanes, uneven": {"lanes": 4},
+    "a lane for each of 8": {"lanes": 8, "num": 8},
+    "more lanes than micro-batches": {"lanes": 8, "num": 3},
+    "rounded to bf16": {"lanes": 4, "precision": 'grad_dtype = "bfloat16"'},
+    "computed in bf16": {"lanes": 4, "precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
+    "graphs that are not kept": {"lanes": 4, "advanced": "keep_graphs = 0"},
+    "updates in the backward": {"lanes": 4, "optimizer": "max_grad_norm = 0"},
+    "from a drive": {"lanes": 4, "nvme": 1, "placement": ALL_NVME, "ram": "9MiB"},
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_gradients_are_the_lanes_sums_added_in_the_tree(
+    name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = text_of(tmp_path, tiny_model, **{"nvme": 0, **BY_HAND[name]})
+    assert_by_hand(*first_gradients(text, tmp_path, monkeypatch))
+
+
+def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts cut into parts; the embedding and the head take one part after the other."""
+    model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    monkeypatch.setattr(head, "_COLUMNS", 192)  # several parts of the vocabulary in a part of the weight
+    monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
+    with monkeypatch.context() as patch:
+        for folder, tables in (("held", {}), ("passing", {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"})):
+            text = text_of(tmp_path / folder, model, lanes=4, **{"nvme": 0, **tables})
+            found, expected = first_gradients(text, tmp_path / folder, patch)
+            assert_by_hand(found, expected)
+
+
+def test_one_lane_is_one_sum_and_others_differ(tiny_model: Path, tmp_path: Path) -> None:
+    runs = {lanes: run(tmp_path / str(lanes), tiny_model, lanes=lanes) for lanes in ("auto", 1, 4)}
+    runs[1].assert_same(runs["auto"])
+    assert runs[4].digests != runs[1].digests
+    assert runs[4].losses == pytest.approx(runs[1].losses, rel=1e-5)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "on NVMe": {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"},
+    "all on a GPU": {"gpu": "64MiB", "ram": "3MiB"},
+    "partly on a GPU": {"gpu": "14MiB", "ram": "9MiB", "nvme": 1},
+    "graphs kept": {"advanced": "keep_graphs = 4"},
+}
+
+
+def test_placement_changes_no_bit_and_what_is_planned_moves(tiny_model: Path, tmp_path: Path) -> None:
+    expected = run(tmp_path / "ram", tiny_model, lanes=4, advanced="keep_graphs = 0", num_steps=3)
+    for name, options in PLACEMENTS.items():
+        result = run(tmp_path / name.replace(" ", "_"), tiny_model, lanes=4, num_steps=3, **options)
+        result.assert_same(expected)
+        result.assert_as_planned()
+
+
+def test_open_sums_are_planned(tiny_model: Path, tmp_path: Path) -> None:
+    """A run with L lanes has log2(L) sums of the unit in hand more than a run with one, in fp32."""
+    plans = {lanes: run(tmp_path / str(lanes), tiny_model, lanes=lanes, num_steps=1).plan for lanes in (1, 2, 8)}
+    graph = plans[1].graph
+    largest = 4 * max(layout.num_elements for layout in graph.layouts.values())
+    taken = {lanes: plan.placement.workspace_bytes["ram"] for lanes, plan in plans.items()}
+    assert taken[2] - taken[1] == largest
+    assert taken[8] - taken[1] == 3 * largest
+
+
+def test_adafactor_and_shared_blocks_take_lanes(tiny_model: Path, tmp_path: Path) -> None:
+    for optimizer in ('optim = "adafactor"', 'optim = "lion"\nclip_scope = "layer"'):
+        folder = tmp_path / optimizer.split('"')[1]
+        in_ram = run(folder / "ram", tiny_model, lanes=4, optimizer=optimizer)
+        on_drive = run(
+            folder / "nvme", tiny_model, lanes=4, optimizer=optimizer, nvme=1, placement=ALL_NVME, ram="16MiB"
+        )
+        on_drive.assert_same(in_ram)
+        on_drive.assert_as_planned()
+
+
+def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        text_of(tmp_path, tiny_model, lanes=4, nvme=0, advanced='micro_batch_order = "micro_batch"')
+    )
+    with pytest.raises(ConfigError, match="gradient_lanes = 4 needs"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Path) -> None:
+    """ "auto" is what the checkpoint says; another number is another result, and refused."""
+
+    def trainer(lanes: int | str, steps: int) -> Trainer:
+        text = text_of(tmp_path, tiny_model, lanes=lanes, nvme=0).replace(
+            "[training]", f"[training]\nmax_steps = {steps}"
+        )
+        (tmp_path / "run.toml").write_text(text)
+        return Trainer(load_config(tmp_path / "run.toml").config)
+
+    assert lanes_of_newest(tmp_path / "out", "auto") is None
+    trainer(4, 1).train()
+    assert lanes_of_newest(tmp_path / "out", "auto") == 4
+    going_on = trainer("auto", 2)
+    assert going_on.plan.program.own_lanes.num_lanes == 4
+    going_on.train()
+    from megatrain.checkpoint.resume import ConfigChangedError
+
+    with pytest.raises(ConfigChangedError, match=r"training\.gradient_lanes: 4 -> 1"):
+        trainer(1, 3).train()

@@ -1,0 +1,242 @@
+"""The bits of a run do not depend on how many processes train, and each moves what its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatrain.config import load_config
+from megatrain.config.problems import ConfigError
+from megatrain.config.resolve import resolve
+from megatrain.engine.head import IGNORED_LABEL
+from megatrain.models import layout as layouts
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.planner import check_ranks
+from megatrain.ranks.collectives import Collectives, RanksDifferError
+from megatrain.ranks.world import World
+from oracles.tiered_run import config_text, write_tiny_model
+from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
+
+LANES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 5, 3
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+BF16 = 'compute_dtype = "bfloat16"'
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that every world makes.
+
+    Attributes:
+        model: name of the folder.
+        tables: as in ``config_text``.
+        other_tables: of ranks with an odd number, whose blocks have other homes.
+        has_parts: layouts are cut into parts of one partial sum of a norm.
+        labels: which micro-batches have labels: ``all`` or ``few``.
+    """
+
+    model: str
+    tables: Mapping[str, Any]
+    other_tables: Mapping[str, Any]
+    has_parts: bool = False
+    labels: str = "all"
+
+
+CASES = {
+    "tied, bf16, dropout, noise": Case(
+        "tied",
+        {"precision": f'{BF16}\ngrad_dtype = "bfloat16"', "training": "neftune_noise_alpha = 5"},
+        {"placement": ALL_NVME, "ram": "24MiB"},
+        has_parts=True,
+    ),
+    "a mixture, frozen parts, layers clipped one by one": Case(
+        "mixture",
+        {"optimizer": 'clip_scope = "layer"\nmax_grad_norm = 0.1', "model": 'freeze = ["model.embed_tokens.*"]'},
+        {"placement": 'optimizer = ["nvme"]\ngradients = ["nvme"]'},
+        labels="few",
+    ),
+    "a GPU tier of its own": Case(
+        "untied",
+        {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5"},
+        {"gpu": "24MiB", "placement": 'optimizer = ["nvme"]'},
+        labels="few",
+    ),
+}
+
+
+def write_models(folder: Path) -> None:
+    """Write the tiny models that the cases train."""
+    write_tiny_model(folder / "tied", attention_dropout=0.1)
+    write_tiny_model(folder / "untied", tie_word_embeddings=False)
+    shape = AutoConfig.from_pretrained(folder / "untied")
+    torch.manual_seed(3)
+    mixture = AutoConfig.for_model(
+        "mixtral",
+        **{key: getattr(shape, key) for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")},
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        num_local_experts=16,
+        num_experts_per_tok=1,
+        output_router_logits=True,
+        router_aux_loss_coef=0.05,
+    )
+    write_tiny_model(folder / "mixture")
+    AutoModelForCausalLM.from_config(mixture, dtype=torch.float32).save_pretrained(folder / "mixture")
+
+
+def text_of(folder: Path, case: Case, world: World) -> str:
+    """Return the config of a rank; homes differ between ranks."""
+    tables = dict(case.tables)
+    if world.rank % 2:
+        tables |= case.other_tables
+    own = {name: tables.pop(name, "") for name in ("training", "model")}
+    text = config_text(folder / f"world{world.size}", folder / case.model, **tables)
+    text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
+    batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {LANES}\n{own['training']}\n"
+    text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
+    return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
+
+
+def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
+    """Take labels away: all but the last micro-batch's; then the last two's; then every other's."""
+    keeps = [number == NUM_MICRO_BATCHES - 1 for number in range(NUM_MICRO_BATCHES)]
+    if step:
+        keeps = [number < NUM_MICRO_BATCHES - 2 if step == 1 else number % 2 == 0 for number in range(len(keeps))]
+    for keep, micro_batch in zip(keeps, micro_batches, strict=True):
+        if not keep:
+            micro_batch["labels"] = torch.full_like(micro_batch["labels"], IGNORED_LABEL)
+
+
+def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankResult]:
+    """Train the cases, one after the other, on one rank."""
+    found = {}
+    for number, name in enumerate(names):
+        case = CASES[name]
+        own = folder / f"world{world.size}" / f"case{number}"
+        own.mkdir(parents=True, exist_ok=True)
+        size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
+        text = text_of(folder, case, world).replace(f"world{world.size}", f"world{world.size}/case{number}")
+        with mock.patch.object(layouts, "PART_ELEMENTS", size):
+            found[name] = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
+    return found
+
+
+def by_case(size: int, folder: Path) -> dict[str, list[RankResult]]:
+    """Run the cases in a world of so many ranks; return each one's results by rank."""
+    of_ranks = run_world(size, train_cases, folder, list(CASES))
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the models, and of all runs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[RankResult]]:
+    """Return the runs of one process, which adds in the same lanes."""
+    return by_case(1, folder)
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
+    """Losses, norms, weights and state are those of one process, whatever ranks and homes."""
+    for name, results in by_case(size, folder).items():
+        (expected,) = alone[name]
+        assert len(set(expected.losses)) == NUM_STEPS and all(expected.norms), name
+        for rank, result in enumerate(results):
+            assert result.losses == expected.losses, (name, rank)
+            assert result.norms == expected.norms and result.num_tokens == expected.num_tokens, (name, rank)
+            assert result.moved == result.planned, (name, rank)
+            assert {f"{end}ranks" for end in ("ram->", "gpu->")} & set(result.moved), (name, rank)
+            for tier, (most, capacity) in result.tiers.items():
+                assert most <= capacity, (name, rank, tier)
+            window, planned = result.window
+            assert 0 < window <= planned, (name, rank)
+        assert digests(results) == digests([expected]), name
+
+
+def refuse_together(world: World, folder: Path, model: Path) -> dict[str, Any]:
+    """Return what is said to what ranks cannot do together, and what collectives do with an error of one rank."""
+    said: dict[str, Any] = {}
+    lanes = "gradient_accumulation_steps = 4\ngradient_lanes = 4"
+    text = config_text(folder, model, nvme=0).replace("gradient_accumulation_steps = 3", lanes)
+    path = folder / f"refused{world.rank}.toml"
+
+    def plan_with(text: str) -> str:
+        path.write_text(text)
+        try:
+            plan_of_rank(path, world)
+        except (DoesNotFitError, RanksDifferError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "planned"
+
+    # The host of one rank has less RAM.
+    said["too small"] = plan_with(text.replace("256MiB", "4MiB" if world.rank else "64MiB"))
+    said["other program"] = plan_with(
+        text.replace("[precision]", '[precision]\ngrad_dtype = "bfloat16"') if world.rank else text
+    )
+    collectives = Collectives()
+    try:
+        collectives.all_or_none(lambda: 1 // world.rank)
+    except ZeroDivisionError as error:
+        said["error of rank 0"] = str(error)
+    said["afterwards"] = collectives.all_or_none(lambda: world.rank)
+    # What stage 3 moves whole layers with.
+    share, whole = torch.full((3,), float(world.rank)), [torch.full((3,), float(rank + 5)) for rank in range(2)]
+    collectives.scatter(share, whole if world.is_first else None, 0)
+    found = [torch.zeros(3) for _ in range(2)]
+    collectives.collect(share * 2, found if world.rank == 1 else None, 1)
+    said["moved"] = share.tolist(), [each.tolist() for each in found]
+    return said
+
+
+def test_ranks_are_refused_together(folder: Path) -> None:
+    first, second = run_world(2, refuse_together, folder / "refused", folder / "tied")
+    assert first["too small"] == second["too small"]
+    assert first["too small"].startswith("DoesNotFitError: does not fit: tier 'ram' has 2097152 bytes")
+    assert first["other program"] == second["other program"]
+    assert first["other program"].startswith("RanksDifferError: the ranks do not have the same program of a step")
+    assert "float32" in first["other program"] and "bfloat16" in first["other program"]
+    assert first["error of rank 0"] == second["error of rank 0"] and "zero" in first["error of rank 0"]
+    assert [first["afterwards"], second["afterwards"]] == [0, 1]
+    assert first["moved"] == ([5.0] * 3, [[0.0] * 3] * 2)
+    assert second["moved"] == ([6.0] * 3, [[10.0] * 3, [12.0] * 3])
+
+
+REFUSED = {
+    "training.gradient_lanes": ("gradient_lanes = 3", 4),
+    "training.per_device_train_batch_size": ("", 8),
+    "advanced.micro_batch_order": ('[advanced]\nmicro_batch_order = "micro_batch"', 2),
+    "advanced.keep_graphs": ("[advanced]\nkeep_graphs = 2", 2),
+    "optimizer.optim": ('[optimizer]\noptim = "adafactor"', 2),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_several_ranks_cannot_do(key: str, tmp_path: Path) -> None:
+    change, size = REFUSED[key]
+    (tmp_path / "run.toml").write_text(
+        f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n[data]\nmax_length = 32\n'
+        f'[[data.train]]\npath = "x.txt"\n[training]\ngradient_accumulation_steps = 4\n{change}\n'
+    )
+    run = resolve(load_config(tmp_path / "run.toml").config)
+    check_ranks(run)
+    with pytest.raises(ConfigError, match=key) as raised:
+        check_ranks(replace(run, world=World.local(0, size)))
+    assert f"with {size} processes" in str(raised.value)
