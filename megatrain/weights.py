@@ -227,10 +227,10 @@ class Weights:
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
         saved = {key: block for key, block in self._plan.program.blocks.items() if block.is_saved}
         reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
+        self._check_formats(checkpoint, reader)
         if checkpoint.is_own and not checkpoint.is_copy and saved.keys() == reader.blocks.keys():
             self._store.load(checkpoint.generation, on_bytes=self._activity.moved)
             return
-        self._check_formats(checkpoint, reader)
         for key, block in saved.items():
             with self._store.acquire(key, "ram", "w") as lease:
                 if block.kind == "weights" and key not in reader.blocks:
