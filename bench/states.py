@@ -3,13 +3,12 @@
     python bench/states.py --json
     python bench/states.py --quick
 
-One small Llama is trained from the same random weights on the same batches of bytes of a book, once per optimizer: torch's
-AdamW, `TieredAdamW` with each `state_dtype`, and the others where they are installed (`none` where they are not).
-All keep fp32 weights, so that moments alone differ.
+One small Llama is trained from the same random weights on the same batches of bytes of a book, once per optimizer:
+torch's AdamW, `TieredAdamW` with each `state_dtype`, and the others where they are installed. All keep fp32 weights, so
+that moments alone differ.
 
-Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW; moments in int8 lead no further away
-from the weights of fp32 moments than 1.1 times what those of the others do, with the same code and blocks. Nothing here
-depends on time.
+Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW; moments in int8 lead no further
+away from the weights of fp32 moments than 1.1 times what those of the others do. Nothing here depends on time.
 """
 
 from __future__ import annotations

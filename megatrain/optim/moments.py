@@ -71,8 +71,8 @@ def code_of(signed: bool) -> Code:
     Decimal exponents from 1e-6 to 1, each with twice as many fractions as the one below it.
 
     Returns:
-        Values in rising order; the middle between each and the next one, then infinity; and for the upper 16 bits of an
-        fp32 number how many middles are below all such numbers. At most one more lies among them.
+        Values in rising order; the border between each and the next one, then infinity; and for the upper 16 bits of an
+        fp32 number how many borders are below all such numbers. At most one more lies among them.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -82,6 +82,10 @@ def code_of(signed: bool) -> Code:
     table = np.sort(np.array(values)).astype(np.float32)
     assert table.size == 256, table.size
     between = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
+    if not signed:
+        # A mean of squares that is not 0 is never rounded to 0: a first moment over almost nothing is a huge step. Rows
+        # of rare words beside frequent ones in a block are so small.
+        between[0] = 0.0
     first = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     last = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
     with np.errstate(invalid="ignore"):

@@ -50,6 +50,8 @@ def in_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uin
     """Return bytes and scales of finite numbers: of each the nearest of all 256, the smaller one of two."""
     code = dynamic_code(signed)
     borders = (code[:-1] + code[1:]) / np.float32(2)
+    if not signed:
+        borders[0] = 0  # what is not zero never becomes zero
     found, scales = [], []
     for start in range(0, values.size, 256):
         block = values[start : start + 256]
