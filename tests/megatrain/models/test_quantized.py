@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from megatrain.models.adapters import LoraSpec
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.graph import build_graph
-from megatrain.models.in_place import FolderSource, layouts_in_place
+from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.layout import views
 from megatrain.models.load import open_loader
+from megatrain.models.quantized import decode
 from oracles.quantize import fp8, mxfp4, nf4, write_quantized
-from oracles.tiered_run import config_text, run_config, write_tiny_model
+from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tests.megatrain.models.tiny import FAMILIES, build_model_of
 
 Parts = tuple[dict[str, Tensor], Tensor]
@@ -61,24 +63,53 @@ def test_any_part_of_a_weight_is_what_it_stands_for(tmp_path: Path, method: str)
     decoder, flat = folder.records[name].decoder, expected[name].reshape(-1)
     assert decoder is not None
     for first, count in ((0, 1), (1, 130), (47, 2), (flat.numel() - 5, 5), (1000, 3001)):
-        assert torch.equal(decoder.decode(first, count, folder.read_stored), flat[first : first + count])
+        assert torch.equal(decode(decoder, first, count, folder.read_stored), flat[first : first + count])
 
 
-@pytest.mark.parametrize(("method", "home"), [("fp8", "ram"), ("fp8", "folder"), ("nested nf4", "folder")])
-def test_a_run_gives_the_bits_of_the_plain_folder(tmp_path: Path, method: str, home: str) -> None:
-    runs = []
-    for model in quantized_and_plain(tmp_path, method):
-        text = config_text(
-            tmp_path / model.name,
-            model,
-            nvme=0,
-            placement=f'weights = ["{home}"]',
-            precision='compute_dtype = "bfloat16"',
-        )
-        text = text.replace("[training]", '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]', 1)
-        runs.append(run_config(text, tmp_path / model.name, num_steps=2))
-    runs[0].assert_as_planned()
-    runs[0].assert_same(runs[1])
+LORA = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
+PLACES: dict[str, dict[str, Any]] = {
+    "RAM": {"nvme": 0, "placement": 'weights = ["ram"]'},
+    "folder": {"nvme": 0, "placement": 'weights = ["folder"]'},
+    "NVMe": {"nvme": 1, "placement": 'weights = ["nvme"]'},
+    "emulated GPU": {"nvme": 0, "gpu": "16MiB", "placement": 'weights = ["folder"]'},
+    "at home in an emulated GPU": {"nvme": 0, "gpu": "64MiB"},
+}
+
+
+def run_at(where: str, folder: Path, model: Path) -> TieredRun:
+    text = config_text(folder, model, **{"precision": 'compute_dtype = "bfloat16"', **PLACES[where]})
+    return run_config(text.replace("[training]", LORA, 1), folder, num_steps=2)
+
+
+def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
+    """Compare what layers compute with and what they trained; the blocks of packed bytes are others."""
+    assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
+    assert all(torch.equal(run.weights[name], weight) for name, weight in plain.weights.items())
+    others = [key for key, block in run.plan.program.blocks.items() if not block.num_packed and key in plain.digests]
+    assert others and all(run.digests[key] == plain.digests[key] for key in others)
+
+
+@pytest.mark.parametrize(
+    ("method", "places"), [("fp8", tuple(PLACES)), ("nf4", ("folder",)), ("nested nf4", ("folder", "RAM"))]
+)
+def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
+    tmp_path: Path, method: str, places: tuple[str, ...]
+) -> None:
+    model, plain_model = quantized_and_plain(tmp_path, method)
+    plain = run_at(places[0], tmp_path / "plain run", plain_model)
+    for where in places:
+        run = run_at(where, tmp_path / where, model)
+        run.assert_as_planned()
+        assert_same_numbers(run, plain)
+        packed = {key: block for key, block in run.plan.program.blocks.items() if block.num_packed}
+        assert packed, "the layers' frozen weights"
+        stored = ModelFolder(model).stored
+        for key, block in packed.items():
+            # What the files have of them, norms in the compute dtype, and what aligns them.
+            prefix = key.removesuffix(".frozen/weight")
+            in_files = sum(r.nbytes for name, r in stored.items() if name.startswith(f"{prefix}."))
+            assert block.nbytes <= in_files + 128 * 64 < 2 * block.num_packed
+    assert run.plan.placement.workspace_bytes != plain.plan.placement.workspace_bytes
 
 
 def test_mxfp4_is_decoded_as_transformers_does(tmp_path: Path) -> None:
@@ -146,10 +177,16 @@ def test_experts_of_gpt_oss_are_read_in_place(tmp_path: Path) -> None:
         filled = torch.zeros(layout.num_elements)
         with graph.plain_model():
             loader.fill(layout, views(filled, layout))
-        source = FolderSource(loader.origin.folder, {"a": layout}, layouts_in_place(loader, [layout]), torch.float32)
-        read = torch.full((layout.num_elements,), 7.0)
+        block = frozen_blocks(loader, [layout], torch.float32)[layout.name]
+        source = FolderSource({"a": block}, torch.float32)
+        packed = torch.full((block.nbytes,), 7, dtype=torch.uint8)
         for part in source.parts("a"):
-            part(read.view(torch.uint8))
+            part(packed)
+        read = packed.view(torch.float32)
+        if block.packing is not None:
+            assert block.nbytes < 4 * layout.num_elements
+            read = torch.zeros(layout.num_elements)
+            block.packing.unpack(packed, read)
         assert torch.equal(read, filled)
         blocks.append(read)
     assert torch.equal(blocks[0], blocks[1])
