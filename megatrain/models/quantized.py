@@ -319,7 +319,7 @@ def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes
         if block < 2 or block % 2:
             raise QuantizationError(f"{state_name} has blocks of {block} numbers")
         num_blocks = -(-math.prod(shape) // block)
-        packed = (name, f"{name}.absmax", f"{name}.quant_map")
+        packed: tuple[str, ...] = (name, f"{name}.absmax", f"{name}.quant_map")
         check(name, -(-math.prod(shape) // 2), "U8")
         check(packed[2], 16, "F32")
         nested = None
