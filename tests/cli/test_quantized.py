@@ -36,7 +36,7 @@ def test_a_run_stops_continues_and_gives_an_adapter_that_peft_opens(method: str,
         lines = [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
         return [line["loss"] for line in lines if "event" not in line]
 
-    tables = {"top": "", "more": LORA, "dtype": "bfloat16", "steps": 3}
+    tables = {"top": "", "more": f'{LORA}[export]\ndtype = "float32"\n', "steps": 3}
     done = run.run(out="whole", **tables)
     assert done.exit_code == 0, done.output
     for steps in (2, 3):  # in another place, and from its checkpoint
