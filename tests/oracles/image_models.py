@@ -293,7 +293,7 @@ def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path
     return file
 
 
-def image_data(rows: Path, model: Path, max_length: int, **changes: Any) -> DataSpec:
+def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> DataSpec:
     """Return what a run says of rows with images."""
     data = DataSpec(
         sources=(Source(str(rows)),),

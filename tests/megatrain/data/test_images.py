@@ -210,3 +210,11 @@ def test_a_folder_without_a_processor_and_a_machine_without_pillow_are_told(
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(DataError, match=r"images need Pillow, which is not installed\. Install it: pip install"):
         load_dataset(spec(path, model), load_tokenizer(str(model)))
+
+
+def test_a_processor_that_asks_for_torchvision_is_opened_without_it(tmp_path: Path) -> None:
+    """It asks because the image processor in the file beside it does, and Pillow's is taken in its place."""
+    folder = make_folder("mistral3", tmp_path)
+    example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).example(2)
+    assert example["pixel_values"].isfinite().all() and len(example["image_sizes"]) % 2 == 0
+    assert (example["input_ids"][0] == load_tokenizer(str(folder)).convert_tokens_to_ids("[IMG]")).any()
