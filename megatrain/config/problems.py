@@ -438,12 +438,6 @@ def _check_images(config: RunConfig) -> Iterator[Problem]:
     if config.model.train_from_scratch:
         text = f"{said} needs the weights of what reads images, and model.train_from_scratch = true reads none"
         yield Problem("model.images", text, "Leave one of them out")
-    if config.lora.is_on:
-        yield Problem(
-            "model.images",
-            f"{said} and [lora]: adapters are trained on text alone by this release",
-            "Leave one of them out",
-        )
 
 
 def _check_data(config: RunConfig) -> Iterator[Problem]:

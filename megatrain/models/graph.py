@@ -296,7 +296,7 @@ def build_graph(
         text_only=text_only,
         images=images,
     )
-    adapters = None if lora is None else add_adapters(model, lora)
+    adapters = None if lora is None else add_adapters(model, lora, images)
     return graph_of(model, config, freeze=freeze, dtype=dtype, adapters=adapters, reads_images=images != "off")
 
 

@@ -23,15 +23,17 @@ from megatrain.engine.program import (
     saving_attention,
     state_key,
     stored_keys,
+    unpacked_bytes,
 )
 from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.models.folder import ModelFolderError
-from megatrain.models.in_place import buffer_bytes, layouts_in_place
+from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
 from megatrain.models.liger import check_liger_kernels
 from megatrain.models.load import open_loader
+from megatrain.models.packed import decoding_bytes
 from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -61,8 +63,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.models.graph import ModelGraph
-    from megatrain.models.in_place import FileRange
+    from megatrain.models.in_place import FrozenBlock
     from megatrain.models.layout import UnitLayout
+    from megatrain.models.packed import Packing
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
@@ -293,7 +296,8 @@ class _Subject:
         host_updates: why none are made there although there is a GPU tier, or "".
         compute_tier: where layers run.
         packing_warning: as in ``Plan``.
-        in_place: ranges of the frozen layouts that may stay in the model's folder, by name.
+        in_place: the frozen layouts that may stay in the model's folder, by name.
+        packed: the frozen layouts whose blocks are packed bytes, by name.
     """
 
     run: RunSpec
@@ -304,7 +308,8 @@ class _Subject:
     host_updates: str
     compute_tier: str
     packing_warning: str
-    in_place: Mapping[str, tuple[FileRange, ...]]
+    in_place: Mapping[str, FrozenBlock]
+    packed: Mapping[str, Packing]
 
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
@@ -322,8 +327,11 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
+    frozen = _frozen_blocks(run, graph)
+    packed = {name: block.packing for name, block in frozen.items() if block.packing is not None}
+    in_place = frozen if FOLDER in run.placement.homes["in place"] else {}
     return _Subject(
-        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, _find_in_place(run, graph)
+        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, packed
     )
 
 
@@ -343,7 +351,8 @@ def _place(
     is_cuda = run.device.type == "cuda"
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
-        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together))
+        workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
+        budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -449,17 +458,23 @@ def _make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
-def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRange, ...]]:
-    """Return the frozen layouts that may stay in the model's folder, as far as the config lets them."""
+def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
+    """Return the frozen layouts that can be read from the model's folder as they are, or packed."""
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
-    if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
+    if run.model.from_scratch or not frozen:
         return {}
     if not run.world.is_single:  # the folder has tensors, not shares of them
         return {}
     try:
-        return layouts_in_place(open_loader(run.model.folder, graph), frozen)
+        return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
     except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
-        return {layout.name: () for layout in frozen}
+        return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
+
+
+def unpacking_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, device: torch.device) -> int:
+    """Return what weights take in the compute tier that are unpacked there, and unpacking them."""
+    packings = list(program.packed.values())
+    return round_up(unpacked_bytes(graph, trace, program) + decoding_bytes(packings, device), PAGE_BYTES)
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
@@ -502,6 +517,7 @@ def _build_program(
         updates_beside_device=updates_beside_device,
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
+        packed=subject.packed,
         passing_parts=passing_parts,
         shares=run.shares,
         lanes=run.lanes,
@@ -758,7 +774,7 @@ def with_residents(
 
 def _master(program: StepProgram) -> str:
     """Return the name of the weights' dtype, by which rates of updates are kept."""
-    dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights")
+    dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
     return str(dtype).removeprefix("torch.")
 
 
