@@ -55,6 +55,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
     ("megatrain.plan.machine_files", "MachineFileError", EXIT_CONFIG),
     ("megatrain.data.rows_report", "DataError", EXIT_DATA),
+    ("megatrain.data.scores", "ScoresError", EXIT_CONFIG),
     ("megatrain.engine.environment", "DeviceError", EXIT_FAILED),
     ("megatrain.engine.environment", "DeterminismError", EXIT_CONFIG),
     ("megatrain.engine.forward", "NoTrainedTokensError", EXIT_DATA),
@@ -81,6 +82,7 @@ _COMMANDS = {
             "plan",
             "report",
             "run",
+            "score",
         )
     },
     **{name: (".control", f"{name}_command") for name in ("save", "status", "stop")},

@@ -329,6 +329,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_images(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
+        *_check_distillation(config),
         *_check_gradients(config),
         *_check_schedule(config),
         *_check_attention(config),
@@ -392,6 +393,27 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
             'bfloat16 gradients cannot be summed over micro-batches in advanced.micro_batch_order = "micro_batch"',
             'Write micro_batch_order = "layer", which sums all micro-batches first',
         )
+
+
+def _check_distillation(config: RunConfig) -> Iterator[Problem]:
+    table, said = config.distill, 'task = "distill"'
+    if config.task != "distill":
+        if table.scores is not None:
+            text = f'distill.scores has no effect with task = "{config.task}"'
+            yield Problem("distill.scores", text, f"Write {said}, or leave [distill] out")
+        return
+    if table.scores is None:
+        yield Problem(
+            "distill.scores",
+            f"{said} trains on the scores of a teacher, and distill.scores names none",
+            'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
+        )
+    if config.training.label_smoothing_factor:
+        text = f"{said} has no use for training.label_smoothing_factor: the teacher's words take its place"
+        yield Problem("training.label_smoothing_factor", text, "Leave the key out")
+    for is_on, name in ((config.model.use_liger_kernel, "use_liger_kernel"), (config.model.images != "off", "images")):
+        if is_on:
+            yield Problem(f"model.{name}", f"{said} cannot be used with model.{name} by this release", "Leave it out")
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
+from megatrain.engine.objective import TeacherRows
 from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.saved_attention import AttentionSizes
 from megatrain.engine.visit import METADATA_QUERIES
@@ -65,6 +66,7 @@ def trace_visits(
     padded: bool = True,
     by_documents: bool = True,
     example: Mapping[str, Tensor] | None = None,
+    top_k: int | None = None,
 ) -> VisitTrace:
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
@@ -81,6 +83,7 @@ def trace_visits(
         by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
         example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
             and sizes of images, is known to the trace. None: all is text.
+        top_k: Trace a forward alone that scores so many likeliest words of each token. None: forward and backward.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -104,15 +107,30 @@ def trace_visits(
                 # All pieces of the head are alike: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
+                teacher = _fake_teacher(num_rows, objective, device)
             with (
                 _lists_are_read(),
                 nullcontext() if padded else rows_are_documents(),
                 _failures_explained(graph.model, "text" if example is None else "images"),
             ):
-                tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
+                if top_k is None:
+                    tracer.runner.run_pass({0: batch}, {0: (rows, rows, teacher)}, num_tokens, 0)
+                else:
+                    list(tracer.runner.score_pass({0: batch}, {0: (rows, rows, None)}, top_k, 1.0))
             tracer.close()
-    trace = _with_all_pieces(tracer.trace(), num_rows, num_tokens)
+    trace = tracer.trace()
+    if top_k is not None:
+        trace = replace(trace, logits_flops=0)  # nothing makes them a second time
+    trace = _with_all_pieces(trace, num_rows, num_tokens)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
+
+
+def _fake_teacher(num_rows: int, objective: Objective | None, device: torch.device) -> TeacherRows | None:
+    """Return what a teacher says of so many rows, if the objective is distillation."""
+    if objective is None or objective.distillation is None:
+        return None
+    words = torch.zeros(num_rows, objective.teacher_k, dtype=torch.int32, device=device)
+    return TeacherRows(words, words.float(), torch.zeros(num_rows, device=device))
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -368,6 +386,8 @@ class _Tracer:
 
     def trace(self) -> VisitTrace:
         """Return the trace."""
+        if not self._units:  # a forward alone of a model that is not cut
+            self._note_visits()
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
         first_head = len(self._units) - num_head
@@ -375,7 +395,10 @@ class _Tracer:
         for number, unit in enumerate(self._units):
             is_head = number >= first_head
             forward = phases.get(("forward", number)) or phases["head", first_head]
-            backward = phases.get(("backward", number)) or phases["head", first_head]
+            own = (
+                phases["head", first_head] if is_head else _Phase("backward", number, 0, 0)
+            )  # a forward alone has none
+            backward = phases.get(("backward", number)) or own
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
             has_backward = number in self._with_backward
             peaks = (forward.peak_nbytes, backward.peak_nbytes)

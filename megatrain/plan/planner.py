@@ -309,22 +309,26 @@ class _Subject:
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     """Build the model, trace a step of it, and make its optimizer."""
-    graph = _make_graph(run) if like is None else like.graph
-    packing, packing_warning = settle_packing(
-        run.model, graph, run.data.packing, is_default=run.data.has_default_packing
-    )
-    run = run.with_packing(packing)
+    graph = make_graph(run) if like is None else like.graph
+    run, packing_warning = settle_rows(run, graph)
+    packing = run.data.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     batch, device = run.batch, run.device
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
-    trace = _trace(run, graph, padded=padded) if like is None else like.trace
+    trace = trace_run(run, graph, padded=padded) if like is None else like.trace
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     return _Subject(
-        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, _find_in_place(run, graph)
+        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, find_in_place(run, graph)
     )
+
+
+def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
+    """Return the run with the packing that suits its model, and why it is not the default, or ""."""
+    packing, warning = settle_packing(run.model, graph, run.data.packing, is_default=run.data.has_default_packing)
+    return run.with_packing(packing), warning
 
 
 def _place(
@@ -344,6 +348,7 @@ def _place(
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
         budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together))
+        budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -413,7 +418,8 @@ def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: 
             return capacity
 
 
-def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
+def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
+    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given."""
     # As the run will be: which kernels there are to choose from, and what they take, depends on it.
     with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
         return trace_visits(
@@ -427,6 +433,7 @@ def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
             padded=padded,
             by_documents=run.model.compile_backend is None,
             example=_example(run),
+            top_k=top_k,
         )
 
 
@@ -440,7 +447,8 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
     return processor.example(run.batch.micro_batch_rows)
 
 
-def _make_graph(run: RunSpec) -> ModelGraph:
+def make_graph(run: RunSpec) -> ModelGraph:
+    """Return the model of a run, without weights."""
     graph = run.model.build(run.dtype)
     if run.model.use_liger_kernel:
         check_liger_kernels(graph.model, run.device)
@@ -449,7 +457,7 @@ def _make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
-def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRange, ...]]:
+def find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRange, ...]]:
     """Return the frozen layouts that may stay in the model's folder, as far as the config lets them."""
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
@@ -620,6 +628,20 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     """Return what one visit takes at its fullest, those of the head left out."""
     trunk = (visit for visit in trace.visits if not visit.is_head)
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
+
+
+def teacher_bytes(run: RunSpec) -> int:
+    """Return what a step's rows of a teacher take, in distillation: words, their log-probabilities, and the rest."""
+    num_words = run.objective.teacher_k
+    return run.batch.num_tokens * (8 * num_words + 4) if run.objective.distillation is not None else 0
+
+
+def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
+    """Return the budgets with so much more workspace in RAM, and once more where layers run: it is copied there."""
+    found = dict(budgets)
+    for tier in dict.fromkeys(("ram", compute_tier)):
+        found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
+    return found
 
 
 def gradient_sums_bytes(
