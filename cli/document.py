@@ -84,6 +84,9 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
             "run.toml --set output_dir=outputs/second --set learning_rate=2e-5",
             (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED),
         ),
+        "score": Entry(
+            "run.toml --set output_dir=outputs/scores", (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED)
+        ),
         "status": Entry("outputs/first", (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED)),
         "save": Entry("outputs/first"),
         "stop": Entry("outputs/first"),

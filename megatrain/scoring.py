@@ -167,7 +167,7 @@ class Scorer:
         refuse(self.plan.objections)
         check_writable(self._config)
         self._activity.begin("reading the data")
-        loader = self._make_loader()
+        loader = self.make_loader()
         kind = self._kind(loader)
         with RunFolder(self.plan.run.output_dir) as run_folder:
             folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
@@ -182,7 +182,7 @@ class Scorer:
                 trainer.load()
                 return self._run_passes(folder, kind, loader, cuts)
 
-    def _make_loader(self) -> BatchLoader:
+    def make_loader(self) -> BatchLoader:
         run, tell = self.plan.run, self._observer.on_message
         tokenizer = tokenizer_of(run.model)
         data = replace(run.data, val_size=None)
@@ -243,9 +243,9 @@ class Scorer:
             activity=self._activity,
             stays=placement.stays,
         )
-        set_schedule(store, engine.program.schedule(placement.homes, len(cuts)), plan.run.prefetch_bytes)
         store.wait_idle()  # what loading still writes is not part of any pass
-        before, start_s = store.stats(), time.perf_counter()
+        before, start_s = store.stats(), time.perf_counter()  # the schedule begins to fetch
+        set_schedule(store, engine.program.schedule(placement.homes, len(cuts)), plan.run.prefetch_bytes)
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []
         with RunSignals(stops_after_step=True, activity=self._activity) as signals:
