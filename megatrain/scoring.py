@@ -93,7 +93,6 @@ def plan_scoring(config: RunConfig) -> Plan:
         UnsupportedModelError: the model is unusable.
     """
     spec = resolve_score(config)
-    _refuse_what_is_not_scored(config)
     run = forward_run(resolve(config))
     plan = plan_forward(run, top_k=spec.top_k)
     text = plan.graph.config.get_text_config()
@@ -103,21 +102,6 @@ def plan_scoring(config: RunConfig) -> Plan:
     if spec.embeddings != "none":
         plan = plan_forward(plan.run, top_k=spec.top_k, width=text.hidden_size)
     return plan
-
-
-def _refuse_what_is_not_scored(config: RunConfig) -> None:
-    problems = []
-    if config.lora.is_on:
-        text = "[lora]: adapters are not scored; a model with its adapters merged is (export --merge)"
-        problems.append(Problem("lora", text, "Leave [lora] out, and name the merged folder in [model]"))
-    if config.model.images != "off":
-        text = f'model.images = "{config.model.images}": rows with images are not scored by this release'
-        problems.append(Problem("model.images", text, "Leave the key out"))
-    if config.data.packing == "concat":
-        text = 'data.packing = "concat" joins documents, and scores are those of single ones'
-        problems.append(Problem("data.packing", text, "Write packing = true"))
-    if problems:
-        raise ConfigError("megatrain-tier score", problems)
 
 
 class Scorer:

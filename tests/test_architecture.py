@@ -57,6 +57,7 @@ RANKS = {
     "megatrain.trainer": 21,
     "megatrain.checkup": 22,
     "megatrain.scoring": 22,
+    "megatrain.generation": 22,
     "megatrain.verify": 22,
     "megatrain.__init__": 23,
     "cli": 30,
@@ -79,6 +80,7 @@ RESTRICTED = {
     "transformers": (
         "megatrain/chat.py",
         "megatrain/data/",
+        "megatrain/generation.py",
         "megatrain/embed/integrations/hf.py",
         "megatrain/engine/",
         "megatrain/models/",
@@ -220,7 +222,9 @@ def test_no_circle_of_imports() -> None:
 #: Who may know a whole config. All else takes the values that `megatrain.config.resolve` makes of it.
 KNOW_THE_CONFIG = {
     "megatrain.checkup",
+    "megatrain.generation",
     "megatrain.report.history",
+    "megatrain.scoring",
     "megatrain.trainer",
     "megatrain.translate.translate",
     "megatrain.verify.proof",

@@ -395,6 +395,19 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def find_unscorable(config: RunConfig) -> Iterator[Problem]:
+    """Yield what of a config keeps its model from being run alone, to score or to generate."""
+    if config.lora.is_on:
+        text = "[lora]: the adapters of a run are not used; a model with its adapters merged is (export --merge)"
+        yield Problem("lora", text, "Leave [lora] out, and name the merged folder in [model]")
+    if config.model.images != "off":
+        text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
+        yield Problem("model.images", text, "Leave the key out")
+    if config.data.packing == "concat":
+        text = 'data.packing = "concat" joins documents, and scores are those of single ones'
+        yield Problem("data.packing", text, "Write packing = true")
+
+
 def _check_distillation(config: RunConfig) -> Iterator[Problem]:
     table, said = config.distill, 'task = "distill"'
     if config.task != "distill":

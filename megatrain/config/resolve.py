@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.checkpoint.state import CheckpointSpec
-from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.problems import ConfigError, Problem, find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.config.schema import TiersConfig
 from megatrain.data.dataset import DataSpec
@@ -133,8 +133,14 @@ def _objective(config: RunConfig) -> Objective:
 
 
 def resolve_score(config: RunConfig) -> ScoreSpec:
-    """Return what is written of each token."""
+    """Return what is written of each token.
+
+    Raises:
+        ConfigError: something that cannot be scored.
+    """
     table = config.score
+    if problems := list(find_unscorable(config)):
+        raise ConfigError("the config", problems)
     return ScoreSpec(table.top_k, table.temperature, table.embeddings, table.formats)
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "activation_key",
     "activations_of",
     "attention_key",
+    "cache_key",
     "evaluation_program",
     "gradient_key",
     "keeping_graphs",
@@ -967,3 +968,7 @@ def activation_key(visit: int, micro_batch: int, index: int) -> str:
 
 def attention_key(visit: int, micro_batch: int) -> str:
     return f"activations/{visit}/{micro_batch}.attention"
+
+
+def cache_key(visit: int, micro_batch: int) -> str:
+    return f"cache/{visit}/{micro_batch}"

@@ -26,6 +26,7 @@ from megatrain.engine.program import (
     StepProgram,
     activation_key,
     attention_key,
+    cache_key,
     evaluation_program,
     layouts_of_unit,
     uses_of_layouts,
@@ -829,6 +830,16 @@ class StoreAccess:
         key = attention_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
             key = attention_key(visit, 0)
+        with self._leases([key]) as tensors:
+            yield tensors[key]
+
+    @contextmanager
+    def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
+        """Lease the block of what a generation's cache holds of a visit and a micro-batch, if it holds anything."""
+        key = cache_key(visit, micro_batch)
+        if key not in self._program.blocks:
+            yield None
+            return
         with self._leases([key]) as tensors:
             yield tensors[key]
 

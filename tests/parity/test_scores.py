@@ -278,7 +278,7 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
     ("change", "text"),
     [
         ("score.top_k=5000", "score.top_k = 5000, but the model has"),
-        ("lora.r=4", "adapters are not scored"),
+        ("lora.r=4", "merged is"),
         ("score.formats=[]", "is empty"),
         ('score.formats="csv"', "score.formats"),
     ],
