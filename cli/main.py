@@ -78,6 +78,7 @@ _COMMANDS = {
             "data",
             "doctor",
             "export",
+            "generate",
             "init",
             "plan",
             "report",

@@ -31,6 +31,7 @@ from megatrain.trainer import Trainer, tokenizer_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatrain.engine.program import Stays
     from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import RunSpec
 
@@ -192,9 +193,10 @@ class Generator:
         num_new = settings.max_new_tokens
         num_passes = 0
         programs = (self.plan.first, plan.program)
+        all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
         accesses = [
-            StoreAccess(store, graph, plan.trace, program, homes, {}, KernelThreads(1), activity=Activity())
-            for program in programs
+            StoreAccess(store, graph, plan.trace, program, homes, stays, KernelThreads(1), activity=Activity())
+            for program, stays in zip(programs, all_stays, strict=True)
         ]
         turn = _Turns(accesses)
 
@@ -211,7 +213,8 @@ class Generator:
                 set_schedule(store, schedule, plan.run.prefetch_bytes)
             turn.access.start_step(number)
 
-        runner = GenerationRunner(graph, turn, device=plan.device, trace=plan.trace)
+        count = plan.num_micro_batches
+        runner = GenerationRunner(graph, turn, device=plan.device, trace=plan.trace, num_micro_batches=count)
         config = graph.config.get_text_config(decoder=True)
         caches = [DynamicCache(config=config) for _ in groups]
         options = generation_options(settings, self._tokenizer, num_new)
@@ -223,6 +226,7 @@ class Generator:
         _read_generation_config(graph.model, Path(plan.run.model.folder))
         outputs = runner.run(functions, caches, seeds, on_pass)
         turn.access.end_step()
+        turn.access.finish()
         store.set_schedule(None)
         for link, nbytes in self.plan.planned_bytes(num_passes).items():
             self.planned_bytes[link] = self.planned_bytes.get(link, 0) + nbytes

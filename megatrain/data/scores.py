@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,7 +304,7 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ScoresError(f'scores in parquet need pyarrow: {EXTRA}, or write score.formats = "zarr"') from None
+        raise ScoresError(f"files of parquet need pyarrow: {EXTRA}. Or choose zarr, or .jsonl") from None
     return pyarrow.parquet
 
 
@@ -362,6 +362,18 @@ def _write_zarr(path: Path, documents: Sequence[DocumentScores], kind: ScoreKind
         row_nbytes = max(1, values.nbytes // max(1, len(values)))
         chunk = max(1, min(len(values) or 1, _GROUP_NBYTES // row_nbytes))
         group.create_array(name, data=values, chunks=(chunk, *values.shape[1:]))
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a file of parquet.
+
+    Raises:
+        ScoresError: pyarrow is missing.
+    """
+    parquet = _parquet()
+    import pyarrow as pa
+
+    parquet.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

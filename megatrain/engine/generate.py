@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ _ALIGNMENT_BYTES = 64
 class GenerationAccess(Protocol):
     """Blocks of a generation, as the running model asks for them. Used by one thread."""
 
-    def begin(self, phase: str, visit: int) -> None:
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         """Go to a visit."""
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
@@ -63,6 +63,7 @@ class GenerationRunner:
         bounds: Every unit's module with slots for its weights, by index; None: they are made.
         trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
         random_enabled: False on fake tensors.
+        num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
 
     Attributes:
         kept_nbytes: Visit -> what the cache of the first micro-batch held of it at the end of the last run.
@@ -77,8 +78,10 @@ class GenerationRunner:
         bounds: Sequence[BoundUnit] | None = None,
         trace: VisitTrace | None = None,
         random_enabled: bool = True,
+        num_micro_batches: int = 0,
     ) -> None:
         self._graph, self._access, self._device = graph, access, device
+        self._num_micro_batches = num_micro_batches
         move_buffers(graph.model, device)
         self._bounds = list(bounds) if bounds is not None else [BoundUnit(unit, device) for unit in graph.units]
         self._trace = trace
@@ -114,9 +117,8 @@ class GenerationRunner:
         try:
             with torch.no_grad(), self._prepared():
                 for number, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
-                    forwards.append(
-                        SuspendedForward(number, lambda own, f=function: f(), self._random, self._device, seed)
-                    )
+                    started = _ignoring(function)
+                    forwards.append(SuspendedForward(number, started, self._random, self._device, seed))
                 on_pass(0)
                 for forward in forwards:
                     forward.start()
@@ -171,6 +173,9 @@ class GenerationRunner:
                         value = bound.call(forward.call)
                         forward.random_state = self._random.get()
                     resumes.append(_resuming(forward, value))
+            for absent in range(len(forwards), self._num_micro_batches):
+                with self._access.cache_room(visit, absent):
+                    pass
         return resumes
 
     @contextmanager
@@ -196,6 +201,10 @@ class GenerationRunner:
                 stack.enter_context(bound.with_placeholders())
             stack.enter_context(installed_stubs(stubs))
             yield
+
+
+def _ignoring(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
+    return lambda forward: function()
 
 
 def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
@@ -277,11 +286,11 @@ def aligned(nbytes: int) -> int:
 
 
 def _shares(tensor: Tensor, room: Tensor) -> bool:
-    return tensor.untyped_storage()._cdata == room.untyped_storage()._cdata
+    return bool(tensor.untyped_storage()._cdata == room.untyped_storage()._cdata)
 
 
 def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (holder, key) of every tensor that the layers of a cache hold."""
+    """Yield (holder, key) of every tensor of floating-point numbers that the layers of a cache hold; others are few."""
     for layer in cache.layers:
         yield from _places_in(vars(layer))
 
@@ -289,7 +298,8 @@ def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
 def _places_in(holder: Any) -> Iterator[tuple[Any, Any]]:
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, Tensor):
-            yield holder, key
+            if value.is_floating_point():
+                yield holder, key
         elif isinstance(value, dict | list):
             yield from _places_in(value)
 

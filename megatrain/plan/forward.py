@@ -145,8 +145,8 @@ class GenerationPlan:
         placement = self.plan.placement
         order = list(self.plan.budgets_by_tier)
         moved = Counter(Traffic(self.first, order, placement.homes, {}, placement.direct).of_first_step())
-        for link, nbytes in placement.traffic_bytes.items():
-            moved[link] += (num_passes - 1) * nbytes
+        if num_passes > 1:
+            moved.update(placement.run_traffic_bytes(num_passes - 1))
         return {link: nbytes for link, nbytes in moved.items() if nbytes}
 
 
