@@ -19,7 +19,7 @@ from .terminal import Spinner, without_collector
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatrain.config.schema import RunConfig
+    from megatrain.config import LoadedConfig
     from megatrain.generation import Completion
 
 
@@ -87,7 +87,7 @@ def command(
         f"training.gradient_accumulation_steps={-(-together // rows)}",
     )
     with Spinner("reading the config") as spinner:
-        config = _config(model, (*batch, *overrides), spinner)
+        loaded = _config(model, (*batch, *overrides), spinner)
         spinner.say("importing torch")
         with without_collector():
             from megatrain.chat import ChatSettings
@@ -106,7 +106,7 @@ def command(
 
             spinner.say("reading the model and planning")
             settings = ChatSettings(max_new_tokens, temperature, seed, system)
-            generator = Generator(config, prompts, settings, observer=Lines())
+            generator = Generator(loaded.config, prompts, settings, observer=Lines())
     plan = generator.plan.plan
     if dry_run:
         print_plan(plan)
@@ -124,16 +124,16 @@ def command(
     return EXIT_DONE
 
 
-def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> RunConfig:
+def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
     """Return the config of a file, or one for the model in a folder."""
     if not model.is_dir():
-        return load(model, (), (*overrides, "data.packing=false"), spinner).config
+        return load(model, (), (*overrides, "data.packing=false"), spinner)
     text = f'task = "sft"\noutput_dir = {json.dumps(str(model.absolute() / "generate"))}\n'
     text += f"[model]\nmodel_name_or_path = {json.dumps(str(model.absolute()))}\n[[data.train]]\npath = 'prompts'\n"
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
-        return load(Path(file.name), (), overrides, spinner).config
+        return load(Path(file.name), (), overrides, spinner)
 
 
 def _read(file: Path) -> list[str]:

@@ -139,11 +139,7 @@ class Generator:
         self._run = _with_prompts(run, len(self._prompts), longest + settings.max_new_tokens)
         self.plan: GenerationPlan = plan_generation(self._run)
         self._check_positions(longest)
-        self._trainer = Trainer(
-            config.model_copy(update={"data": config.data.model_copy(update={"max_length": 2})}),
-            observer=self._observer,
-            plan=self.plan.plan,
-        )
+        self._trainer = Trainer(config, observer=self._observer, plan=self.plan.plan)
         self.moved_bytes: dict[str, int] = {}
         self.planned_bytes: dict[str, int] = {}
         self.seconds = 0.0

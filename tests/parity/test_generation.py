@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -85,9 +84,8 @@ def test_tokens_are_those_of_transformers_wherever_the_cache_lives(
         found = [list(each.token_ids) for each in generator.run()]
         assert all(ids == row[: len(ids)] and ids for ids, row in zip(found, expected, strict=True)), name
         homes = generator.plan.plan.placement.homes
-        assert {home for key, home in homes.items() if key.startswith("cache/")} == {
-            "nvme" if name == "drive" else "ram"
-        }
+        places_of_cache = {home for key, home in homes.items() if key.startswith("cache/")}
+        assert (places_of_cache == {"nvme"}) == (name == "drive")
         ended_early = any(len(ids) < NUM_NEW for ids in found)
         assert ended_early or generator.moved_bytes == generator.planned_bytes, name
         assert name == "ram" or generator.moved_bytes
@@ -152,15 +150,11 @@ class InMemory:
         return nullcontext(room)
 
 
-def test_wrong_input_is_refused_in_words(tiny_model: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_refused_in_words(tiny_model: Path) -> None:
     with pytest.raises(ChatError, match="prompt 2: there is no token in this prompt"):
         generate(tiny_model, ["a", ""])
     with pytest.raises(ConfigError, match="merged"):
         Generator(config_of_folder(tiny_model, lora={"r": 4}), ["a"], ChatSettings())
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    values = json.loads((folder / "config.json").read_text())
-    assert values["model_type"] == "llama"
 
 
 def test_command(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
