@@ -88,7 +88,7 @@ def test_tokens_are_those_of_transformers_wherever_the_cache_lives(
         assert (places_of_cache == {"nvme"}) == (name == "drive")
         ended_early = any(len(ids) < NUM_NEW for ids in found)
         assert ended_early or generator.moved_bytes == generator.planned_bytes, name
-        assert name == "ram" or generator.moved_bytes
+        assert name != "drive" or generator.moved_bytes
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
