@@ -56,6 +56,7 @@ __all__ = [
     "activation_key",
     "activations_of",
     "attention_key",
+    "cache_key",
     "evaluation_program",
     "gradient_key",
     "keeping_graphs",
@@ -67,6 +68,7 @@ __all__ = [
     "stored_keys",
     "unpacked_bytes",
     "uses_of_layouts",
+    "weight_block",
     "weight_key",
 ]
 
@@ -680,15 +682,13 @@ class ProgramBuilder:
                 key = weight_key(layout.name)
                 yield from self._blocks_of(layout, key, "weights", layout.num_elements, self._compute_dtype)
             else:
-                packing = self._packed.get(layout.name)
-                yield BlockPlan(
-                    weight_key(layout.name),
-                    "weights",
-                    self._shares.num_elements(range(layout.num_elements)) if packing is None else packing.nbytes,
-                    self._compute_dtype if packing is None else torch.uint8,
+                yield weight_block(
+                    layout,
+                    self._shares.num_elements(range(layout.num_elements)),
+                    self._compute_dtype,
+                    self._packed.get(layout.name),
                     in_folder=in_folder,
-                    in_place=in_folder and layout.name in self._in_place,
-                    num_packed=0 if packing is None else layout.num_elements,
+                    in_place=layout.name in self._in_place,
                 )
             if not self._is_trained(layout):
                 continue
@@ -948,6 +948,36 @@ def uses_of_layouts(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]
     return uses
 
 
+def weight_block(
+    layout: UnitLayout,
+    num_elements: int,
+    dtype: torch.dtype,
+    packing: Packing | None,
+    *,
+    in_folder: bool,
+    in_place: bool,
+) -> BlockPlan:
+    """Return the block of a layout's weights where it is one.
+
+    Args:
+        layout: of the weights.
+        num_elements: of them that the block holds: all, or a rank's share.
+        dtype: that layers compute in.
+        packing: of packed bytes; None: the weights themselves.
+        in_folder: as in ``BlockPlan``.
+        in_place: it can be read from the folder, if it is there.
+    """
+    return BlockPlan(
+        weight_key(layout.name),
+        "weights",
+        num_elements if packing is None else packing.nbytes,
+        dtype if packing is None else torch.uint8,
+        in_folder=in_folder,
+        in_place=in_folder and in_place,
+        num_packed=0 if packing is None else layout.num_elements,
+    )
+
+
 def unpacked_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return what the weights take that one visit unpacks from its blocks; the head's visits are one."""
     packed = program.packed
@@ -995,3 +1025,7 @@ def activation_key(visit: int, micro_batch: int, index: int) -> str:
 
 def attention_key(visit: int, micro_batch: int) -> str:
     return f"activations/{visit}/{micro_batch}.attention"
+
+
+def cache_key(visit: int, micro_batch: int) -> str:
+    return f"cache/{visit}/{micro_batch}"

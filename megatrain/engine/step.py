@@ -26,6 +26,7 @@ from megatrain.engine.program import (
     StepProgram,
     activation_key,
     attention_key,
+    cache_key,
     evaluation_program,
     layouts_of_unit,
     unpacked_bytes,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from megatrain.engine.objective import CrossEntropy, Objective
     from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, VisitTrace
     from megatrain.engine.visit import LayerCompiler
+    from megatrain.engine.vocabulary import TokenScores
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.packed import Packing
     from megatrain.run.timeline import Timeline
@@ -281,6 +283,7 @@ class EvaluationEngine:
         cross_entropy: replaces torch's; None: torch's.
         activity: progress within the pass, for status.
         make_access: as in ``StepEngine``.
+        stays: of a placement of passes; None: no copy stays from one use to the next.
 
     Attributes:
         program: of one pass.
@@ -299,10 +302,12 @@ class EvaluationEngine:
         cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
         make_access: Callable[..., StoreAccess] | None = None,
+        stays: Stays | None = None,
     ) -> None:
         self.program = evaluation_program(program)
+        kept, threads = stays or {}, KernelThreads(1)
         self._access = (make_access or StoreAccess)(
-            store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline, activity=activity
+            store, graph, trace, self.program, homes, kept, threads, timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
             graph,
@@ -326,6 +331,25 @@ class EvaluationEngine:
         loss = self._runner.evaluate(micro_batches)
         self._access.end_step()
         return loss
+
+    def score(
+        self,
+        micro_batches: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        number: int,
+        k: int,
+        temperature: float,
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> list[TokenScores]:
+        """Run pass ``number`` (from 0) and return the scores of each micro-batch; see ``LayerRunner.score``."""
+        self._access.start_step(number)
+        scores = self._runner.score(micro_batches, k=k, temperature=temperature, on_hidden=on_hidden)
+        self._access.end_step()
+        return scores
+
+    def finish(self) -> None:
+        """Evict the copies that stayed for another pass."""
+        self._access.finish()
 
 
 class LayerScales:
@@ -848,6 +872,16 @@ class StoreAccess:
         key = attention_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
             key = attention_key(visit, 0)
+        with self._leases([key]) as tensors:
+            yield tensors[key]
+
+    @contextmanager
+    def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
+        """Lease the block of what a generation's cache holds of a visit and a micro-batch, if it holds anything."""
+        key = cache_key(visit, micro_batch)
+        if key not in self._program.blocks:
+            yield None
+            return
         with self._leases([key]) as tensors:
             yield tensors[key]
 

@@ -314,25 +314,27 @@ class _Subject:
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     """Build the model, trace a step of it, and make its optimizer."""
-    graph = _make_graph(run) if like is None else like.graph
-    packing, packing_warning = settle_packing(
-        run.model, graph, run.data.packing, is_default=run.data.has_default_packing
-    )
-    run = run.with_packing(packing)
+    graph = make_graph(run) if like is None else like.graph
+    run, packing_warning = settle_rows(run, graph)
+    packing = run.data.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     batch, device = run.batch, run.device
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
-    trace = _trace(run, graph, padded=padded) if like is None else like.trace
+    trace = trace_run(run, graph, padded=padded) if like is None else like.trace
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
-    frozen = _frozen_blocks(run, graph)
-    packed = {name: block.packing for name, block in frozen.items() if block.packing is not None}
-    in_place = frozen if FOLDER in run.placement.homes["in place"] else {}
+    in_place, packed = find_frozen(run, graph)
     return _Subject(
         run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, packed
     )
+
+
+def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
+    """Return the run with the packing that suits its model, and why it is not the default, or ""."""
+    packing, warning = settle_packing(run.model, graph, run.data.packing, is_default=run.data.has_default_packing)
+    return run.with_packing(packing), warning
 
 
 def _place(
@@ -353,6 +355,7 @@ def _place(
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
         workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
         budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
+        budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -422,7 +425,8 @@ def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: 
             return capacity
 
 
-def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
+def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
+    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given."""
     # As the run will be: which kernels there are to choose from, and what they take, depends on it.
     with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
         return trace_visits(
@@ -436,6 +440,7 @@ def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
             padded=padded,
             by_documents=run.model.compile_backend is None,
             example=_example(run),
+            top_k=top_k,
         )
 
 
@@ -449,13 +454,21 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
     return processor.example(run.batch.micro_batch_rows)
 
 
-def _make_graph(run: RunSpec) -> ModelGraph:
+def make_graph(run: RunSpec) -> ModelGraph:
+    """Return the model of a run, without weights."""
     graph = run.model.build(run.dtype)
     if run.model.use_liger_kernel:
         check_liger_kernels(graph.model, run.device)
     if run.model.mlp_rows:
         tile_mlps(graph, run.model.mlp_rows)
     return graph
+
+
+def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Packing]]:
+    """Return the frozen layouts that may stay in the model's folder, and those whose blocks are packed bytes."""
+    frozen = _frozen_blocks(run, graph)
+    packed = {name: block.packing for name, block in frozen.items() if block.packing is not None}
+    return frozen if FOLDER in run.placement.homes["in place"] else {}, packed
 
 
 def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
@@ -636,6 +649,20 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     """Return what one visit takes at its fullest, those of the head left out."""
     trunk = (visit for visit in trace.visits if not visit.is_head)
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
+
+
+def teacher_bytes(run: RunSpec) -> int:
+    """Return what a step's rows of a teacher take, in distillation: words, their log-probabilities, and the rest."""
+    num_words = run.objective.teacher_k
+    return run.batch.num_tokens * (8 * num_words + 4) if run.objective.distillation is not None else 0
+
+
+def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
+    """Return the budgets with so much more workspace in RAM, and once more where layers run: it is copied there."""
+    found = dict(budgets)
+    for tier in dict.fromkeys(("ram", compute_tier)):
+        found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
+    return found
 
 
 def gradient_sums_bytes(
