@@ -227,6 +227,7 @@ class Weights:
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
         saved = {key: block for key, block in self._plan.program.blocks.items() if block.is_saved}
         reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
+        self._check_formats(checkpoint, reader)
         if checkpoint.is_own and not checkpoint.is_copy and saved.keys() == reader.blocks.keys():
             self._store.load(checkpoint.generation, on_bytes=self._activity.moved)
             return
@@ -238,6 +239,19 @@ class Weights:
                     reader.read(key, lease.tensor)
             self._evict(key)
             self._count(key)
+
+    def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader) -> None:
+        """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
+        for key, block in self._plan.program.blocks.items():
+            stored = reader.blocks.get(key)
+            dtype = str(block.dtype).removeprefix("torch.")
+            if block.kind == "optimizer" and kind_of_key(key) != "low" and stored is not None and stored.dtype != dtype:
+                formats = {"uint8": "int8"}
+                raise CheckpointError(
+                    f"{checkpoint} holds the optimizer's moments in {formats.get(stored.dtype, stored.dtype)}, and "
+                    f'optimizer.state_dtype is "{formats.get(dtype, dtype)}". Write what they are in; or start a new '
+                    "run from its exported model, whose moments begin at zero"
+                )
 
     def _read_cut_otherwise(self, reader: GenerationReader, key: str, out: Tensor) -> None:
         """Read a weight, or a part of one, that the checkpoint has in other blocks: whole, or in parts."""

@@ -166,7 +166,7 @@ def optimizer_of(setting: Setting) -> OptimizerConfig:
         for group in table.groups
         if (kept := kept_patterns(group.params, names))
     ]
-    changes = {**_constant(_RATES[table.optim]), "groups": tuple(groups), "nonfinite": "stop"}
+    changes = {**_constant(_RATES[table.optim]), "groups": tuple(groups), "nonfinite": "stop", "state_dtype": "float32"}
     return table.model_copy(update=changes)
 
 

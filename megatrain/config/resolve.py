@@ -80,7 +80,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         data=resolve_data(config),
         batch=resolve_batch(config, device.type),
         objective=Objective(training.label_smoothing_factor, training.neftune_noise_alpha),
-        optimizer=resolve_optimizer(config.optimizer),
+        optimizer=resolve_optimizer(config.optimizer, config.seed),
         schedule=resolve_schedule(config.optimizer),
         num_epochs=training.num_train_epochs,
         max_steps=training.max_steps if training.max_steps > 0 else None,
@@ -204,8 +204,8 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     )
 
 
-def resolve_optimizer(table: OptimizerConfig) -> OptimizerSpec:
-    """Return the update."""
+def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
+    """Return the update. ``seed``: of the run."""
     groups = tuple(
         ParameterGroup(
             group.params,
@@ -227,6 +227,8 @@ def resolve_optimizer(table: OptimizerConfig) -> OptimizerSpec:
         epsilon=table.adam_epsilon,
         momentum=table.sgd_momentum,
         nesterov=table.sgd_nesterov,
+        state_dtype=table.state_dtype,
+        seed=seed,
         max_grad_norm=table.max_grad_norm,
         clip_scope=table.clip_scope,
         nonfinite=table.nonfinite,

@@ -544,6 +544,13 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         "adamw",
         same_name=_HF,
     )
+    state_dtype: Literal["float32", "bfloat16", "int8"] = key(
+        "Format of the moments, of which adamw has two and lion and sgd one: 4, 2 or 1.02 bytes of each per parameter. "
+        "bfloat16 is rounded up or down at random, by seed, step and element. int8 is in blocks of 256 elements with a "
+        "scale, in the code of bitsandbytes. Masters stay in fp32.",
+        "float32",
+        used_if={"optim": ["adamw", "lion", "sgd"]},
+    )
     learning_rate: float = key("Peak learning rate.", 1e-5, gt=0, same_name=_HF_AXOLOTL)
     weight_decay: float = key(
         "Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",

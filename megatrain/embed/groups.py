@@ -147,6 +147,7 @@ class StateGroup(ABC):
 
     Attributes:
         gradients: block that gradients move to as autograd makes them; None: they stay with the parameters.
+        names: name in the layout -> name in segments, which must not depend on where a parameter's state is kept.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class StateGroup(ABC):
     ) -> None:
         self.store, self.layout, self.parameters = store, layout, dict(parameters)
         self.gradients: GradientBlock | None = None
+        self.names: dict[str, str] = {name: name for name in parameters}
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
         self.starts = {kind.name: kind.starts(layout) for kind in kinds}
@@ -221,13 +223,18 @@ class StateGroup(ABC):
     def segment(self, entry: TensorEntry, settings: Settings, start: int) -> Segment:
         """Return the range of a block that one parameter has there, and how it is updated."""
         own = {name: starts[entry.name] for name, starts in self.starts.items() if self.kinds[name].elements_of}
-        return Segment(start, start + entry.numel, settings.weight_decay, shape=entry.shape, state_starts=own)
+        return Segment(
+            start,
+            start + entry.numel,
+            settings.weight_decay,
+            shape=entry.shape,
+            state_starts=own,
+            name=self.names[entry.name],
+        )
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
         """Return what a block of a kind holds of one parameter, flat."""
-        elements_of = self.kinds[kind].elements_of
-        length = entry.numel if elements_of is None else elements_of(entry)
-        return flat.narrow(0, self.starts[kind][entry.name], length)
+        return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the entries of these names, in the order of the layout."""
@@ -589,7 +596,7 @@ def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGrou
         entries: list[tuple[tuple[object, ...], str, Settings, nn.Parameter, Tensor]] = []
         for name, settings in work.settings.items():
             parameter, gradient = group.parameters[name], work.gradients[name]
-            has_kernel = isinstance(settings.arithmetic, ElementwiseOptimizer)
+            has_kernel = isinstance(settings.arithmetic, ElementwiseOptimizer) and settings.arithmetic.has_rows
             if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
                 break
             entries.append(((id(settings), dtype, gradient.dtype), name, settings, parameter, gradient))

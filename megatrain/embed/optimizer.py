@@ -36,11 +36,13 @@ from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
 from megatrain.optim.elementwise import SGD, AdamW, Lion
+from megatrain.optim.moments import STATE_DTYPES, StateDtype, decode_moments, encode_moments, is_signed
 from megatrain.optim.threads import KernelThreads
 from tiered import GenerationReader, read_manifest
 from tiered.errors import CapacityError, GenerationError
 
 if TYPE_CHECKING:
+    from megatrain.models.layout import TensorEntry
     from megatrain.optim.base import StateKind
     from tiered import TieredStore
 
@@ -90,6 +92,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             there in fp32 over backward passes.
         overlap: a model of ordinary parameters: ``step`` returns before their updates are made, and each module waits
             for its own; see ``AsyncUpdates``. Gradients are then consumed.
+        state_dtype: format of the moments: "float32", "bfloat16" (rounded at random, by seed, step and element) or
+            "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
+        seed: of that rounding.
         state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
         name: of the blocks of ordinary parameters; a second optimizer in one store needs another.
 
@@ -108,12 +113,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         nonfinite: Literal["stop", "skip", "ignore"] = "stop",
         offload_gradients: bool = False,
         overlap: nn.Module | None = None,
+        state_dtype: StateDtype = "float32",
+        seed: int = 0,
         state: Sequence[str] | str = "auto",
         name: str = "optimizer",
     ) -> None:
         if not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm={max_grad_norm}: give the largest norm, or 0 for no clipping")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f'state_dtype="{state_dtype}": there are {", ".join(STATE_DTYPES)}')
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
+        self.state_dtype, self.seed = state_dtype, seed
         self.grad_norm: float | None = None
         self.threads = KernelThreads(among_operations=True)
         self.steps: dict[nn.Parameter, int] = {}
@@ -149,6 +159,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def torch_names(self) -> Mapping[str, str]:
         """Return kind of state -> its name in the ``state_dict`` of torch's optimizer of this kind."""
+
+    def _kernel_options(self) -> dict[str, Any]:
+        """Return what all elementwise update rules take."""
+        return {"threads": self.threads, "state_dtype": self.state_dtype, "seed": self.seed}
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings of a group that need all the state which any group may need."""
@@ -210,7 +224,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         except BaseException:
             del self.groups[num_before:]
             raise
+        numbers = {id(parameter): str(number) for number, parameter in enumerate(self._parameters())}
         for group in self.groups[num_before:]:
+            group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
             self._with_state.update(map(id, group.parameters.values()))
             if isinstance(group, OffloadedGroup):
                 group.attach()
@@ -508,9 +524,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             for kind, torch_name in names.items():
                 if kind in group.keys:
                     found = values.get(torch_name)
-                    with self.store.acquire(group.keys[kind], "ram", "rw") as lease:
-                        part = group.part(kind, lease.tensor, entry)
-                        part.zero_() if found is None else part.copy_(found.reshape(-1))
+                    flat = None if found is None else found.detach().reshape(-1).to("cpu", torch.float32)
+                    self._set_moment(group, kind, entry, flat)
             self.steps.pop(parameter, None)
             if values:
                 self.steps[parameter] = int(values.get("step", 0))
@@ -536,14 +551,34 @@ class TieredOptimizer(torch.optim.Optimizer):
         group, name = self._group_of(parameter)
         (entry,) = group.entries({name: None})
         found: dict[str, Any] = {"step": torch.tensor(float(self.steps[parameter]))}
-        for kind, key in group.keys.items():
-            if kind in ("weight", "low"):
-                continue
-            with self.store.acquire(key, "ram") as lease:
-                part = group.part(kind, lease.tensor, entry)
+        for kind in group.keys:
+            if kind not in ("weight", "low") and group.kinds[kind].granularity == 1:
+                moment = self._moment(group, kind, entry)
                 own = group.kinds[kind].elements_of is not None
-                found[self.torch_names().get(kind, kind)] = mapped_copy(part if own else part.view(entry.shape))
+                found[self.torch_names().get(kind, kind)] = moment if own else moment.view(entry.shape)
         return found
+
+    def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
+        """Return a copy of a kind of state of one parameter, flat and in fp32."""
+        with self.store.acquire(group.keys[kind], "ram") as lease:
+            part = group.part(kind, lease.tensor, entry)
+            if part.dtype != torch.uint8:
+                return mapped_copy(part.float())
+            with self.store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
+                own = group.part(f"{kind}_scale", scales.tensor, entry)
+                return mapped_copy(decode_moments(part, own, is_signed(kind)))
+
+    def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
+        """Replace a kind of state of one parameter, rounding to nearest. ``values``: flat; None: zeros."""
+        with self.store.acquire(group.keys[kind], "ram", "rw") as lease:
+            part = group.part(kind, lease.tensor, entry)
+            if part.dtype != torch.uint8:
+                part.zero_() if values is None else part.copy_(values)
+                return
+            codes, scales = encode_moments(torch.zeros(entry.numel) if values is None else values, is_signed(kind))
+            part.copy_(codes)
+            with self.store.acquire(group.keys[f"{kind}_scale"], "ram", "rw") as other:
+                group.part(f"{kind}_scale", other.tensor, entry).copy_(scales)
 
     def release(self) -> None:
         """Make the updates that are due, then unregister the state; the optimizer cannot be used afterwards.
@@ -588,7 +623,7 @@ class TieredAdamW(TieredOptimizer):
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]
-        return AdamW(float(beta1), float(beta2), float(settings["eps"]), threads=self.threads)
+        return AdamW(float(beta1), float(beta2), float(settings["eps"]), **self._kernel_options())
 
     def torch_names(self) -> Mapping[str, str]:
         return {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -614,7 +649,7 @@ class TieredLion(TieredOptimizer):
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]
-        return Lion(float(beta1), float(beta2), threads=self.threads)
+        return Lion(float(beta1), float(beta2), **self._kernel_options())
 
     def torch_names(self) -> Mapping[str, str]:
         return {"m": "exp_avg"}
@@ -641,7 +676,7 @@ class TieredSGD(TieredOptimizer):
         return ("momentum", "nesterov")
 
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        return SGD(float(settings["momentum"]), bool(settings["nesterov"]), threads=self.threads)
+        return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings with momentum where the optimizer has any: parameters of several groups share a block."""
@@ -673,6 +708,8 @@ class TieredAdafactor(TieredOptimizer):
             "clip_threshold": clip_threshold,
             "weight_decay": weight_decay,
         }
+        if options.get("state_dtype", "float32") != "float32":
+            raise ValueError("TieredAdafactor keeps row and column means in fp32: it has no state_dtype")
         super().__init__(params, defaults, store=store, **options)
 
     def setting_names(self) -> tuple[str, ...]:

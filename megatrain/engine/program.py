@@ -678,7 +678,9 @@ class ProgramBuilder:
                 continue
             for kind in self._state_kinds:
                 key = state_key(layout.name, kind.name)
-                yield from self._blocks_of(layout, key, "optimizer", kind.num_elements(layout), kind.dtype)
+                length = layout.num_elements if kind.elements_of is None else kind.num_elements(layout)
+                for block in self._blocks_of(layout, key, "optimizer", length, kind.dtype):
+                    yield replace(block, num_elements=kind.elements_for(block.num_elements))
             for use in range(len(self._uses[layout.name])):
                 key = gradient_key(layout.name, use)
                 yield from self._blocks_of(layout, key, "gradients", layout.num_elements, self._grad_dtype)

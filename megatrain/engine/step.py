@@ -451,18 +451,12 @@ class Updater:
         # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
         starts = {entry.offset for entry in layout.entries if entry.name in filled}
         chosen = [
-            segment if len(inside) == layout.num_elements else _within(segment, inside)
+            segment if len(inside) == layout.num_elements else segment.within(inside)
             for segment in segments
             if segment.start in starts and segment.start < inside.stop and segment.stop > inside.start
         ]
         gradient = tensors[self._program.gradient_keys(layout, 0)[part]]
         self._optimizers[tier].update(blocks, gradient, chosen, update)
-
-
-def _within(segment: Segment, part: range) -> Segment:
-    """Return what of a segment lies in a part, counted from its start."""
-    start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
-    return replace(segment, start=start - part.start, stop=stop - part.start)
 
 
 class StoreAccess:

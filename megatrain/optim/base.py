@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -49,24 +49,39 @@ class StateKind:
         name: Kind of the block: the part of its key after the unit's name.
         dtype: Element type.
         elements_of: Returns the number of elements of a parameter in the block, which holds them one parameter after
-            another. None: one per element of the parameter, at the same offsets as in the weight block.
+            another. None: one per `granularity` elements of the parameter, in the order of the weight block.
+        granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024, to which
+            parameters and parts are aligned, so that none is shared by two of them.
     """
 
     name: str
     dtype: torch.dtype
     elements_of: Callable[[TensorEntry], int] | None = None
+    granularity: int = 1
+
+    def __post_init__(self) -> None:
+        assert _BLOCK_ALIGNMENT_ELEMENTS % self.granularity == 0, self
+        assert self.granularity == 1 or self.elements_of is None, self
 
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the length of the block for a layout, padding included; never 0."""
         if self.elements_of is None:
-            return layout.num_elements
+            return self.elements_for(layout.num_elements)
         return max(1, -(-self._extent(layout)[1] // _BLOCK_ALIGNMENT_ELEMENTS)) * _BLOCK_ALIGNMENT_ELEMENTS
+
+    def elements_for(self, num_elements: int) -> int:
+        """Return the length of the range that belongs to a range of the weight block which begins where one does."""
+        return -(-num_elements // self.granularity)
 
     def starts(self, layout: UnitLayout) -> dict[str, int]:
         """Return the first element of each parameter in the block, by full name."""
         if self.elements_of is None:
-            return {entry.name: entry.offset for entry in layout.entries}
+            return {entry.name: entry.offset // self.granularity for entry in layout.entries}
         return self._extent(layout)[0]
+
+    def length_of(self, entry: TensorEntry) -> int:
+        """Return how many elements of the block belong to a parameter."""
+        return self.elements_for(entry.numel) if self.elements_of is None else self.elements_of(entry)
 
     def _extent(self, layout: UnitLayout) -> tuple[dict[str, int], int]:
         assert self.elements_of is not None, self
@@ -88,6 +103,9 @@ class Segment:
         lr_scale: Factor on the learning rate of the step.
         shape: Shape of the parameter, for optimizers that need it; `()` stands for a vector.
         state_starts: Kind -> first element of the parameter in that block, for kinds with `elements_of`.
+        name: Full name of the parameter.
+        first: Its element that `start` is: not 0 in a block that begins inside of the parameter. With `name` it tells
+            an element from all others of the model, however blocks are cut and whichever rank has them.
     """
 
     start: int
@@ -96,6 +114,14 @@ class Segment:
     lr_scale: float = 1.0
     shape: tuple[int, ...] = ()
     state_starts: Mapping[str, int] = field(default_factory=dict)
+    name: str = ""
+    first: int = 0
+
+    def within(self, block: range) -> Segment:
+        """Return what of the segment lies in a part of its block, counted from the start of that part."""
+        start, stop = max(self.start, block.start), min(self.stop, block.stop)
+        first = self.first + start - self.start
+        return replace(self, start=start - block.start, stop=stop - block.start, first=first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +195,7 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
         layout: Count its blocks, padding included. None: no padding; kinds with `elements_of` count as nothing.
     """
     if layout is None:
-        return sum(kind.dtype.itemsize for kind in kinds if kind.elements_of is None)
+        return sum(kind.dtype.itemsize / kind.granularity for kind in kinds if kind.elements_of is None)
     return sum(kind.num_elements(layout) * kind.dtype.itemsize for kind in kinds) / layout.num_parameters
 
 
@@ -234,6 +260,7 @@ def build_segments(
                 lr_scale=group.lr_scale,
                 shape=entry.shape,
                 state_starts={name: of_entry[entry.name] for name, of_entry in starts.items()},
+                name=entry.name,
             )
         )
     return tuple(segments)

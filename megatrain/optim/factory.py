@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
 from megatrain.optim.elementwise import SGD, AdamW, Lion
+from megatrain.optim.moments import StateDtype
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class OptimizerSpec:
         epsilon: Of adamw.
         momentum: Of sgd.
         nesterov: Of sgd.
+        state_dtype: Format of the moments of adamw, lion and sgd.
+        seed: Of the rounding of moments in bf16.
         max_grad_norm: Gradients are scaled to at most this norm; 0: no clipping.
         clip_scope: Whose norm that is, and whose update a gradient that is not finite stops or leaves out: the whole
             step's, or each layer's.
@@ -49,6 +52,8 @@ class OptimizerSpec:
     epsilon: float = 1e-8
     momentum: float = 0.9
     nesterov: bool = False
+    state_dtype: StateDtype = "float32"
+    seed: int = 0
     max_grad_norm: float = 1.0
     clip_scope: Literal["global", "layer"] = "global"
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
@@ -76,13 +81,14 @@ def make_optimizer(spec: OptimizerSpec, threads: KernelThreads | None = None) ->
         spec: Its settings.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
-    if spec.name == "lion":
-        return Lion(spec.beta1, spec.beta2, threads=threads)
-    if spec.name == "sgd":
-        return SGD(spec.momentum, spec.nesterov, threads=threads)
     if spec.name == "adafactor":
         return Adafactor(threads=threads)
-    return AdamW(spec.beta1, spec.beta2, spec.epsilon, threads=threads)
+    state_dtype, seed = spec.state_dtype, spec.seed
+    if spec.name == "lion":
+        return Lion(spec.beta1, spec.beta2, threads=threads, state_dtype=state_dtype, seed=seed)
+    if spec.name == "sgd":
+        return SGD(spec.momentum, spec.nesterov, threads=threads, state_dtype=state_dtype, seed=seed)
+    return AdamW(spec.beta1, spec.beta2, spec.epsilon, threads=threads, state_dtype=state_dtype, seed=seed)
 
 
 def segment_builder(

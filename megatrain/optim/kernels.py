@@ -9,6 +9,9 @@ Rules that make the bits the same for every cut of a block, every thread count a
 
 `error_model="numpy"` makes division by zero give infinity instead of a branch, without which nothing vectorizes.
 
+Moments are fp32, or bf16 whose rounding is a coin toss by a hash of the element (`random_bits`), or bytes in blocks of
+256 that share a scale (`megatrain.optim.moments`).
+
 A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.precision`. A
 gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the types it is called with and
 drops the branches of the others.
@@ -24,6 +27,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
+from megatrain.optim.moments import BLOCK_ELEMENTS
+
 __all__ = [
     "NORM_BLOCK_ELEMENTS",
     "NORM_LANES",
@@ -31,13 +36,16 @@ __all__ = [
     "adafactor_square_sums",
     "adafactor_vector",
     "adamw",
+    "adamw_int8",
     "adamw_rows",
     "add_in_place",
     "apply_factored",
     "apply_vector",
     "lion",
+    "lion_int8",
     "lion_rows",
     "sgd",
+    "sgd_int8",
     "sgd_rows",
     "squared_norms",
     "squared_norms_rows",
@@ -50,6 +58,10 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Master = NDArray[np.float32] | NDArray[np.uint16]
 Low = NDArray[np.int16] | None
+Moment = NDArray[np.float32] | NDArray[np.uint16]
+Key = tuple[np.uint32, np.uint32, np.int64] | None
+Codes = NDArray[np.uint8]
+Code = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8]]
 Gradient = NDArray[np.float32] | NDArray[np.uint16]
 Rows = NDArray[np.int64]
 
@@ -131,6 +143,66 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
         low[i] = np.int16(bits)
 
 
+# -- moments that are smaller than fp32 ------------------------------------------------------------------------------
+
+
+@njit(fastmath=False, error_model="numpy")
+def mix(bits: Any) -> Any:
+    """Return 32 bits, each of which depends on all bits of the argument (a bijection: Wellons' lowbias32)."""
+    x = np.uint32(bits)
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+def random_bits(key: Any, i: int) -> Any:
+    """Return 32 random bits for element `i` of the arrays; nothing to compute without a key.
+
+    Args:
+        key: `(two halves of a 64-bit key, number of the arrays' first element)`, or None.
+    """
+    raise NotImplementedError("only compiled code calls this")
+
+
+@overload(random_bits)
+def _random_bits(key: Any, i: int) -> Any:
+    def none(key: Any, i: int) -> Any:
+        return np.uint32(0)
+
+    def hashed(key: Any, i: int) -> Any:
+        element = np.uint64(key[2]) + np.uint64(i)
+        once = mix(np.uint32(np.uint32(element) + key[0]))
+        far = np.uint32(np.uint32(element >> np.uint64(32)) * np.uint32(0x9E3779B9))
+        return mix(np.uint32(np.uint32(once ^ key[1]) + far))
+
+    return none if isinstance(key, types.NoneType) else hashed
+
+
+def moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
+    """Return `value` as an element of a block of moments; bf16 is rounded up with the probability of what is cut off.
+
+    Args:
+        value: fp32.
+        bits: 16 random bits.
+        like: an element of the block.
+    """
+    raise NotImplementedError("only compiled code calls this")
+
+
+@overload(moment_from_float32)
+def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
+    def same(value: Any, bits: Any, like: Any) -> Any:
+        return value
+
+    def rounded(value: Any, bits: Any, like: Any) -> Any:
+        found = np.uint16(np.uint32(np.float32(value).view(np.uint32) + bits) >> np.uint32(16))
+        return np.uint16(0x7FC0) if np.isnan(value) else found  # the sum could carry a NaN into its sign
+
+    return rounded if like == types.uint16 else same
+
+
 # -- elementwise updates: all arrays 1-D, contiguous and equally long, changed in place --------------------------
 
 
@@ -138,9 +210,10 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
 def adamw(
     weight: Master,
     low: Low,
-    m: Float32,
-    v: Float32,
+    m: Moment,
+    v: Moment,
     grad: Gradient,
+    key: Key,
     grad_scale: np.float32,
     decay: np.float32,
     one_minus_beta1: np.float32,
@@ -150,15 +223,17 @@ def adamw(
     eps: np.float32,
     step_size: np.float32,
 ) -> None:
-    """AdamW; see `megatrain.optim.elementwise.AdamW`."""
+    """AdamW; see `megatrain.optim.elementwise.AdamW`. The halves of one hash round both moments."""
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
         g = as_gradient(grad[i]) * grad_scale
-        m_new = m[i] + (g - m[i]) * one_minus_beta1
-        v_new = v[i] * beta2 + (one_minus_beta2 * g) * g
+        m_old = as_float32(m[i])
+        m_new = m_old + (g - m_old) * one_minus_beta1
+        v_new = as_float32(v[i]) * beta2 + (one_minus_beta2 * g) * g
         denominator = np.sqrt(v_new) / correction2_sqrt + eps
-        m[i] = m_new
-        v[i] = v_new
+        bits = random_bits(key, i)
+        m[i] = moment_from_float32(m_new, np.uint32(bits & np.uint32(0xFFFF)), m[i])
+        v[i] = moment_from_float32(v_new, np.uint32(bits >> np.uint32(16)), v[i])
         store_master(weight, low, i, decayed - (step_size * m_new) / denominator)
 
 
@@ -166,8 +241,9 @@ def adamw(
 def lion(
     weight: Master,
     low: Low,
-    m: Float32,
+    m: Moment,
     grad: Gradient,
+    key: Key,
     grad_scale: np.float32,
     decay: np.float32,
     beta1: np.float32,
@@ -180,8 +256,10 @@ def lion(
     for i in range(grad.size):
         decayed = load_master(weight, low, i) * decay
         g = as_gradient(grad[i]) * grad_scale
-        direction = m[i] * beta1 + g * one_minus_beta1
-        m[i] = m[i] * beta2 + g * one_minus_beta2
+        m_old = as_float32(m[i])
+        direction = m_old * beta1 + g * one_minus_beta1
+        m_new = m_old * beta2 + g * one_minus_beta2
+        m[i] = moment_from_float32(m_new, np.uint32(random_bits(key, i) & np.uint32(0xFFFF)), m[i])
         step = lr if direction > np.float32(0.0) else (-lr if direction < np.float32(0.0) else np.float32(0.0))
         store_master(weight, low, i, decayed - step)
 
@@ -190,8 +268,9 @@ def lion(
 def sgd(
     weight: Master,
     low: Low,
-    m: Float32 | None,
+    m: Moment | None,
     grad: Gradient,
+    key: Key,
     grad_scale: np.float32,
     decay: np.float32,
     momentum: np.float32,
@@ -205,10 +284,97 @@ def sgd(
         if m is None:
             direction = g
         else:
-            m_new = m[i] * momentum + g
-            m[i] = m_new
+            m_new = as_float32(m[i]) * momentum + g
+            m[i] = moment_from_float32(m_new, np.uint32(random_bits(key, i) & np.uint32(0xFFFF)), m[i])
             direction = g + m_new * momentum if nesterov else m_new
         store_master(weight, low, i, w - direction * lr)
+
+
+# -- the same with moments in bytes ----------------------------------------------------------------------------------
+#
+# A block of moments becomes fp32, is updated as above, and becomes bytes again. A scale is the largest magnitude of its
+# block, so the new ones must all be known before the first is rounded.
+
+
+@njit(fastmath=False, error_model="numpy")
+def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) -> None:
+    """Write the numbers that bytes stand for."""
+    values = code[0]
+    for i in range(codes.size):
+        moments[i] = values[codes[i]] * scale
+
+
+@njit(fastmath=False, error_model="numpy")
+def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
+    """Write the bytes nearest to numbers; return their scale. The smaller of two equally near ones is taken.
+
+    Bits are compared for the scale: a NaN is above all others, so that it shows in all moments of its block.
+    """
+    largest = np.uint32(0)
+    for i in range(codes.size):
+        magnitude = np.uint32(np.float32(moments[i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    scale = np.uint32(largest).view(np.float32)
+    divisor = np.float32(1.0) if scale == np.float32(0.0) else scale
+    borders, cells = code[1], code[2]
+    for i in range(codes.size):
+        ratio = moments[i] / divisor
+        ratio = np.float32(0.0) if np.isnan(ratio) else ratio
+        below = cells[np.float32(ratio).view(np.uint32) >> np.uint32(16)]
+        codes[i] = np.uint8(below + np.uint8(ratio > borders[below]))
+    return scale
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def adamw_int8(
+    weight: Master,
+    low: Low,
+    m: Codes,
+    m_scale: Float32,
+    v: Codes,
+    v_scale: Float32,
+    grad: Gradient,
+    code: tuple[Code, Code],
+    scalars: Any,
+) -> None:
+    """AdamW, with the first moment in the code of signed numbers, `code[0]`, and the second one in the other."""
+    m_new, v_new = np.empty(BLOCK_ELEMENTS, np.float32), np.empty(BLOCK_ELEMENTS, np.float32)
+    for block in range(m_scale.size):
+        start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
+        load_moments(m[start:stop], m_scale[block], code[0], m_new)
+        load_moments(v[start:stop], v_scale[block], code[1], v_new)
+        own_low = None if low is None else low[start:stop]
+        adamw(weight[start:stop], own_low, m_new, v_new, grad[start:stop], None, *scalars)
+        m_scale[block] = store_moments(m_new, code[0], m[start:stop])
+        v_scale[block] = store_moments(v_new, code[1], v[start:stop])
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def lion_int8(
+    weight: Master, low: Low, m: Codes, m_scale: Float32, grad: Gradient, code: tuple[Code, Code], scalars: Any
+) -> None:
+    """Lion, as `adamw_int8`."""
+    m_new = np.empty(BLOCK_ELEMENTS, np.float32)
+    for block in range(m_scale.size):
+        start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
+        load_moments(m[start:stop], m_scale[block], code[0], m_new)
+        own_low = None if low is None else low[start:stop]
+        lion(weight[start:stop], own_low, m_new, grad[start:stop], None, *scalars)
+        m_scale[block] = store_moments(m_new, code[0], m[start:stop])
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def sgd_int8(
+    weight: Master, low: Low, m: Codes, m_scale: Float32, grad: Gradient, code: tuple[Code, Code], scalars: Any
+) -> None:
+    """SGD with momentum, as `adamw_int8`."""
+    m_new = np.empty(BLOCK_ELEMENTS, np.float32)
+    for block in range(m_scale.size):
+        start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
+        load_moments(m[start:stop], m_scale[block], code[0], m_new)
+        own_low = None if low is None else low[start:stop]
+        sgd(weight[start:stop], own_low, m_new, grad[start:stop], None, *scalars)
+        m_scale[block] = store_moments(m_new, code[0], m[start:stop])
 
 
 # -- many small updates in one call ------------------------------------------------------------------------------
@@ -254,6 +420,7 @@ def adamw_rows(rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, sca
             array_at(row[2], row[5], m),
             array_at(row[3], row[5], v),
             array_at(row[4], row[5], grad),
+            None,
             *scalars,
         )
 
@@ -268,6 +435,7 @@ def lion_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any
             array_at(row[1], row[4], low),
             array_at(row[2], row[4], m),
             array_at(row[3], row[4], grad),
+            None,
             *scalars,
         )
 
@@ -282,6 +450,7 @@ def sgd_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any)
             array_at(row[1], row[4], low),
             array_at(row[2], row[4], m),
             array_at(row[3], row[4], grad),
+            None,
             *scalars,
         )
 

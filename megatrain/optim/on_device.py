@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
+from megatrain.optim.moments import BLOCK_ELEMENTS as MOMENT_BLOCK_ELEMENTS
+from megatrain.optim.moments import code_of, is_signed
 
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer
@@ -58,6 +60,8 @@ class TritonOptimizer:
             raise DeviceKernelError(
                 f"there is no kernel of {host.kernel_name} for a GPU: let the host make the updates"
             )
+        self._moments = ("m", "v") if host.kernel_name == "adamw" else ("m",)  # arguments of the kernel
+        self._tables: dict[torch.device, list[Tensor | None]] = {}
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the kinds of the host's optimizer."""
@@ -75,10 +79,14 @@ class TritonOptimizer:
             update: Numbers of the step.
         """
         num_elements = gradient.numel()
-        kinds = {kind.name: kind.dtype for kind in self.state_kinds("low" in blocks)}
-        known = {name: _flat(name, blocks[name], dtype, gradient) for name, dtype in kinds.items()}
-        state = [None if kind is None else known[kind.name] for kind in self._host.state_arguments]
-        flats = [known["weight"], known.get("low"), *state, _flat("gradient", gradient, gradient.dtype, gradient)]
+        known = {
+            kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
+            for kind in self.state_kinds("low" in blocks)
+        }
+        moments = [known.get(name) for name in self._moments]
+        flats = [known["weight"], known.get("low"), *moments, _flat("gradient", gradient, gradient.dtype, gradient)]
+        scales = [known.get(f"{name}_scale") for name in self._moments]
+        codes = self._codes(gradient.device)
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
         with torch.accelerator.device_index(gradient.device.index):  # launches go to the current device
@@ -87,26 +95,57 @@ class TritonOptimizer:
                 count = segment.stop - segment.start
                 if count == 0:
                     continue
+                assert self._host.state_dtype != "int8" or segment.start % MOMENT_BLOCK_ELEMENTS == 0, segment
                 parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
+                own_scales = [
+                    scale
+                    if scale is None
+                    else scale[segment.start // MOMENT_BLOCK_ELEMENTS : -(-segment.stop // MOMENT_BLOCK_ELEMENTS)]
+                    for scale in scales
+                ]
+                first_key, second_key, first = self._host.rounding(segment, update) or (0, 0, 0)
+                key = (_as_int32(first_key), _as_int32(second_key), int(first))
                 scalars = [
                     scalar if isinstance(scalar, bool) else float(scalar)
                     for scalar in self._host.scalars(segment, update)
                 ]
                 grid = (-(-count // block_elements),)
                 self._kernel[grid](
-                    *parts, count, *scalars, block_elements=block_elements, **self._kernels.LAUNCH_OPTIONS
+                    *parts,
+                    *own_scales,
+                    *codes,
+                    *key,
+                    count,
+                    *scalars,
+                    block_elements=block_elements,
+                    **self._kernels.LAUNCH_OPTIONS,
                 )
+
+    def _codes(self, device: torch.device) -> list[Tensor | None]:
+        """Return the code of each moment in the device's memory, with its cells; None where it has none."""
+        if device not in self._tables:
+            found: list[Tensor | None] = []
+            for name in self._moments:
+                if self._host.state_dtype != "int8":
+                    found += [None, None]
+                    continue
+                values, borders, cells = map(torch.from_numpy, code_of(is_signed(name)))
+                found += [torch.cat([values, borders]).to(device), cells.to(device)]
+            self._tables[device] = found
+        return self._tables[device]
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         """Compile the kernel for these kinds of master and gradient, on the current device: 1 to 2 s each."""
         device = "cpu" if self._kernels.IS_INTERPRETED else "cuda"
         # A length that 16 divides and one that it does not: the kernel is compiled for each.
-        segments = (Segment(0, 16, 0.0), Segment(16, 33, 0.0))
+        size = MOMENT_BLOCK_ELEMENTS + 17
+        segments = (Segment(0, MOMENT_BLOCK_ELEMENTS, 0.0), Segment(MOMENT_BLOCK_ELEMENTS, size, 0.0))
         for split_master, dtype in formats:
             blocks = {
-                kind.name: torch.zeros(33, dtype=kind.dtype, device=device) for kind in self.state_kinds(split_master)
+                kind.name: torch.zeros(kind.elements_for(size), dtype=kind.dtype, device=device)
+                for kind in self.state_kinds(split_master)
             }
-            self.update(blocks, torch.zeros(33, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
+            self.update(blocks, torch.zeros(size, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
 
 
 def _import_kernels() -> ModuleType:
@@ -121,13 +160,18 @@ def _import_kernels() -> ModuleType:
     return triton_kernels
 
 
-def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor) -> Tensor:
+def _as_int32(bits: int) -> int:
+    """Return 32 bits as a signed number, which Triton takes in 32 bits."""
+    return (int(bits) ^ 0x80000000) - 0x80000000
+
+
+def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granularity: int = 1) -> Tensor:
     """Return a block as the kernel takes it: bf16 as its 16 bits."""
     tensor = tensor.detach()
     assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
     assert tensor.device == gradient.device, (name, tensor.device, gradient.device)
     assert tensor.dim() == 1 and tensor.is_contiguous(), (name, tuple(tensor.shape), tensor.stride())
-    assert tensor.numel() == gradient.numel(), (name, tensor.numel(), gradient.numel())
+    assert tensor.numel() == -(-gradient.numel() // granularity), (name, tensor.numel(), gradient.numel())
     return tensor.view(torch.int16) if dtype == torch.bfloat16 else tensor
 
 

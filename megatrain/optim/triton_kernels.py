@@ -7,13 +7,16 @@ updates each one rounded to fp32:
 * division and square root are those that round to nearest: `/` and `tl.sqrt` on fp32 are approximations;
 * nothing flushes denormal numbers to zero, and scalars arrive in fp32, rounded once from fp64 by the caller.
 
-As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient and the high half of a split master are int16 tensors.
+As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient and moment, and the high half of a split master, are int16
+tensors. Moments in bytes come with their scales and a code; those of other formats have None there.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from megatrain.optim.moments import BLOCK_ELEMENTS as MOMENT_BLOCK_ELEMENTS
 
 __all__ = [
     "BLOCK_ELEMENTS",
@@ -28,6 +31,8 @@ __all__ = [
 
 BLOCK_ELEMENTS = 1024
 """Elements of one program: 8 for each of its threads, two loads of 16 bytes of an fp32 stream."""
+_MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
+_NOT_SPECIALIZED = ["first_key", "second_key", "first"]  # they are others in every step
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
@@ -73,12 +78,90 @@ def _positions(block_elements: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _mix(bits: tl.tensor) -> tl.tensor:
+    """See `kernels.mix`."""
+    x = bits ^ (bits >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """See `kernels.random_bits`."""
+    element = first.to(tl.int64) + at
+    once = _mix(element.to(tl.uint32) + first_key.to(tl.uint32))
+    far = (element >> 32).to(tl.uint32) * 0x9E3779B9
+    return _mix((once ^ second_key.to(tl.uint32)) + far)
+
+
+@triton.jit
+def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return moments in fp32. `code`: what the bytes stand for, then the borders between these."""
+    if moment.dtype.element_ty == tl.uint8:
+        number = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
+        return tl.load(code + number) * tl.load(scale + at // _MOMENTS, mask=inside, other=0.0)
+    else:
+        return _load_float32(moment, at, inside)
+
+
+@triton.jit
+def _larger(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    return tl.maximum(left, right)
+
+
+@triton.jit
+def _store_moment(
+    moment: tl.tensor,
+    scale: tl.tensor,
+    code: tl.tensor,
+    cells: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    value: tl.tensor,
+    bits: tl.tensor,
+    num_elements: tl.tensor,
+    block_elements: tl.constexpr,
+) -> None:
+    """Write moments in the format of their block. `bits`: 16 random ones; `cells`: as in `moments.code_of`."""
+    if moment.dtype.element_ty == tl.uint8:
+        num_rows: tl.constexpr = block_elements // _MOMENTS
+        magnitude = tl.where(inside, value, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scales = tl.reduce(tl.reshape(magnitude, [num_rows, _MOMENTS]), 1, _larger).to(tl.float32, bitcast=True)
+        divisor = tl.where(scales == 0.0, 1.0, scales)
+        divisor = tl.reshape(tl.broadcast_to(tl.expand_dims(divisor, 1), [num_rows, _MOMENTS]), [block_elements])
+        ratio = tl.math.div_rn(value, divisor)
+        ratio = tl.where(ratio == ratio, ratio, 0.0)
+        below = tl.load(cells + ((ratio.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
+        number = below + (ratio > tl.load(code + 256 + below)).to(tl.int32)
+        tl.store(moment + at, number.to(tl.uint8), mask=inside)
+        row = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+        tl.store(scale + row, scales, mask=row * _MOMENTS < num_elements)
+    elif moment.dtype.element_ty == tl.int16:
+        rounded = (value.to(tl.uint32, bitcast=True) + bits) >> 16
+        rounded = tl.where(value == value, rounded, 0x7FC0)
+        tl.store(moment + at, rounded.to(tl.int16), mask=inside)
+    else:
+        tl.store(moment + at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def adamw(
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
     v: tl.tensor,
     grad: tl.tensor,
+    m_scale: tl.tensor,
+    v_scale: tl.tensor,
+    signed: tl.tensor,
+    signed_cells: tl.tensor,
+    unsigned: tl.tensor,
+    unsigned_cells: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
+    first: tl.tensor,
     num_elements: tl.tensor,
     grad_scale: tl.tensor,
     decay: tl.tensor,
@@ -90,12 +173,16 @@ def adamw(
     step_size: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """AdamW; see `elementwise.AdamW`. Programs take `block_elements` each; without a split `low` is None."""
+    """AdamW; see `elementwise.AdamW`. Programs take `block_elements` each; without a split `low` is None.
+
+    Of the rest each format of moments uses its own: int8 scales and codes, bf16 the key and the number of the first
+    element.
+    """
     at = _positions(block_elements)
     inside = at < num_elements
     w = _load_master(weight, low, at, inside)
-    m_old = tl.load(m + at, mask=inside)
-    v_old = tl.load(v + at, mask=inside)
+    m_old = _load_moment(m, m_scale, signed, at, inside)
+    v_old = _load_moment(v, v_scale, unsigned, at, inside)
 
     decayed = w * decay
     g = _load_gradient(grad, at, inside, grad_scale)
@@ -103,17 +190,24 @@ def adamw(
     v_new = v_old * beta2 + (one_minus_beta2 * g) * g
     denominator = tl.math.div_rn(tl.math.sqrt_rn(v_new), correction2_sqrt) + eps
 
-    tl.store(m + at, m_new, mask=inside)
-    tl.store(v + at, v_new, mask=inside)
+    bits = _random_bits(first_key, second_key, first, at)
+    _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits & 0xFFFF, num_elements, block_elements)
+    _store_moment(v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, block_elements)
     _store_master(weight, low, at, inside, decayed - tl.math.div_rn(step_size * m_new, denominator))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def lion(
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
     grad: tl.tensor,
+    m_scale: tl.tensor,
+    signed: tl.tensor,
+    signed_cells: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
+    first: tl.tensor,
     num_elements: tl.tensor,
     grad_scale: tl.tensor,
     decay: tl.tensor,
@@ -129,22 +223,30 @@ def lion(
     inside = at < num_elements
     decayed = _load_master(weight, low, at, inside) * decay
     g = _load_gradient(grad, at, inside, grad_scale)
-    m_old = tl.load(m + at, mask=inside)
+    m_old = _load_moment(m, m_scale, signed, at, inside)
 
     direction = m_old * beta1 + g * one_minus_beta1
     minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
     step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
 
-    tl.store(m + at, m_old * beta2 + g * one_minus_beta2, mask=inside)
+    m_new = m_old * beta2 + g * one_minus_beta2
+    bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
+    _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, block_elements)
     _store_master(weight, low, at, inside, decayed - step)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def sgd(
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
     grad: tl.tensor,
+    m_scale: tl.tensor,
+    signed: tl.tensor,
+    signed_cells: tl.tensor,
+    first_key: tl.tensor,
+    second_key: tl.tensor,
+    first: tl.tensor,
     num_elements: tl.tensor,
     grad_scale: tl.tensor,
     decay: tl.tensor,
@@ -159,8 +261,9 @@ def sgd(
     w = _load_master(weight, low, at, inside)
     direction = _load_gradient(grad, at, inside, grad_scale) + w * decay
     if m is not None:
-        m_new = tl.load(m + at, mask=inside) * momentum + direction
-        tl.store(m + at, m_new, mask=inside)
+        m_new = _load_moment(m, m_scale, signed, at, inside) * momentum + direction
+        bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
+        _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, block_elements)
         if nesterov:
             direction = direction + m_new * momentum
         else:

@@ -33,13 +33,12 @@ _OPTIMIZERS = {
     "muon": ("muon",),
 }  # fmt: skip
 _OPTIMIZER_OF = {theirs: ours for ours, names in _OPTIMIZERS.items() for theirs in names}
-#: Optimizers with quantized states -> the same algorithm with full-precision states.
+#: Optimizers with moments of 8 bits, all in blocks of 256.
 _QUANTIZED = {
     "adamw_8bit": "adamw",
     "adamw_bnb_8bit": "adamw",
     "paged_adamw_8bit": "adamw",
     "adamw_torch_8bit": "adamw",
-    "adamw_torch_4bit": "adamw",
     "lion_8bit": "lion",
     "paged_lion_8bit": "lion",
 }
@@ -51,9 +50,11 @@ def optimizer(draft: Draft, theirs: str, value: Any) -> None:
     if name in _OPTIMIZER_OF:
         draft.put("optimizer.optim", _OPTIMIZER_OF[name], theirs)
     elif name in _QUANTIZED:
-        draft.put(
-            "optimizer.optim", _QUANTIZED[name], theirs, f"{value} there: its state is kept in full precision here"
-        )
+        draft.put("optimizer.optim", _QUANTIZED[name], theirs)
+        draft.put("optimizer.state_dtype", "int8", theirs)
+    elif name == "adamw_torch_4bit":
+        draft.put("optimizer.optim", "adamw", theirs)
+        draft.put("optimizer.state_dtype", "int8", theirs, f"{value} there: the least here are 8 bits")
     else:
         draft.lose(theirs, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -59,6 +60,12 @@ def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
     """Compare bit by bit. A NaN equals every NaN: which operand's payload survives is up to the processor."""
     both_nan = np.isnan(left) & np.isnan(right)
     return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
+
+
+def _alike(left: Tensor, right: Tensor) -> bool:
+    if left.dtype == torch.uint8:
+        return torch.equal(left, right)
+    return same_bits(np.asarray(left.float().numpy()), np.asarray(right.float().numpy()))
 
 
 def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
@@ -117,6 +124,12 @@ HOSTS: dict[str, ElementwiseOptimizer] = {
     "sgd, nesterov": SGD(nesterov=True, threads=KernelThreads(1)),
     "sgd without momentum": SGD(momentum=0.0, threads=KernelThreads(1)),
 }
+#: With moments that are smaller than fp32.
+SMALL_HOSTS: dict[str, ElementwiseOptimizer] = {
+    f"{kind.__name__.lower()}, {dtype}": kind(threads=KernelThreads(1), state_dtype=dtype, seed=5)
+    for kind in (AdamW, Lion, SGD)
+    for dtype in ("bfloat16", "int8")
+}
 #: (elements, where segments meet): one program and many, ends inside one, starts that no vector load is aligned to.
 SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (1, ()),
@@ -124,6 +137,8 @@ SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (1024, ()),
     (5003, (16, 1040, 1041, 3000)),
 )
+#: Where moments in bytes begin at blocks of 256.
+SHAPES_OF_BLOCKS = ((1, ()), (257, ()), (5003, (256, 1024, 3072)))
 GRAD_SCALES = (1.0, 0.37, 1e-30)
 
 
@@ -143,17 +158,21 @@ def differing_blocks(
     generator = np.random.default_rng(size)
     blocks = master_blocks(random_array(generator, size, palette), split_master)
     for kind in host.state:
-        state = random_array(generator, size, palette)
-        blocks[kind.name] = torch.from_numpy(np.abs(state) if kind.name == "v" else state)
+        state = random_array(generator, kind.elements_for(size), palette)
+        if kind.dtype == torch.uint8:
+            blocks[kind.name] = torch.from_numpy(generator.integers(0, 256, state.size, np.uint8))
+        else:
+            is_positive = kind.name != "m"
+            blocks[kind.name] = torch.from_numpy(np.abs(state) if is_positive else state).to(kind.dtype)
     copies = {name: block.to(device, copy=True) for name, block in blocks.items()}
     for step in (1, 2, 1000):
         gradient, _ = gradient_block(random_array(generator, size, palette), grad_dtype)
         update = Update(step=step, lr=1e-3, grad_scale=grad_scale)
-        segments = cut_segments(cuts, size)
+        segments = [replace(segment, name=f"w{segment.start}") for segment in cut_segments(cuts, size)]
         host.update(blocks, gradient, segments, update)
         with np.errstate(all="ignore"):  # where the device is an interpreter on numpy
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
     states = [kind.name for kind in host.state]
-    differing = [name for name in states if not same_bits(blocks[name].numpy(), results[name].numpy())]
+    differing = [name for name in states if not _alike(blocks[name], results[name])]
     return differing if same_bits(master_of(blocks), master_of(results)) else ["master", *differing]

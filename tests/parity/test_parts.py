@@ -121,6 +121,32 @@ def test_parts_change_no_bit_and_move_as_planned(
     run.assert_as_planned()
 
 
+@pytest.mark.parametrize(("optim", "state_dtype"), [("adamw", "int8"), ("adamw", "bfloat16"), ("lion", "int8")])
+def test_small_moments_have_the_same_bits_everywhere(
+    optim: str, state_dtype: str, tiny_model: Path, tmp_path: Path, small_parts: None
+) -> None:
+    """In RAM, on drives, and updated in the tier of a GPU; near what moments in fp32 do, in less room."""
+    tables = {"precision": BF16, "optimizer": f'optim = "{optim}"'}
+    exact = run_config(config_text(tmp_path, tiny_model, nvme=0, **tables), tmp_path / "exact", num_steps=3)
+    tables["optimizer"] += f'\nstate_dtype = "{state_dtype}"'
+    runs: dict[str, TieredRun] = {}
+    for name in ("in RAM", "on NVMe", "partly on a GPU"):
+        folder = tmp_path / name.replace(" ", "_")
+        runs[name] = run_config(config_text(folder, tiny_model, **{**PLACEMENTS[name], **tables}), folder, num_steps=3)
+        assert runs[name].plan.program.parts
+        runs[name].assert_same(runs["in RAM"])
+        runs[name].assert_as_planned()
+    updated = runs["partly on a GPU"].plan
+    assert 0 < len(updated.device_updates) < len(updated.updates)
+    losses = runs["in RAM"].losses
+    assert losses != exact.losses and losses == pytest.approx(exact.losses, rel=5e-3)
+    small, full = (
+        sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "optimizer")
+        for run in (runs["in RAM"], exact)
+    )
+    assert small < 0.65 * full
+
+
 def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:
     (tmp_path / "run.toml").write_text(
         config_text(tmp_path, tiny_model, placement=ALL_NVME, ram="7MiB", precision=BF16)

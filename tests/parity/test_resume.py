@@ -186,6 +186,18 @@ def test_every_optimizer_continues(optim: str, tiny_model: Path, tmp_path: Path)
     train(tmp_path / "w", tiny_model, ON_NVME, **tables).assert_same(whole)
 
 
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_small_moments_continue_in_their_own_format_only(state_dtype: str, tiny_model: Path, tmp_path: Path) -> None:
+    tables = {"optimizer": f'state_dtype = "{state_dtype}"', "precision": 'compute_dtype = "bfloat16"'}
+    whole = train(tmp_path / "whole", tiny_model, IN_RAM, **tables)
+    train(tmp_path / "w", tiny_model, STATE_ON_NVME, stop_after=3, **tables)
+    with pytest.raises(ConfigChangedError, match=f'state_dtype: "{state_dtype}" -> "float32"'):
+        train(tmp_path / "w", tiny_model, ON_NVME, precision=tables["precision"])
+    with pytest.raises(CheckpointError, match=f'moments in {state_dtype}, and optimizer.state_dtype is "float32"'):
+        train(tmp_path / "w", tiny_model, ON_NVME, precision=tables["precision"], allow=True)
+    train(tmp_path / "w", tiny_model, PARTLY_ON_GPU, **tables).assert_same(whole)
+
+
 def test_the_order_of_the_data_and_the_learning_rate_continue_over_epochs(tiny_model: Path, tmp_path: Path) -> None:
     """The data is used up every two steps; the rate changes in every step."""
     changes = {

@@ -96,13 +96,20 @@ class TierTrainerMixin:
         name = str(getattr(args.optim, "value", args.optim))
         if name in ("adamw_torch", "adamw_torch_fused"):
             return TieredAdamW, {**adam, "eps": args.adam_epsilon, **options}
+        if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"):
+            return TieredAdamW, {**adam, "eps": args.adam_epsilon, "state_dtype": "int8", **options}
         if name in ("lion_32bit", "lion"):
             return TieredLion, {**adam, **options}
+        if name in ("lion_8bit", "paged_lion_8bit"):
+            return TieredLion, {**adam, "state_dtype": "int8", **options}
         if name == "sgd":
             return TieredSGD, {"lr": args.learning_rate, **options}
         if name == "adafactor":
             return TieredAdafactor, {"lr": args.learning_rate, **options}
-        raise ValueError(f'optim="{name}" has no tiered optimizer; there are adamw_torch, lion_32bit, sgd, adafactor')
+        raise ValueError(
+            f'optim="{name}" has no tiered optimizer; there are adamw_torch, adamw_8bit, lion_32bit, lion_8bit, sgd, '
+            "adafactor"
+        )
 
     def _measure_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Return the norm of the gradients; the optimizer clips by it in the step that follows."""

@@ -165,7 +165,7 @@ def test_names_optimizers(folder: Path, tmp_path: Path, stores: Stores) -> None:
         chosen, options = trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
         assert chosen.__name__ == wanted
         assert options["max_grad_norm"] == 0.5
-    for name in ("rmsprop", "adamw_torch_8bit"):
+    for name in ("rmsprop", "adamw_torch_4bit"):
         with pytest.raises(ValueError, match=f'optim="{name}" has no tiered optimizer'):
             trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain import TieredAdafactor, TieredAdamW, TieredLion, TieredSGD, open_store
+from megatrain import TieredAdafactor, TieredAdamW, TieredLion, TieredSGD, gathered, offload, open_store
 
 KINDS = {
     "adamw": lambda parameters, **options: TieredAdamW(parameters, lr=1e-2, weight_decay=0.1, **options),
     "lion": lambda parameters, **options: TieredLion(parameters, lr=1e-3, weight_decay=0.1, **options),
     "sgd": lambda parameters, **options: TieredSGD(parameters, lr=1e-2, momentum=0.9, **options),
     "adafactor": lambda parameters, **options: TieredAdafactor(parameters, lr=1e-2, **options),
+    "adamw, int8": lambda parameters, **options: TieredAdamW(parameters, lr=1e-2, state_dtype="int8", **options),
+    "lion, bfloat16": lambda parameters, **options: TieredLion(parameters, lr=1e-3, state_dtype="bfloat16", **options),
 }
 
 
@@ -54,6 +57,59 @@ def test_the_bits_are_those_of_updates_that_fetch(kind: str, dtype: torch.dtype,
             assert in_ram.grad_norm == fetched.grad_norm
             assert same_bits(near, far), step
         assert not same_bits(near, parameters(dtype))
+
+
+@pytest.mark.parametrize(("state_dtype", "rounding"), [("int8", 2**-4), ("bfloat16", 2**-7)])
+def test_small_moments_come_from_torch_and_go_there(state_dtype: Any, rounding: float, tmp_path: Path) -> None:
+    """Also the bits of an offloaded module are those of ordinary parameters: an element is known by its number."""
+    module, plain = nn.Linear(70, 30), nn.Linear(70, 30)
+    plain.load_state_dict(module.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    gradients = [[torch.randn(p.shape) for p in plain.parameters()] for _ in range(3)]
+    with open_store(ram="64MiB", path=tmp_path) as store:
+        optimizer = TieredAdamW(module.parameters(), lr=1e-2, store=store, state_dtype=state_dtype, seed=3)
+        for step in gradients:
+            for own in (plain, module):
+                for parameter, gradient in zip(own.parameters(), step, strict=True):
+                    parameter.grad = gradient.clone()
+            reference.step()
+            optimizer.step()
+        for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine, other, atol=2e-3)
+            for name in ("exp_avg", "exp_avg_sq"):
+                found, exact = optimizer.state[mine][name], reference.state[other][name]
+                assert found.shape == exact.shape and found.dtype == torch.float32
+                assert float((found - exact).abs().max()) <= rounding * float(exact.abs().max())
+        torch.optim.AdamW(plain.parameters(), lr=1e-2).load_state_dict(optimizer.full_state_dict())
+        optimizer.load_state_dict(reference.state_dict())
+        for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+            found, exact = optimizer.state[mine]["exp_avg"], reference.state[other]["exp_avg"]
+            assert float((found - exact).abs().max()) <= rounding / 2 * float(exact.abs().max())
+        with pytest.raises(ValueError, match='state_dtype="fp8": there are float32, bfloat16, int8'):
+            TieredAdamW(plain.parameters(), store=store, name="other", state_dtype="fp8")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="has no state_dtype"):
+            TieredAdafactor(plain.parameters(), store=store, name="other", state_dtype="int8")
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_small_moments_are_the_same_in_an_offloaded_module(state_dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
+    tiered = copy.deepcopy(plain)
+    with open_store(ram="64MiB", path=tmp_path) as store:
+        offload(tiered, store)
+        optimizers = [
+            TieredAdamW(own.parameters(), lr=1e-2, store=store, name=name, state_dtype=state_dtype)
+            for name, own in (("plain", plain), ("tiered", tiered))
+        ]
+        for step in range(3):
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+            for own, optimizer in zip((plain, tiered), optimizers, strict=True):
+                optimizer.zero_grad()
+                own(inputs).square().mean().backward()
+                optimizer.step()
+        with gathered(tiered):
+            assert same_bits(list(tiered.parameters()), list(plain.parameters()))
 
 
 def test_numbers_that_move_are_found_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatrain.optim import on_device
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer, device_squared_norm
-from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, differing_blocks
+from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, SHAPES_OF_BLOCKS, SMALL_HOSTS, differing_blocks
 
 KERNELS = "megatrain.optim.triton_kernels"
 
@@ -79,6 +79,27 @@ def test_interpreted_bits_equal_the_host_kernel(
             assert differing == [], (size, grad_scale)
 
 
+@pytest.mark.parametrize("name", SMALL_HOSTS)
+@pytest.mark.parametrize(("palette", "split_master"), [("normal", False), ("everything", True)])
+def test_interpreted_bits_of_small_moments_equal_the_host_kernel(
+    interpreter: ModuleType, name: str, palette: str, split_master: bool
+) -> None:
+    assert interpreter.IS_INTERPRETED
+    for size, cuts in SHAPES_OF_BLOCKS:
+        differing = differing_blocks(
+            SMALL_HOSTS[name],
+            TritonOptimizer(SMALL_HOSTS[name]),
+            "cpu",
+            size=size,
+            cuts=cuts,
+            split_master=split_master,
+            grad_dtype=torch.bfloat16 if split_master else torch.float32,
+            palette=palette,
+            grad_scale=0.37,
+        )
+        assert differing == [], size
+
+
 def test_it_keeps_the_contract_of_the_host_kernel(interpreter: ModuleType) -> None:
     assert interpreter.IS_INTERPRETED
     optimizer, update = TritonOptimizer(HOSTS["adamw"]), Update(step=1, lr=1e-2)
@@ -107,7 +128,7 @@ def test_a_warm_up_compiles_what_it_is_asked_for(interpreter: ModuleType, monkey
 
     monkeypatch.setattr(TritonOptimizer, "update", note)
     TritonOptimizer(HOSTS["adamw"]).warm_up([(True, torch.bfloat16)])
-    assert seen == [(True, torch.bfloat16, [16, 17])]  # Triton compiles lengths that 16 divides, and others, apart
+    assert seen == [(True, torch.bfloat16, [256, 17])]  # Triton compiles lengths that 16 divides, and others, apart
     TritonOptimizer(HOSTS["adamw"]).warm_up()
     assert {entry[:2] for entry in seen} == set(FORMATS)
 
@@ -196,6 +217,9 @@ def operations(
     constants: dict[str, Any] = {"block_elements": kernels.BLOCK_ELEMENTS, **FORMS[form]}
     if not split_master:
         constants["low"] = None
+    unused = {"m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"}  # by moments in fp32
+    constants |= dict.fromkeys(unused & set(kernel.arg_names))
+    signature |= {"first_key": "i32", "second_key": "i32", "first": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options}).asm["ptx"]

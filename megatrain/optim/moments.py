@@ -1,0 +1,119 @@
+"""Moments in less than 4 bytes: which formats there are, what bytes stand for, and keys of the rounding of bf16."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.optim.base import StateKind
+
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "STATE_DTYPES",
+    "StateDtype",
+    "code_of",
+    "decode_moments",
+    "encode_moments",
+    "is_signed",
+    "moment_kinds",
+    "rounding_key",
+]
+
+StateDtype = Literal["float32", "bfloat16", "int8"]
+STATE_DTYPES: dict[StateDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.uint8,
+}
+"""Format of the moments by its name in a config -> dtype of their blocks. The bytes of int8 are numbers of codes."""
+
+BLOCK_ELEMENTS = 256
+"""Bytes that share an fp32 scale: as in bitsandbytes and torchao."""
+
+Array = np.ndarray[Any, Any]
+Code = tuple[Array, Array, Array]
+
+
+def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
+    """Return the kinds of block that one moment takes: `m`, and `m_scale` where it is in bytes."""
+    moment = StateKind(name, STATE_DTYPES[state_dtype])
+    if state_dtype != "int8":
+        return (moment,)
+    return moment, StateKind(f"{name}_scale", torch.float32, granularity=BLOCK_ELEMENTS)
+
+
+def is_signed(name: str) -> bool:
+    """Return whether a moment is signed: all are but `v`, the mean of squares."""
+    return name != "v"
+
+
+@lru_cache(maxsize=1 << 16)
+def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]:
+    """Return the key of the random bits that round the moments of a parameter in a step.
+
+    With the number of an element in its parameter it decides how that is rounded: not where the block lives, how it is
+    cut, which rank or how many threads update it.
+    """
+    digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
+    first, second = np.frombuffer(digest, "<u4")
+    return np.uint32(first), np.uint32(second)
+
+
+@cache
+def code_of(signed: bool) -> Code:
+    """Return what 256 bytes stand for: the dynamic code of Dettmers et al. (2021), as bitsandbytes and torchao have it.
+
+    Decimal exponents from 1e-6 to 1, each with twice as many fractions as the one below it.
+
+    Returns:
+        Values in rising order; the border between each and the next one, then infinity; and for the upper 16 bits of an
+        fp32 number how many borders are below all such numbers. At most one more lies among them.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        borders = np.linspace(0.1, 1.0, (1 << exponent if signed else 2 << exponent) + 1)
+        middles = (borders[:-1] + borders[1:]) / 2 * 10.0 ** (exponent - 6)
+        values += [*middles, *(-middles if signed else ())]
+    table = np.sort(np.array(values)).astype(np.float32)
+    assert table.size == 256, table.size
+    between = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
+    if not signed:
+        # A mean of squares that is not 0 is never rounded to 0: a first moment over almost nothing is a huge step. Rows
+        # of rare words beside frequent ones in a block are so small.
+        between[0] = 0.0
+    first = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    last = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        low, high = np.fmin(first, last), np.fmax(first, last)
+        cells = np.searchsorted(between, np.nan_to_num(low, nan=0.0), side="left")
+        above = np.searchsorted(between, np.nan_to_num(high, nan=0.0), side="left")
+    assert int((above - cells)[np.isfinite(high) & np.isfinite(low)].max()) <= 1
+    return table, between, cells.clip(0, 255).astype(np.uint8)
+
+
+def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the bytes and scales of fp32 numbers, as the kernels round them.
+
+    Args:
+        moments: 1-D, in host memory.
+        signed: which of the two codes.
+    """
+    _, between, _ = code_of(signed)
+    padded = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)
+    padded.reshape(-1)[: moments.numel()] = moments.detach().numpy()
+    scales = np.abs(padded).max(axis=1, initial=0.0).astype(np.float32)
+    with np.errstate(all="ignore"):
+        ratios = padded / np.where(scales == 0, np.float32(1.0), scales)[:, None]
+    codes = np.searchsorted(between, np.nan_to_num(ratios, nan=0.0, posinf=1.0, neginf=-1.0), side="left")
+    return torch.from_numpy(codes.astype(np.uint8).reshape(-1)[: moments.numel()]), torch.from_numpy(scales)
+
+
+def decode_moments(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """Return the fp32 numbers that bytes stand for."""
+    values = torch.from_numpy(code_of(signed)[0])
+    return values[codes.long()] * scales.repeat_interleave(BLOCK_ELEMENTS)[: codes.numel()]
