@@ -26,6 +26,7 @@ __all__ = [
     "Staging",
     "read_numbers",
     "reads_sync_host",
+    "sent_to_host",
 ]
 
 Name = TypeVar("Name")
@@ -156,6 +157,16 @@ def _offsets(tensors: Mapping[Name, Tensor]) -> tuple[dict[Name, int], int]:
     return starts, max(end, 1)
 
 
+def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
+    """Return a tensor's copy on the host, from a device, and the event after which it is there. No host sync."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
+    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    arrived.record()
+    return host, arrived
+
+
 class ArrivingNumbers:
     """Scalars in double precision on their way to the host, those on a device with one copy; no host sync yet.
 
@@ -172,12 +183,7 @@ class ArrivingNumbers:
             return
         self._stacked = torch.stack([scalar.detach().reshape(()).to(torch.float64) for scalar in scalars])
         if self._stacked.is_cuda:
-            host = torch.empty(self._stacked.shape, dtype=self._stacked.dtype, pin_memory=True)
-            host.copy_(self._stacked, non_blocking=True)
-            # A blocking event: the host sleeps instead of spinning, and does not wait for work queued after the copy.
-            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
-            self._stacked = host
+            self._stacked, self._arrived = sent_to_host(self._stacked)
 
     def read(self) -> list[float]:
         """Return the numbers when they are there: on a device the only host sync."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatrain.engine.forward import QueuedLoss
 from megatrain.engine.head import count_labels, shifted_labels
+from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.lanes import total
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import StepEngine, StoreAccess, zero_gaps
@@ -190,6 +191,12 @@ class RankedAccess(StoreAccess):
         self._held_bytes += nbytes
         self.window_bytes = max(self.window_bytes, self._held_bytes)
 
+    def _event(self) -> Any:
+        """Return an event behind what is queued on the stream of collectives."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._side)
+        return event
+
     # -- weights -----------------------------------------------------------------------------------------------
 
     def _gather(self, op: Op) -> None:
@@ -208,7 +215,7 @@ class RankedAccess(StoreAccess):
                     full.tensors[layout.name] = copy
                     full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
             if self._side is not None:
-                full.event = self._side.record_event()
+                full.event = self._event()
         self._full[op.serves, op.visit] = full
 
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Work | None:
@@ -298,7 +305,7 @@ class RankedAccess(StoreAccess):
                         self._note(-sum(map(_nbytes, sent)))
                         sent.clear()
             if self._side is not None:
-                self._leaving.append(_Leaving(sent, self._side.record_event()))
+                self._leaving.append(_Leaving(sent, self._event()))
 
     def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Fill the gradient of a part at one use site.
@@ -366,7 +373,7 @@ class RankedAccess(StoreAccess):
             torch.cuda.current_stream().wait_stream(self._side)
         places = [(layout, part) for layout in layouts for part in range(len(self._program.parts_of(layout)))]
         partials = [self._partials.pop((layout.name, part)) for layout, part in places]
-        numbers = torch.cat([torch.empty(0, dtype=torch.float64), *_on_host([*terms, *partials])])
+        numbers = _on_host([*terms, *partials])
         filled = {layout.name: set().union(*self._filled[layout.name].values()) for layout in layouts}
         records = self._collectives.gather_objects((len(terms), numbers.numpy(), filled))
         found = [(torch.from_numpy(of_rank), count) for count, of_rank, _ in records]
@@ -384,10 +391,16 @@ class RankedAccess(StoreAccess):
         return [number for of_rank, count in found for number in of_rank[:count].tolist()]
 
 
-def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return numbers in double precision on the host, in order: those on a device with one copy."""
-    flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
-    return [torch.cat(flat).cpu()] if flat else []
+def _on_host(tensors: Sequence[Tensor]) -> Tensor:
+    """Return numbers in double precision on the host, in order: those on a device with one copy and one host sync."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.float64)
+    numbers = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
+    if not numbers.is_cuda:
+        return numbers
+    host, arrived = sent_to_host(numbers)
+    arrived.synchronize()
+    return host
 
 
 def _within(tensor: Tensor, elements: range) -> Tensor:

@@ -1,0 +1,86 @@
+"""Steps of ranks on a GPU: collectives on a stream of their own, in the right order, and no host wait for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from fakes.gpu_run import gpu_config_text, no_waits_allowed
+from megatrain import trainer as trainers
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
+from megatrain.plan.planner import plan_run
+from megatrain.ranks.world import World
+from megatrain.trainer import Trainer
+from oracles.tiered_run import make_loader
+
+NUM_STEPS = 4
+
+
+class Twin:
+    """Stands for the collectives of two ranks with the same micro-batches: what the other one sends is one's own.
+
+    As NCCL's they are queued on the current stream. What is tested is on this side of them.
+    """
+
+    rank, size = 0, 2
+
+    def __init__(self, *, tier: str) -> None:
+        self.moved_bytes = Counter[str]()
+
+    def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> None:
+        for row in full.view(self.size, -1)[1:]:
+            row.copy_(share)
+
+    def exchange(
+        self, received: Tensor, sent: Tensor, received_lengths: Sequence[int], sent_lengths: Sequence[int]
+    ) -> None:
+        for row in received.view(self.size, -1):
+            row.copy_(sent.view(self.size, -1)[self.rank])
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return [item, item]
+
+
+def train(folder: Path, model: Path, *, ahead: bool, **tables: str) -> tuple[Any, ...]:
+    """Return losses and norms of some steps, the last of them without a host wait, and how far ahead it gathered."""
+    folder.mkdir()
+    tables["advanced"] = "" if ahead else "prefetch = 0"
+    text = gpu_config_text(folder, model, **tables)
+    text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4")
+    (folder / "run.toml").write_text(text)
+    config = load_config(folder / "run.toml").config
+    plan = plan_run(replace(resolve(config), world=World.local(0, 2)))
+    loader, found = make_loader(config, plan), []
+    with mock.patch.object(trainers, "Collectives", Twin), Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        trainer.store.wait_idle()
+        engine = trainer.make_engine(NUM_STEPS)
+        assert isinstance(engine, RankedStepEngine)
+        for number in range(NUM_STEPS):
+            batch = next(loader).micro_batches
+            with no_waits_allowed() if number >= 2 else nullcontext():  # before, memory is made
+                result = engine.step(batch, number=number, lr=1e-3)
+            found.append((result.loss, result.grad_norm))
+        engine.finish_updates()
+        assert 0 < engine.window_bytes <= ranked_workspace_bytes(plan.graph, plan.program)
+    return found, plan.program.gathers_ahead
+
+
+@pytest.mark.usefixtures("virtual")
+@pytest.mark.parametrize("optimizer", ["max_grad_norm = 0.5", 'clip_scope = "layer"'])
+def test_streams_of_collectives_are_in_order_and_the_host_waits_for_none(
+    optimizer: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    in_one_stream, gathers_ahead = train(tmp_path / "one", tiny_model, ahead=False, optimizer=optimizer)
+    assert gathers_ahead == 0
+    assert train(tmp_path / "two", tiny_model, ahead=True, optimizer=optimizer) == (in_one_stream, 1)
