@@ -84,6 +84,9 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
             "run.toml --set output_dir=outputs/second --set learning_rate=2e-5",
             (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED),
         ),
+        "score": Entry(
+            "run.toml --set output_dir=outputs/scores", (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED)
+        ),
         "status": Entry("outputs/first", (EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_INTERRUPTED_AND_SAVED)),
         "save": Entry("outputs/first"),
         "stop": Entry("outputs/first"),
@@ -93,6 +96,10 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
         "trace": Entry("outputs/first -o step.json"),
         "export": Entry("outputs/first model-400 --step 400 --dtype bfloat16"),
         "chat": Entry('model-400 --prompt "Call me" --max-new-tokens 16', (EXIT_DOES_NOT_FIT,)),
+        "generate": Entry(
+            'model-400 --prompt "Call me" --prompt "The sea" --max-new-tokens 8 -o said.jsonl',
+            (EXIT_DOES_NOT_FIT, EXIT_DATA),
+        ),
         "ckpt ls": Entry("outputs/first"),
         "ckpt verify": Entry("outputs/first"),
         "ckpt rm": Entry("outputs/first --step 200 --yes"),

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
     from megatrain.embed.pretrained import load_pretrained
     from megatrain.embed.stores import open_store
+    from megatrain.generation import generate
     from megatrain.plan.planner import plan_run
+    from megatrain.scoring import Scorer
     from megatrain.trainer import Trainer
 
 __all__ = [
+    "Scorer",
     "TieredAdafactor",
     "TieredAdamW",
     "TieredLion",
@@ -26,6 +29,7 @@ __all__ = [
     "TieredSGD",
     "Trainer",
     "gathered",
+    "generate",
     "hf",
     "lightning",
     "load_config",
@@ -39,6 +43,7 @@ __all__ = [
 # Public name -> its module, imported at first use: the command line's help needs no torch.
 # `plan_run`, not `plan`: importing the package `megatrain.plan` binds that name here.
 _MODULES = {
+    "Scorer": "scoring",
     "TieredAdafactor": "embed.optimizer",
     "TieredAdamW": "embed.optimizer",
     "TieredLion": "embed.optimizer",
@@ -46,6 +51,7 @@ _MODULES = {
     "TieredSGD": "embed.optimizer",
     "Trainer": "trainer",
     "gathered": "embed.offload",
+    "generate": "generation",
     "load_config": "config.load",
     "load_pretrained": "embed.pretrained",
     "offload": "embed.offload",

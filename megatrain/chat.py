@@ -19,10 +19,19 @@ from tiered.units import format_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Chat", "ChatError", "ChatSettings", "TooLargeError", "is_adapter", "open_chat"]
+__all__ = [
+    "Chat",
+    "ChatError",
+    "ChatSettings",
+    "TooLargeError",
+    "generation_options",
+    "is_adapter",
+    "open_chat",
+    "prompt_tokens",
+]
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_INSTEAD = "vLLM and llama.cpp serve large models: docs/after_training.md"
+_INSTEAD = "megatrain-tier generate streams it; vLLM and llama.cpp serve large models: docs/after_training.md"
 _SHARE = 0.9  # of the free memory that weights may take: activations and the cache of keys come on top
 
 
@@ -181,14 +190,7 @@ class Chat:
         room = self.settings.max_new_tokens if most is None else most - tokens.shape[1]
         if room < 1:
             raise ChatError(f"the conversation has {tokens.shape[1]:,} tokens, and the model {most:,} positions")
-        options: dict[str, Any] = {"max_new_tokens": min(room, self.settings.max_new_tokens)}
-        temperature = self.settings.temperature
-        if temperature == 0:
-            options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        elif temperature is not None:
-            options |= {"do_sample": True, "temperature": temperature}
-        if self.tokenizer.pad_token_id is None and self.tokenizer.eos_token_id is not None:
-            options["pad_token_id"] = self.tokenizer.eos_token_id
+        options = generation_options(self.settings, self.tokenizer, room)
         streamer = _Streamer(self.tokenizer, on_text)
         try:
             mask = tokens.new_ones(tokens.shape)
@@ -199,20 +201,56 @@ class Chat:
 
     def _tokens(self, prompt: str) -> torch.Tensor:
         """Return the tokens of a conversation with a new prompt, of shape [1, tokens]."""
-        if not self.has_template:
-            tokens = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-            if tokens.shape[1] == 0:
-                raise ChatError("there is no token in this prompt: write the beginning of a text")
-        else:
-            system = [{"role": "system", "content": self.settings.system}] if self.settings.system else []
-            messages = [*system, *self._messages, {"role": "user", "content": prompt}]
-            try:
-                tokens = self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-                )["input_ids"]
-            except Exception as error:  # whatever a template raises
-                raise ChatError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
-        return tokens.to(self.model.device)  # type: ignore[no-any-return]
+        tokens = prompt_tokens(self.tokenizer, prompt, self.settings.system, self._messages)
+        return tokens.to(self.model.device)
+
+
+def prompt_tokens(
+    tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
+) -> torch.Tensor:
+    """Return the tokens of a prompt, of shape [1, tokens]: a turn of a chat, or without a template a text to continue.
+
+    Args:
+        tokenizer: of the model.
+        prompt: what the user says.
+        system: the message in front, "" for none.
+        earlier: messages of the conversation.
+
+    Raises:
+        ChatError: there is no token, or the template refuses it.
+    """
+    if not tokenizer.chat_template:
+        tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        if tokens.shape[1] == 0:
+            raise ChatError("there is no token in this prompt: write the beginning of a text")
+    else:
+        first = [{"role": "system", "content": system}] if system else []
+        messages = [*first, *earlier, {"role": "user", "content": prompt}]
+        try:
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        except Exception as error:  # whatever a template raises
+            raise ChatError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+    return tokens  # type: ignore[no-any-return]
+
+
+def generation_options(settings: ChatSettings, tokenizer: Any, room: int) -> dict[str, Any]:
+    """Return what transformers' ``generate`` is told beside the prompt.
+
+    Args:
+        settings: of the answers.
+        tokenizer: of the model.
+        room: most tokens that there are positions for.
+    """
+    options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}
+    if settings.temperature == 0:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    elif settings.temperature is not None:
+        options |= {"do_sample": True, "temperature": settings.temperature}
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        options["pad_token_id"] = tokenizer.eos_token_id
+    return options
 
 
 class _Streamer:

@@ -179,6 +179,7 @@ class _Checkup:
         self._dataset: TokenDataset | None = None
         self._plan: Plan | None = None
         self._num_steps: int | None = None
+        self._fingerprint = ""  # of the data, once it is cut into steps
         self._device: torch.device | None = None
         self._weight_names: Sequence[str] = ()
 
@@ -391,7 +392,7 @@ class _Checkup:
             yield problem("steps", error)
         for text in schedule_warnings(run.schedule, num_steps):
             yield Finding("steps", "warning", text)
-        self._num_steps = num_steps
+        self._num_steps, self._fingerprint = num_steps, loader.fingerprint()
         text = f"{num_steps:,} steps, {num_steps / loader.steps_per_epoch:.4g} epochs of {loader.steps_per_epoch:,}"
         yield Finding("steps", "ok", text)
 
@@ -422,7 +423,7 @@ class _Checkup:
             to_toml(self._config),
             candidates[0],
             describe_model(self._plan),
-            self._dataset.fingerprint(),
+            self._fingerprint or self._dataset.fingerprint(),
             allow=False,
             on_notice=changes.append,
         )

@@ -60,8 +60,10 @@ def high_half(master: Tensor, high: Tensor) -> None:
     _require("master", master, torch.float32, master.numel())
     _require("high", high, torch.bfloat16, master.numel())
     bits, high_bits = master.view(torch.int32), high.view(torch.int16)
-    for start in range(0, master.numel(), _CONVERT_ELEMENTS):
-        part = slice(start, start + _CONVERT_ELEMENTS)
+    # On a device the caller's pieces are small, and a kernel for each 256 Ki elements would take longer than its work.
+    step = _CONVERT_ELEMENTS if master.device.type == "cpu" else max(1, master.numel())
+    for start in range(0, master.numel(), step):
+        part = slice(start, start + step)
         high_bits[part] = (bits[part] + 0x8000).bitwise_right_shift_(16)
 
 

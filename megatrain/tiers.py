@@ -12,7 +12,7 @@ from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.models.folder import ModelFolderError
-from megatrain.models.in_place import NUM_READERS, FolderSource, layouts_in_place
+from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
@@ -112,11 +112,11 @@ def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
     layouts = plan.graph.layouts.values()
     blocks = plan.program.blocks
     wanted = {key: each for each in layouts if (key := weight_key(each.name)) in blocks and blocks[key].in_place}
-    ranges = layouts_in_place(loader, wanted.values())
-    for layout in wanted.values():
-        if layout.name not in ranges:
+    found = frozen_blocks(loader, wanted.values(), plan.graph.dtype)
+    for key, layout in wanted.items():
+        if layout.name not in found or found[layout.name].nbytes != blocks[key].nbytes:
             raise ModelFolderError(loader.origin.folder.path, f"has changed since it was planned with: {layout.name}")
-    return FolderSource(loader.origin.folder, wanted, ranges, plan.graph.dtype)
+    return FolderSource({key: found[layout.name] for key, layout in wanted.items()}, plan.graph.dtype)
 
 
 def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:

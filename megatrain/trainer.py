@@ -42,6 +42,7 @@ from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import check_losses
+from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
 from megatrain.engine.program import DURABLE_KINDS
 from megatrain.engine.ranked import RankedStepEngine
@@ -325,7 +326,7 @@ class Trainer:
             to_toml(self.config),
             checkpoint,
             describe_model(self.plan),
-            self.loader.dataset.fingerprint(),
+            self.loader.fingerprint(),
             allow=allow,
             on_notice=self.observer.on_message,
         )
@@ -510,7 +511,7 @@ class Trainer:
                 "warmup_steps": run.schedule.num_warmup_steps(self._num_steps),
             },
             config_toml=to_toml(self.config),
-            data_fingerprint=self.loader.dataset.fingerprint(),
+            data_fingerprint=self.loader.fingerprint(),
             model={**describe_model(self.plan), **self.weights.carried},
             run_name=run.name,
             saved_at="",
@@ -842,7 +843,16 @@ def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) 
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
-    """Return the batches of a run, from the beginning."""
+    """Return the batches of a run, from the beginning.
+
+    Raises:
+        DataError: a teacher's scores are not those of the data, or are damaged.
+    """
+    data, teacher = plan.run.data, None
+    if data.scores is not None:
+        vocab_size = plan.graph.config.get_text_config().vocab_size
+        teacher = TeacherScores(data.scores, plan.run.objective.teacher_k, vocab_size)
+        teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
     return BatchLoader(
         dataset,
         micro_batch_size=plan.micro_batch_size,
@@ -852,6 +862,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         data_seed=plan.run.data.seed,
         pad_token_id=pad_token_id(tokenizer),
         images=plan.run.data.image_processor(tokenizer),
+        teacher=teacher,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from megatrain.engine.step import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM
+from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
 from megatrain.plan.placement import FOLDER
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.resume import Checkpoint
     from megatrain.models.export import ReadMaster
     from megatrain.models.graph import ModelGraph
+    from megatrain.models.in_place import FrozenBlock
     from megatrain.models.load import Origin, WeightLoader
     from megatrain.plan.plan import Plan
     from tiered import Lease, TieredStore
@@ -147,6 +150,11 @@ class AdaptedWeights:
         with self._graph.plain_model():
             self._loader.fill(UnitLayout("", (entry,), entry.numel, False), {entry.name: weight})
         return weight
+
+    def frozen_block(self, layout: UnitLayout) -> FrozenBlock | None:
+        """Return what of the folder a block of frozen weights is read from, if it can be read as it is."""
+        with self._graph.plain_model():
+            return frozen_blocks(self._loader, [layout], self._graph.dtype).get(layout.name)
 
     def load_buffers(self) -> None:
         """Fill the persistent buffers of the model."""
@@ -308,7 +316,21 @@ class Weights:
             if self._plan.placement.homes[self._weight(layout).key] != FOLDER:  # else it is read when it is used
                 self._fill_layout(layout)
 
+    def _fill_packed(self, layout: UnitLayout) -> None:
+        """Fill a block of packed bytes with those of the folder."""
+        assert isinstance(self.source, AdaptedWeights), "only the base of adapters may be quantized"
+        block, key = self.source.frozen_block(layout), weight_key(layout.name)
+        assert block is not None and block.packing is not None, layout.name
+        with self._store.acquire(key, "ram", "w") as lease:
+            for read in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
+                read(lease.tensor)
+        self._evict(key)
+        self._count(key)
+
     def _fill_layout(self, layout: UnitLayout) -> None:
+        if layout.name in self._plan.program.packed:
+            self._fill_packed(layout)
+            return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
         longest = max(len(part) for part, _ in weights)
         with self._room_for_master(longest):
@@ -398,6 +420,9 @@ class Weights:
     @contextmanager
     def master(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield what reads a unit's fp32 master weights, in ranges. No update may be pending."""
+        if layout.name in self._plan.program.packed:
+            yield partial(self._read_packed, layout)
+            return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
         with (
             _OneLease(self._store, self._evict) as current_weight,
@@ -431,6 +456,16 @@ class Weights:
                 return master
 
             yield read
+
+    def _read_packed(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
+        """Return numbers of a layout whose block has packed bytes, as layers compute with them: from the folder."""
+        numbers = torch.zeros(stop - start)
+        self.source.read(layout, start, numbers)
+        if self._is_split:
+            rounded = torch.empty(stop - start, dtype=torch.bfloat16)
+            high_half(numbers, rounded)
+            numbers.copy_(rounded)
+        return numbers
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:

@@ -39,6 +39,7 @@ ARGUMENTS = {
     "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
     "states": ["--quick"],
+    "score": ["--quick", "--rounds", "1"],
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "large": ["--quick", "--only", "moe"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],

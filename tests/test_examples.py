@@ -22,7 +22,8 @@ def run_example(name: str, folder: Path, *options: str, command: str = "run") ->
     """Run (or check) a copy of the example next to its data, so that nothing is written into the repository."""
     config = folder / name
     shutil.copy(ROOT / "examples" / name, config)
-    (folder / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
+    if not (folder / "quickstart").exists():
+        (folder / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
     try:
         import megatrain_tier_cli  # noqa: F401
 
@@ -41,7 +42,7 @@ def check_folder(final: Path) -> None:
         assert torch.isfinite(model(ids).logits).all()
 
 
-def test_tiny_trains_and_its_folder_opens(tmp_path: Path) -> None:
+def test_tiny_trains_and_teaches_and_its_folder_opens(tmp_path: Path) -> None:
     done = run_example("tiny.toml", tmp_path, "--max-steps", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -51,6 +52,13 @@ def test_tiny_trains_and_its_folder_opens(tmp_path: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert steps[-1]["tier_used_bytes"]["ram"] <= steps[-1]["tier_capacity_bytes"]["ram"]
     check_folder(tmp_path / "outputs/tiny/final")
+    scored = run_example("teacher.toml", tmp_path, "--json", command="score")
+    assert scored.returncode == 0, scored.stdout + scored.stderr
+    summary = json.loads(scored.stdout.splitlines()[-1])
+    assert summary["num_rows_done"] == summary["num_rows"] and summary["link_bytes"] == summary["planned_bytes"]
+    taught = run_example("distill.toml", tmp_path, "--max-steps", "3")
+    assert taught.returncode == 0, taught.stdout + taught.stderr
+    check_folder(tmp_path / "outputs/distill/final")
 
 
 #: Where the example's model is not at hand, its config is checked with the one that is.

@@ -329,6 +329,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_images(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
+        *_check_distillation(config),
         *_check_gradients(config),
         *_check_schedule(config),
         *_check_attention(config),
@@ -394,6 +395,40 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def find_unscorable(config: RunConfig) -> Iterator[Problem]:
+    """Yield what of a config keeps its model from being run alone, to score or to generate."""
+    if config.lora.is_on:
+        text = "[lora]: the adapters of a run are not used; a model with its adapters merged is (export --merge)"
+        yield Problem("lora", text, "Leave [lora] out, and name the merged folder in [model]")
+    if config.model.images != "off":
+        text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
+        yield Problem("model.images", text, "Leave the key out")
+    if config.data.packing == "concat":
+        text = 'data.packing = "concat" joins documents, and scores are those of single ones'
+        yield Problem("data.packing", text, "Write packing = true")
+
+
+def _check_distillation(config: RunConfig) -> Iterator[Problem]:
+    table, said = config.distill, 'task = "distill"'
+    if config.task != "distill":
+        if table.scores is not None:
+            text = f'distill.scores has no effect with task = "{config.task}"'
+            yield Problem("distill.scores", text, f"Write {said}, or leave [distill] out")
+        return
+    if table.scores is None:
+        yield Problem(
+            "distill.scores",
+            f"{said} trains on the scores of a teacher, and distill.scores names none",
+            'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
+        )
+    if config.training.label_smoothing_factor:
+        text = f"{said} has no use for training.label_smoothing_factor: the teacher's words take its place"
+        yield Problem("training.label_smoothing_factor", text, "Leave the key out")
+    for is_on, name in ((config.model.use_liger_kernel, "use_liger_kernel"), (config.model.images != "off", "images")):
+        if is_on:
+            yield Problem(f"model.{name}", f"{said} cannot be used with model.{name} by this release", "Leave it out")
+
+
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
     training, length = config.training, config.data.max_length
     tokens = training.train_batch_tokens
@@ -438,12 +473,6 @@ def _check_images(config: RunConfig) -> Iterator[Problem]:
     if config.model.train_from_scratch:
         text = f"{said} needs the weights of what reads images, and model.train_from_scratch = true reads none"
         yield Problem("model.images", text, "Leave one of them out")
-    if config.lora.is_on:
-        yield Problem(
-            "model.images",
-            f"{said} and [lora]: adapters are trained on text alone by this release",
-            "Leave one of them out",
-        )
 
 
 def _check_data(config: RunConfig) -> Iterator[Problem]:

@@ -5,16 +5,19 @@ What is below the trainer takes these records and knows no config. Each record l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.checkpoint.state import CheckpointSpec
+from megatrain.config.problems import ConfigError, Problem, find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.config.schema import TiersConfig
 from megatrain.data.dataset import DataSpec
+from megatrain.data.scores import ScoresError, ScoreSpec, read_kind
 from megatrain.data.sources import Source
-from megatrain.engine.objective import Objective
+from megatrain.engine.objective import Distillation, Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.models.adapters import LoraSpec
@@ -49,6 +52,7 @@ __all__ = [
     "resolve_model",
     "resolve_optimizer",
     "resolve_schedule",
+    "resolve_score",
     "resolve_tiers",
     "with_commit",
     "with_packing",
@@ -79,7 +83,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         model=resolve_model(config),
         data=resolve_data(config),
         batch=resolve_batch(config, device.type),
-        objective=Objective(training.label_smoothing_factor, training.neftune_noise_alpha),
+        objective=_objective(config),
         optimizer=resolve_optimizer(config.optimizer, config.seed),
         schedule=resolve_schedule(config.optimizer),
         num_epochs=training.num_train_epochs,
@@ -95,6 +99,49 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         checkpoint=resolve_checkpoint(config),
         export=resolve_export(config),
     )
+
+
+def _objective(config: RunConfig) -> Objective:
+    """Return what is minimised; of a teacher's scores only what they hold is read.
+
+    Raises:
+        ConfigError: they are not there, or others than the config says.
+    """
+    training, table = config.training, config.distill
+    plain = Objective(training.label_smoothing_factor, training.neftune_noise_alpha)
+    if config.task != "distill" or table.scores is None:
+        return plain
+    try:
+        found = read_kind(table.scores)
+    except ScoresError as error:
+        raise ConfigError("[distill]", [Problem("distill.scores", str(error), "See docs/teachers.md")]) from error
+    problems = []
+    if table.top_k is not None and table.top_k > found.top_k:
+        text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"
+        problems.append(Problem("distill.top_k", text, f"Write at most {found.top_k}, or score with a larger top_k"))
+    if not found.top_k:
+        text = f"the scores in {table.scores} have no likeliest words (score.top_k = 0)"
+        problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
+    if table.temperature != found.temperature:
+        text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
+        text += f" {found.temperature:g}"
+        problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
+    if problems:
+        raise ConfigError("[distill]", problems)
+    spec = Distillation(table.temperature, table.alpha, table.rest)
+    return replace(plain, distillation=spec, teacher_k=table.top_k or found.top_k)
+
+
+def resolve_score(config: RunConfig) -> ScoreSpec:
+    """Return what is written of each token.
+
+    Raises:
+        ConfigError: something that cannot be scored.
+    """
+    table = config.score
+    if problems := list(find_unscorable(config)):
+        raise ConfigError("the config", problems)
+    return ScoreSpec(table.top_k, table.temperature, table.embeddings, table.formats)
 
 
 def resolve_model(config: RunConfig) -> ModelSpec:
@@ -170,6 +217,7 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         val_size=table.val_size if sources is None else None,
         seed=config.data_seed,
         images_folder=None if config.model.images == "off" else resolve_model(config).folder,
+        scores=config.distill.scores if config.task == "distill" and sources is None else None,
     )
 
 

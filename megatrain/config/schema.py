@@ -222,6 +222,19 @@ Packing = Annotated[
     bool | Literal["concat"],
     _is_not("is no way to pack", 'Write true, false or "concat"'),
 ]
+ScoreFormats = Annotated[
+    tuple[Literal["parquet", "zarr"], ...],
+    Field(min_length=1),
+    BeforeValidator(_as_reports),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["parquet", "zarr"]},
+                {"type": "array", "items": {"enum": ["parquet", "zarr"]}, "minItems": 1},
+            ]
+        }
+    ),
+]
 NoRemoteCode = Annotated[
     Literal[False], _is_not("is not possible: code in a model folder is never run here", "Leave the key out")
 ]
@@ -611,6 +624,43 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         return values
 
 
+class ScoreConfig(Table, json_schema_extra=_all_alter("no")):
+    """``[score]``: what ``megatrain-tier score`` writes of each token of [[data.train]]; runs ignore it."""
+
+    top_k: int = key(
+        "Likeliest words of each token, with their log-probabilities. 0: only those of the tokens themselves.", 64, ge=0
+    )
+    temperature: float = key("Logits are divided by it for the likeliest words.", 1.0, gt=0)
+    embeddings: Literal["none", "mean", "last"] = key(
+        "A vector for each document, of the last hidden states: their mean over its tokens, or that of its last token.",
+        "none",
+    )
+    formats: ScoreFormats = key("Forms that scores are written in.", ("parquet",))
+
+
+class DistillConfig(Table, json_schema_extra=_all_alter("yes")):
+    """``[distill]``: with ``task = "distill"``, the scores of a teacher and the loss against them."""
+
+    scores: ConfigPath | None = key(
+        "Folder of scores that `megatrain-tier score` wrote for the rows of [[data.train]].", None, alters="by contents"
+    )
+    top_k: int | None = key(
+        "Use so many of the likeliest words, at most those that the scores have. Default: all of them.", None, ge=1
+    )
+    temperature: float = key("As in the [score] that made them; the student's logits are divided by it.", 1.0, gt=0)
+    alpha: float = key(
+        "Share of the cross entropy with the labels: alpha * it + (1 - alpha) * temperature**2 * the divergence.",
+        0.0,
+        ge=0,
+        lt=1,
+    )
+    rest: Literal["bucket", "ignore", "renormalize"] = key(
+        "What becomes of the probability of all other words. bucket: they are one outcome, with teacher and student; "
+        "ignore: they have no term; renormalize: the likeliest words are scaled to a sum of 1.",
+        "bucket",
+    )
+
+
 class EvaluationConfig(Table, json_schema_extra=_all_alter("no")):
     """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
 
@@ -846,7 +896,10 @@ class RunConfig(Table):
     """A whole run."""
 
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
-    task: Literal["sft", "pretrain"] = key("sft: chats and prompts; pretrain: plain text.", alters="yes")
+    task: Literal["sft", "pretrain", "distill"] = key(
+        "sft: chats and prompts; pretrain: plain text; distill: rows as with sft, on a teacher's scores ([distill]).",
+        alters="yes",
+    )
     output_dir: ConfigPath = key(
         "Folder of the run: metrics, resolved config, trained model.",
         examples=["outputs/first"],
@@ -880,6 +933,8 @@ class RunConfig(Table):
     data: DataConfig = key("Rows, masks and their arrangement.")
     training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)
     optimizer: OptimizerConfig = key("The update and its schedule.", default_factory=OptimizerConfig)
+    score: ScoreConfig = key("What `score` writes.", default_factory=ScoreConfig)
+    distill: DistillConfig = key("Training on a teacher's scores.", default_factory=DistillConfig)
     evaluation: EvaluationConfig = key("Losses of held-out rows.", default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = key("Saving and continuing.", default_factory=CheckpointConfig)
     export: ExportConfig = key("The folder written at the end.", default_factory=ExportConfig)

@@ -53,6 +53,7 @@ class DataSpec:
         val_size: rows kept from training, or their share where it is below 1; None: none are.
         seed: of the order of the data, and of what ``val_size`` keeps.
         images_folder: of the processor that prepares images; None: rows have none.
+        scores: folder of what a teacher says of the rows; None: there is none.
     """
 
     sources: tuple[Source, ...]
@@ -69,6 +70,7 @@ class DataSpec:
     val_size: float | None
     seed: int
     images_folder: str | None = None
+    scores: Path | None = None
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
         """Return what prepares images, if rows may have any. Raises as :class:`ImageProcessor`."""
@@ -125,6 +127,11 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def key_of(self, document: int) -> str:
+        """Return a checksum of a document's tokens, and of which of them are trained: the name of its scores."""
+        part = slice(int(self.starts[document]), int(self.starts[document + 1]))
+        return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
     def fingerprint(self) -> str:
         """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""

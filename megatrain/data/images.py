@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib
 import io
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -397,8 +399,10 @@ def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
     """Have processors made of the tokenizer and what reads images, by Pillow: the same pixels on every machine."""
     from transformers import AutoImageProcessor, ProcessorMixin
+    from transformers.models.auto import processing_auto
 
     mixin: Any = ProcessorMixin
+    class_of = processing_auto.processor_class_from_name
     before = {
         name: mixin.__dict__[name] for name in ("_get_arguments_from_pretrained", "check_argument_for_proper_class")
     }
@@ -419,9 +423,32 @@ def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
         return None if isinstance(argument, _NotForImages) else check(self, name, argument)
 
     try:
+        processing_auto.processor_class_from_name = lambda name: _without_torchvision(name, class_of(name))
         mixin._get_arguments_from_pretrained = classmethod(parts)
         mixin.check_argument_for_proper_class = checked
         yield
     finally:
+        processing_auto.processor_class_from_name = class_of
         for name, function in before.items():
             setattr(mixin, name, function)
+
+
+def _without_torchvision(name: str, found: Any) -> Any:
+    """Return the class of a processor that asks for torchvision because the file beside its own does.
+
+    That file is the image processor of torchvision. The one of Pillow has the same functions, and is the one used here.
+    """
+    if getattr(found, "_backends", None) != ["torchvision"]:
+        return found
+    import transformers
+
+    module = getattr(transformers, name).__module__
+    package, _, file = module.rpartition(".")
+    beside = f"{package}.image_processing_{file.removeprefix('processing_')}"
+    try:
+        sys.modules[beside] = importlib.import_module(beside.replace(".image_processing_", ".image_processing_pil_"))
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return found  # which says what it needs when it is used
+    finally:
+        sys.modules.pop(beside, None)  # whoever imports it elsewhere is to hear what it needs

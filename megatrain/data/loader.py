@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from megatrain.data.dataset import TokenDataset
     from megatrain.data.images import ImageProcessor
+    from megatrain.data.scores import TeacherScores
 
 _SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
 
@@ -68,6 +69,7 @@ class BatchLoader:
         pad_token_id: fills rows.
         position: where to start.
         images: prepares those of a micro-batch; None: documents have none.
+        teacher: what it says of the documents comes with each micro-batch (``TEACHER_KEYS``); None: there is none.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class BatchLoader:
         pad_token_id: int = 0,
         position: LoaderPosition = LoaderPosition(),
         images: ImageProcessor | None = None,
+        teacher: TeacherScores | None = None,
     ) -> None:
         assert min(micro_batch_size, num_micro_batches) > 0, (micro_batch_size, num_micro_batches)
         self._dataset = dataset
@@ -91,7 +94,7 @@ class BatchLoader:
         self._packing = packing
         self._data_seed = data_seed
         self._pad_token_id = pad_token_id
-        self._images = images
+        self._images, self._teacher = images, teacher
         assert images is None or not packing
         self._members, self._row_starts = self._make_rows()
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
@@ -138,10 +141,7 @@ class BatchLoader:
         chosen = [self._row(row) for row in order[step * rows_per_step : (step + 1) * rows_per_step]]
         chosen.extend([[]] * (rows_per_step - len(chosen)))
         micro_batches = [
-            self._packed(chosen[first :: self._num_micro_batches])
-            if self._packing
-            else self._padded(chosen[first :: self._num_micro_batches])
-            for first in range(self._num_micro_batches)
+            self.micro_batch(chosen[first :: self._num_micro_batches]) for first in range(self._num_micro_batches)
         ]
         last = step + 1 == self.steps_per_epoch
         self._position = LoaderPosition(epoch + 1, 0) if last else LoaderPosition(epoch, step + 1)
@@ -155,6 +155,26 @@ class BatchLoader:
             epoch=epoch,
             position=self._position,
         )
+
+    def fingerprint(self) -> str:
+        """Return a checksum of all that a run sees of the data, the teacher's part included."""
+        own = self._dataset.fingerprint()
+        return own if self._teacher is None else f"{own}-{self._teacher.fingerprint()}"
+
+    def rows(self, start: int, stop: int) -> list[list[int]]:
+        """Return the documents of some rows of the data, in an order that no epoch changes."""
+        return [self._row(row) for row in range(start, stop)]
+
+    def micro_batch(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return a micro-batch of rows, each given by its documents; see ``StepBatch``."""
+        batch = self._packed(rows) if self._packing else self._padded(rows)
+        if self._teacher is None:
+            return batch
+        keys = [[(self._dataset.key_of(document), self._length(document)) for document in row] for row in rows]
+        return batch | self._teacher.of_rows(keys, batch["input_ids"].shape[1])
+
+    def _length(self, document: int) -> int:
+        return int(self._dataset.starts[document + 1] - self._dataset.starts[document])
 
     def _make_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Decide once which documents share a row; only the order of the rows changes between epochs.

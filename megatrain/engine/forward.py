@@ -31,9 +31,11 @@ from megatrain.engine.documents import attention_by_documents
 from megatrain.engine.head import (
     ChunkedHead,
     HeadPlan,
+    LabelledRows,
     TrunkOutput,
     accepts_use_cache,
     count_labels,
+    joined_scores,
     plan_head,
     shifted_labels,
     without_auxiliary_loss,
@@ -44,7 +46,7 @@ from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, 
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
-from megatrain.engine.vocabulary import PartWeight
+from megatrain.engine.vocabulary import PartWeight, RunningTopK, TokenScores
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.run.activity import Activity
 
@@ -184,6 +186,10 @@ class LayerRunner:
             raise UnsupportedModelError(
                 type(graph.model).__name__,
                 "it has its own loss function, with which training.label_smoothing_factor cannot be used",
+            )
+        if self._objective.distillation is not None and self._plan is None:
+            raise UnsupportedModelError(
+                type(graph.model).__name__, 'it has its own loss function, with which task = "distill" cannot be used'
             )
         self._cross_entropy = cross_entropy
         self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
@@ -350,12 +356,81 @@ class LayerRunner:
             self._end_pass(random_state)
         return SummedLoss(tuple(read_numbers(losses)), sum(counts.values()))
 
+    def score(
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        *,
+        k: int,
+        temperature: float = 1.0,
+        on_hidden: Callable[[int, Tensor], None] | None = None,
+    ) -> list[TokenScores]:
+        """Run the forward of all micro-batches in eval mode, and return what it says of the places with a label.
+
+        Nothing but hidden states lives between units. A micro-batch's scores do not depend on the others of the call.
+
+        Args:
+            micro_batches: As in `forward_backward`.
+            k: Likeliest words of each place.
+            temperature: Of their probabilities.
+            on_hidden: Called with the number of each micro-batch and its last hidden states [B, S, H].
+
+        Returns:
+            For each micro-batch the scores of its places with a label (that of the token after it), row by row.
+
+        Raises:
+            VisitOrderError: as in `forward_backward`.
+            UnsupportedModelError: as in `forward_backward`; or there are no hidden states to be had.
+        """
+        model, random_state = self._graph.model, self._random.get()
+        shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
+        model.eval()
+        try:
+            batches, rows = self._micro_batches.place(dict(enumerate(micro_batches)), shifted)
+            return list(self.score_pass(batches, rows, k, temperature, on_hidden))
+        finally:
+            model.train()
+            self._end_pass(random_state)
+
+    def score_pass(
+        self,
+        batches: Mapping[int, dict[str, Any]],
+        rows: Mapping[int, LabelledRows],
+        k: int,
+        temperature: float,
+        on_hidden: Callable[[int, Tensor], None] | None = None,
+    ) -> Iterator[TokenScores]:
+        """Yield the scores of one group of micro-batches, which are on the compute device; see `score`."""
+        with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
+            outputs = self._trunk.run(batches, None, 0)
+            self._trunk.check_visit_count()
+            if on_hidden is not None:
+                for number, output, _ in outputs:
+                    on_hidden(number, self._last_hidden(output))
+            if self._plan is not None:
+                with self._head_on(batches, rows, outputs) as (head, items):
+                    yield from head.score(items, k, temperature)
+                return
+            for number, output, _ in outputs:
+                positions, labels, _ = rows[number]
+                logits = output["logits"].flatten(0, -2).index_select(0, positions)
+                top = RunningTopK(labels, k, temperature)
+                top.add(logits, 0)
+                yield joined_scores([top.scores()])
+
+    def _last_hidden(self, output: Any) -> Tensor:
+        if self._plan is None:
+            raise UnsupportedModelError(
+                type(self._graph.model).__name__, "its hidden states cannot be had apart from its head: no embeddings"
+            )
+        hidden: Tensor = output["last_hidden_state"]
+        return hidden
+
     # -- one pass over a group of micro-batches ----------------------------------------------------------------
 
     def run_pass(
         self,
         batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, tuple[Tensor, Tensor]],
+        rows: Mapping[int, LabelledRows],
         num_items: int,
         seed: int,
         first_number: int = 0,
@@ -364,7 +439,7 @@ class LayerRunner:
 
         Args:
             batches: By number of the micro-batch, on the compute device.
-            rows: Positions that have a label, and their shifted labels.
+            rows: Positions that have a label, their shifted labels, and what a teacher says of them.
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
             first_number: Number in the step of the micro-batch with number 0.
@@ -389,7 +464,7 @@ class LayerRunner:
     def _forward_pass(
         self,
         batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, tuple[Tensor, Tensor]],
+        rows: Mapping[int, LabelledRows],
         counts: Mapping[int, int],
     ) -> list[Tensor]:
         """Run the forward alone and return loss terms that are sums over tokens."""
@@ -411,7 +486,7 @@ class LayerRunner:
         self,
         outputs: Sequence[SuspendedOutput],
         batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, tuple[Tensor, Tensor]],
+        rows: Mapping[int, LabelledRows],
         num_items: int,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return loss terms, and the roots of the backward with their gradients."""
@@ -435,7 +510,7 @@ class LayerRunner:
     def _head_on(
         self,
         batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, tuple[Tensor, Tensor]],
+        rows: Mapping[int, LabelledRows],
         outputs: Sequence[SuspendedOutput],
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
         """Yield the head and its inputs, with the trunk's stubs out of its units."""
@@ -455,9 +530,12 @@ class LayerRunner:
             self._objective.label_smoothing_factor,
             self._parts_in_turn,
             self._activity,
+            self._objective.distillation,
         )
         items = [
-            TrunkOutput(number, output, without_labels(batches[number]), *rows[number], random_state)
+            TrunkOutput(
+                number, output, without_labels(batches[number]), *rows[number][:2], random_state, rows[number][2]
+            )
             for number, output, random_state in outputs
         ]
         with installed_stubs({bound.unit.module: bound.forward for bound, _ in bounds}):

@@ -27,10 +27,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.arguments import has_differentiable, tree_map
-from megatrain.engine.objective import IGNORED_LABEL, replaced_loss
+from megatrain.engine.objective import IGNORED_LABEL, Distillation, TeacherRows, replaced_loss
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
-from megatrain.engine.vocabulary import CutProbe, PartWeight, RunningSoftmax, VocabularyPart, vocabulary_ranges
+from megatrain.engine.vocabulary import (
+    CutProbe,
+    PartWeight,
+    RunningDistillation,
+    RunningSoftmax,
+    RunningTopK,
+    TokenScores,
+    VocabularyPart,
+    vocabulary_ranges,
+)
 from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
 from megatrain.run.activity import Activity
 
@@ -39,12 +48,17 @@ if TYPE_CHECKING:
     from megatrain.engine.state import RandomStates
     from megatrain.models.graph import ModelGraph, Unit
 
+#: Of the rows of a micro-batch with a label: positions, labels, and what a teacher says of them.
+LabelledRows = tuple[Tensor, Tensor, TeacherRows | None]
+
 __all__ = [
     "ChunkedHead",
     "HeadPlan",
+    "LabelledRows",
     "TrunkOutput",
     "accepts_use_cache",
     "count_labels",
+    "joined_scores",
     "labelled_rows",
     "plan_head",
     "shifted_labels",
@@ -325,6 +339,7 @@ class TrunkOutput:
         rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
         labels: Their labels, same length.
         random_state: The micro-batch's random stream at the cut.
+        teacher: What a teacher says of these rows, in distillation.
     """
 
     micro_batch: int
@@ -333,6 +348,7 @@ class TrunkOutput:
     rows: Tensor
     labels: Tensor
     random_state: tuple[Tensor, ...]
+    teacher: TeacherRows | None = None
 
 
 #: Loss terms of a micro-batch, tensors that cross the cut, and their gradients.
@@ -349,7 +365,7 @@ class _Piece:
         rows: Their positions.
         labels: Their labels.
         leaf: Their hidden states [1, rows, H].
-        softmax: Their loss, where the vocabulary comes in parts.
+        softmax: Their loss, where the vocabulary comes in parts, and in distillation.
         kept: Logits that the second pass need not make again, by part.
         gradient: Of the leaf so far: of a single part in its dtype, a sum in fp32.
     """
@@ -359,7 +375,7 @@ class _Piece:
     rows: Tensor
     labels: Tensor
     leaf: Tensor
-    softmax: RunningSoftmax | None
+    softmax: RunningSoftmax | RunningDistillation | None
     kept: list[Tensor] = field(default_factory=list)
     gradient: Tensor | None = None
 
@@ -424,6 +440,7 @@ class ChunkedHead:
         in_turn: Have all rows pass a part of the vocabulary before the next one, so that one part is needed at a time;
             nothing is kept then. It changes no bits.
         activity: Progress within the step, for status.
+        distillation: Loss of rows that a teacher says something of.
     """
 
     def __init__(
@@ -440,7 +457,9 @@ class ChunkedHead:
         smoothing: float = 0.0,
         in_turn: bool = False,
         activity: Activity | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
+        self._distillation = distillation
         assert columns == 0 or stand_in is not None, columns
         self._columns, self._stand_in = columns, stand_in
         self._kept_parts, self._smoothing = kept_parts, smoothing
@@ -500,6 +519,29 @@ class ChunkedHead:
                         self._take_in(piece, part, is_kept=False)
                     losses.append(piece.softmax.loss())
         return losses
+
+    def score(self, outputs: Sequence[TrunkOutput], k: int, temperature: float) -> Iterator[TokenScores]:
+        """Yield what the model says of the rows of each output with a label, on the host. To be called in `no_grad`.
+
+        Weights are leased once for all of them.
+
+        Args:
+            outputs: As in ``run``.
+            k: Likeliest words of each row.
+            temperature: Of their probabilities.
+        """
+        with ExitStack() as stack:
+            self._bound_weights(stack)
+            assert self._passing is None, "weights that are only read do not come part by part"
+            for item in outputs:
+                self._resume(item)
+                found = [RunningTopK(item.labels[:0], 0, temperature).scores()]
+                for piece in self._pieces(item, 1):
+                    top = RunningTopK(piece.labels, k, temperature)
+                    for part in self._parts or (None,):
+                        top.add(self._logits(item, piece.output, part), 0 if part is None else part.start)
+                    found.append(top.scores())
+                yield joined_scores(found)
 
     def _bound_weights(self, stack: ExitStack) -> list[tuple[BoundUnit, int, dict[str, Tensor]]]:
         """Lease and bind the weights of all units until the stack closes; return unit, visit, trainable leaves."""
@@ -662,8 +704,11 @@ class ChunkedHead:
             leaf = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
             output = copy.copy(bare)
             output["last_hidden_state"] = leaf
-            softmax: RunningSoftmax | None = None
-            if self._columns:
+            softmax: RunningSoftmax | RunningDistillation | None = None
+            if item.teacher is not None and self._distillation is not None and torch.is_grad_enabled():
+                teacher = item.teacher.between(start, start + self._rows)
+                softmax = RunningDistillation(labels, teacher, self._plan.vocab_size, num_items, self._distillation)
+            elif self._columns:
                 smoothing = self._smoothing if torch.is_grad_enabled() else 0.0  # an evaluation knows none
                 softmax = RunningSoftmax(labels, self._plan.vocab_size, num_items, smoothing)
             yield _Piece(item, output, rows, labels, leaf, softmax)
@@ -684,39 +729,45 @@ class ChunkedHead:
             loss = self._loss(piece.item, piece.output, piece.labels, num_items)
             leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
             return loss.detach()
-        for number, part in enumerate(self._parts):
-            self._take_in(piece, part, is_kept=number >= len(self._parts) - self._kept_parts)
-        for part in reversed(self._parts):
+        parts = self._parts or (None,)
+        for number, part in enumerate(parts):
+            self._take_in(piece, part, is_kept=number >= len(parts) - self._kept_parts)
+        for part in reversed(parts):
             self._add_gradients(piece, part, leaves)
         return piece.softmax.loss()
 
-    def _take_in(self, piece: _Piece, part: VocabularyPart, *, is_kept: bool) -> None:
-        """Take in the logits of a part for the loss, and keep them with their graph for the second pass, if asked."""
+    def _take_in(self, piece: _Piece, part: VocabularyPart | None, *, is_kept: bool) -> None:
+        """Take in the logits of a part, None: of all, for the loss; keep them with their graph for the second pass."""
         assert piece.softmax is not None
         # Not `no_grad`: the kernels must be those of the second pass.
         saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
         with saving:
             logits = self._logits(piece.item, piece.output, part)
-        piece.softmax.add(logits.detach(), part.start)
+        piece.softmax.add(logits.detach(), 0 if part is None else part.start)
         if is_kept and torch.is_grad_enabled():
             piece.kept.append(logits)
 
-    def _add_gradients(self, piece: _Piece, part: VocabularyPart, leaves: Leaves) -> None:
+    def _add_gradients(self, piece: _Piece, part: VocabularyPart | None, leaves: Leaves) -> None:
         """Add the gradients that come by the logits of a part, made again unless they were kept."""
         assert piece.softmax is not None
         logits = piece.kept.pop() if piece.kept else self._logits(piece.item, piece.output, part)
-        trained = [part.weight] if part.weight.requires_grad else []
-        leaves.add_gradients(piece, logits, piece.softmax.gradient(logits.detach(), part.start), trained)
+        trained = [part.weight] if part is not None and part.weight.requires_grad else []
+        gradient = piece.softmax.gradient(logits.detach(), 0 if part is None else part.start)
+        leaves.add_gradients(piece, logits, gradient, trained)
 
-    def _logits(self, item: TrunkOutput, output: Any, part: VocabularyPart) -> Tensor:
-        """Return the logits [rows, words of the part] that the model's own forward makes."""
+    def _logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
+        """Return the logits [rows, words of the part, None: all] that the model's own forward makes."""
         made: list[Tensor] = []
         self._call_at(part, item, output, made)
         return made[0].reshape(-1, made[0].shape[-1])
 
-    def _call_at(self, part: VocabularyPart, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
-        """Run the model's own forward with a part of its logits, which go to ``made``, and cross entropy taken as 0."""
-        assert self._stand_in is not None
+    def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
+        """Run the model's own forward with a part of its logits, which go to ``made``, and cross entropy taken as 0.
+
+        None: with all of them.
+        """
+        assert part is None or self._stand_in is not None
+        at_part = nullcontext() if part is None or self._stand_in is None else self._stand_in.at(part)
 
         def catch(*args: Any, **kwargs: Any) -> Tensor:
             made.append(kwargs["logits"] if "logits" in kwargs else args[0])
@@ -724,7 +775,7 @@ class ChunkedHead:
 
         hidden = output["last_hidden_state"]
         labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with self._stand_in.at(part), replaced_loss(self._model, catch):
+        with at_part, replaced_loss(self._model, catch):
             found = self._call(item, output, labels, 1)
         assert len(made) == 1 and made[0].shape[:-1].numel() == labels.numel(), [logits.shape for logits in made]
         return found
@@ -774,6 +825,16 @@ class ChunkedHead:
             return self._model(
                 **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
             )
+
+
+def joined_scores(parts: Sequence[TokenScores]) -> TokenScores:
+    """Return the scores of the rows of several, one after the other, on the host."""
+    return TokenScores(
+        torch.cat([part.log_probs.cpu() for part in parts]),
+        torch.cat([part.top_ids.cpu() for part in parts if len(part.top_ids)] or [parts[0].top_ids.cpu()]),
+        torch.cat([part.top_log_probs.cpu() for part in parts if len(part.top_ids)] or [parts[0].top_log_probs.cpu()]),
+        torch.cat([part.rest_log_probs.cpu() for part in parts]),
+    )
 
 
 def _vocabulary_parts(

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatrain.engine.head import labelled_rows
+from megatrain.engine.head import LabelledRows, labelled_rows
+from megatrain.engine.objective import TEACHER_KEYS, TeacherRows, teacher_rows
 from tiered.ext import HostSlab
 from tiered.units import MiB, round_up
 
@@ -54,7 +55,7 @@ class MicroBatches:
 
     def place(
         self, micro_batches: Mapping[int, Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
-    ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[Tensor, Tensor]]]:
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, LabelledRows]]:
         """Return micro-batches, and their rows with a label, on the compute device. No host sync.
 
         Args:
@@ -63,18 +64,31 @@ class MicroBatches:
             shifted: By the same numbers, the shifted labels [B * S].
 
         Returns:
-            By number the micro-batch, and the positions with a label and their labels.
+            By number the micro-batch, and the positions with a label, their labels, and what a teacher says of them.
         """
-        host = {(number, key): value for number, batch in micro_batches.items() for key, value in batch.items()}
+        host = {
+            (number, key): value
+            for number, batch in micro_batches.items()
+            for key, value in batch.items()
+            if key not in TEACHER_KEYS
+        }
         labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
-        parts = {(number, part): pair[part] for number, pair in labelled.items() for part in (0, 1)}
+        parts: dict[tuple[int, int | str], Tensor] = {}
+        for number, pair in labelled.items():
+            parts |= {(number, 0): pair[0], (number, 1): pair[1]}
+            parts |= {(number, key): rows for key, rows in teacher_rows(micro_batches[number], pair[0]).items()}
         placed = self._staging.upload({**host, **parts})
         batches: dict[int, dict[str, Any]] = {number: {} for number in micro_batches}
         for (number, key), tensor in host.items():
             batches[number][key] = placed[number, key]
             if self.mirror is not None:
                 self.mirror.know(placed[number, key], tensor)
-        return batches, {number: (placed[number, 0], placed[number, 1]) for number in labelled}
+        found: dict[int, LabelledRows] = {}
+        for number in labelled:
+            of_teacher = [placed[number, key] for key in TEACHER_KEYS if (number, key) in parts]
+            teacher = TeacherRows(*of_teacher) if of_teacher else None
+            found[number] = placed[number, 0], placed[number, 1], teacher
+        return batches, found
 
     def forget(self) -> None:
         """Drop the host copies: the pass is over."""

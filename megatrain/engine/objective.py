@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["IGNORED_LABEL", "CrossEntropy", "Objective", "causal_lm_loss", "replaced_loss"]
+__all__ = [
+    "IGNORED_LABEL",
+    "CrossEntropy",
+    "Distillation",
+    "Objective",
+    "TeacherRows",
+    "causal_lm_loss",
+    "replaced_loss",
+    "teacher_rows",
+]
 
 IGNORED_LABEL = -100
 """Label of a position that is not trained, as in transformers."""
@@ -35,6 +44,61 @@ class CrossEntropy(Protocol):
         ...
 
 
+#: Keys of a micro-batch with what a teacher says of the token after each place: [B, S, k], [B, S, k], [B, S].
+TEACHER_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_rest_log_probs")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherRows:
+    """What a teacher says of some rows, at the temperature of the distillation.
+
+    Attributes:
+        ids: [rows, k] words, each once in a row.
+        log_probs: [rows, k] fp32, theirs.
+        rest_log_probs: [rows] fp32, log of the probability of all other words together.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    rest_log_probs: Tensor
+
+    def between(self, start: int, stop: int) -> TeacherRows:
+        """Return some of the rows."""
+        return TeacherRows(self.ids[start:stop], self.log_probs[start:stop], self.rest_log_probs[start:stop])
+
+
+def teacher_rows(batch: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """Return what a micro-batch has of a teacher, of some rows of it, flattened to [B * S]; else nothing."""
+    return {key: batch[key].flatten(0, 1).index_select(0, rows) for key in TEACHER_KEYS if key in batch}
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """Training on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
+
+    Both are means over the tokens with a label. The divergence is the forward one, at the temperature, over the
+    teacher's k likeliest words; ``rest`` says what becomes of the probability p that the teacher gives to all others.
+
+    Attributes:
+        temperature: that the scores were made at; the student's logits are divided by it.
+        alpha: share of the cross entropy.
+        rest: ``bucket``: all other words are one outcome, of probability p with the teacher and of their summed
+            probability with the student. ``ignore``: there is no term for them. ``renormalize``: the teacher's k
+            probabilities are scaled to a sum of 1.
+    """
+
+    temperature: float = 1.0
+    alpha: float = 0.0
+    rest: Literal["bucket", "ignore", "renormalize"] = "bucket"
+
+    def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities that the student is compared with: of the words, and of all others."""
+        log_probs = teacher.log_probs.float()
+        if self.rest == "renormalize":
+            log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
+        return log_probs, teacher.rest_log_probs.float()
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """Changes of the training objective; evaluations use plain cross entropy.
@@ -44,10 +108,14 @@ class Objective:
             chunked head.
         neftune_noise_alpha: uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a row
             x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
+        distillation: trains on what micro-batches have of a teacher; None: on their labels alone. Needs a chunked head.
+        teacher_k: words of a teacher for each token, in distillation.
     """
 
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float = 0.0
+    distillation: Distillation | None = None
+    teacher_k: int = 0
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:

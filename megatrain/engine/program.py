@@ -33,6 +33,7 @@ from tiered import Access, Mode, Schedule
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.layout import UnitLayout
+    from megatrain.models.packed import Packing
     from megatrain.optim.base import StateKind
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "activation_key",
     "activations_of",
     "attention_key",
+    "cache_key",
     "evaluation_program",
     "gradient_key",
     "keeping_graphs",
@@ -64,7 +66,9 @@ __all__ = [
     "saving_attention",
     "state_key",
     "stored_keys",
+    "unpacked_bytes",
     "uses_of_layouts",
+    "weight_block",
     "weight_key",
 ]
 
@@ -183,6 +187,7 @@ class BlockPlan:
         part_of: key that all parts together would have; empty: it is no part.
         in_folder: it is never written, and the model's folder has its contents: no checkpoint needs to hold it.
         in_place: and it can be read from there each time that it is used: its home may be the folder.
+        num_packed: of a block of packed bytes, the elements that they are unpacked to.
     """
 
     key: str
@@ -192,6 +197,7 @@ class BlockPlan:
     part_of: str = ""
     in_folder: bool = False
     in_place: bool = False
+    num_packed: int = 0
 
     @property
     def whole(self) -> str:
@@ -201,6 +207,11 @@ class BlockPlan:
     @property
     def nbytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    @property
+    def num_numbers(self) -> int:
+        """The elements that it holds, or stands for."""
+        return self.num_packed or self.num_elements
 
     @property
     def is_saved(self) -> bool:
@@ -264,6 +275,7 @@ class StepProgram:
         lanes: which sums of gradients come from which rank.
         gathers_ahead: how many visits before it is needed a weight is gathered.
         own_lanes: in which this process adds the gradients of micro-batches.
+        packed: layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -282,6 +294,7 @@ class StepProgram:
     lanes: RankLanes = field(default_factory=RankLanes)
     gathers_ahead: int = 0
     own_lanes: Lanes = field(default_factory=Lanes.single)
+    packed: Mapping[str, Packing] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -573,6 +586,7 @@ class ProgramBuilder:
             one more layer's gradients where updates are not deferred.
         frozen_in_folder: see ``BlockPlan.in_folder``; False: the model has no folder with weights.
         in_place: names of layouts, see ``BlockPlan.in_place``.
+        packed: as in ``StepProgram``.
         passing_parts: lease the parts of a gradient, and of a weight that is cut, one after the other where that is
             possible. It changes no bits; the head makes more logits a second time. Not with several ranks.
         shares: what of each part the blocks hold; several ranks need the order ``layer``.
@@ -597,6 +611,7 @@ class ProgramBuilder:
         updates_beside_device: bool = True,
         frozen_in_folder: bool = False,
         in_place: Collection[str] = (),
+        packed: Mapping[str, Packing] | None = None,
         passing_parts: bool = False,
         shares: Shares | None = None,
         lanes: RankLanes | None = None,
@@ -607,7 +622,7 @@ class ProgramBuilder:
         self._lanes, self._own_lanes = lanes or RankLanes(), own_lanes or Lanes.single()
         assert self._shares.are_whole or (order == "layer" and not passing_parts and not in_place), self._shares
         assert order == "layer" or self._own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
-        self._frozen_in_folder, self._in_place = frozen_in_folder, in_place
+        self._frozen_in_folder, self._in_place, self._packed = frozen_in_folder, in_place, packed or {}
         self._passing_parts = passing_parts
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
@@ -655,6 +670,7 @@ class ProgramBuilder:
             lanes=self._lanes,
             gathers_ahead=self._gathers_ahead,
             own_lanes=self._own_lanes,
+            packed=self._packed,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------
@@ -666,13 +682,13 @@ class ProgramBuilder:
                 key = weight_key(layout.name)
                 yield from self._blocks_of(layout, key, "weights", layout.num_elements, self._compute_dtype)
             else:
-                yield BlockPlan(
-                    weight_key(layout.name),
-                    "weights",
+                yield weight_block(
+                    layout,
                     self._shares.num_elements(range(layout.num_elements)),
                     self._compute_dtype,
+                    self._packed.get(layout.name),
                     in_folder=in_folder,
-                    in_place=in_folder and layout.name in self._in_place,
+                    in_place=layout.name in self._in_place,
                 )
             if not self._is_trained(layout):
                 continue
@@ -932,6 +948,48 @@ def uses_of_layouts(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]
     return uses
 
 
+def weight_block(
+    layout: UnitLayout,
+    num_elements: int,
+    dtype: torch.dtype,
+    packing: Packing | None,
+    *,
+    in_folder: bool,
+    in_place: bool,
+) -> BlockPlan:
+    """Return the block of a layout's weights where it is one.
+
+    Args:
+        layout: of the weights.
+        num_elements: of them that the block holds: all, or a rank's share.
+        dtype: that layers compute in.
+        packing: of packed bytes; None: the weights themselves.
+        in_folder: as in ``BlockPlan``.
+        in_place: it can be read from the folder, if it is there.
+    """
+    return BlockPlan(
+        weight_key(layout.name),
+        "weights",
+        num_elements if packing is None else packing.nbytes,
+        dtype if packing is None else torch.uint8,
+        in_folder=in_folder,
+        in_place=in_folder and in_place,
+        num_packed=0 if packing is None else layout.num_elements,
+    )
+
+
+def unpacked_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
+    """Return what the weights take that one visit unpacks from its blocks; the head's visits are one."""
+    packed = program.packed
+
+    def of_unit(unit: int) -> int:
+        return sum(packed[name].unpacked_bytes for name in layouts_of_unit(graph, unit) if name in packed)
+
+    by_visit = [of_unit(visit.unit) for visit in trace.visits]
+    head = sum(nbytes for nbytes, visit in zip(by_visit, trace.visits, strict=True) if visit.is_head)
+    return max([head, *by_visit])
+
+
 def weight_key(layout: str) -> str:
     return f"{layout}/weight"
 
@@ -967,3 +1025,7 @@ def activation_key(visit: int, micro_batch: int, index: int) -> str:
 
 def attention_key(visit: int, micro_batch: int) -> str:
     return f"activations/{visit}/{micro_batch}.attention"
+
+
+def cache_key(visit: int, micro_batch: int) -> str:
+    return f"cache/{visit}/{micro_batch}"

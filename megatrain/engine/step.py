@@ -13,7 +13,7 @@ asked for, each group is updated during the backward that completes its gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -26,8 +26,10 @@ from megatrain.engine.program import (
     StepProgram,
     activation_key,
     attention_key,
+    cache_key,
     evaluation_program,
     layouts_of_unit,
+    unpacked_bytes,
     uses_of_layouts,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
@@ -49,7 +51,9 @@ if TYPE_CHECKING:
     from megatrain.engine.objective import CrossEntropy, Objective
     from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, VisitTrace
     from megatrain.engine.visit import LayerCompiler
+    from megatrain.engine.vocabulary import TokenScores
     from megatrain.models.graph import ModelGraph, Unit
+    from megatrain.models.packed import Packing
     from megatrain.run.timeline import Timeline
     from tiered import Mode, TieredStore
 
@@ -279,6 +283,7 @@ class EvaluationEngine:
         cross_entropy: replaces torch's; None: torch's.
         activity: progress within the pass, for status.
         make_access: as in ``StepEngine``.
+        stays: of a placement of passes; None: no copy stays from one use to the next.
 
     Attributes:
         program: of one pass.
@@ -297,10 +302,12 @@ class EvaluationEngine:
         cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
         make_access: Callable[..., StoreAccess] | None = None,
+        stays: Stays | None = None,
     ) -> None:
         self.program = evaluation_program(program)
+        kept, threads = stays or {}, KernelThreads(1)
         self._access = (make_access or StoreAccess)(
-            store, graph, trace, self.program, homes, {}, KernelThreads(1), timeline=timeline, activity=activity
+            store, graph, trace, self.program, homes, kept, threads, timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
             graph,
@@ -324,6 +331,25 @@ class EvaluationEngine:
         loss = self._runner.evaluate(micro_batches)
         self._access.end_step()
         return loss
+
+    def score(
+        self,
+        micro_batches: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        number: int,
+        k: int,
+        temperature: float,
+        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> list[TokenScores]:
+        """Run pass ``number`` (from 0) and return the scores of each micro-batch; see ``LayerRunner.score``."""
+        self._access.start_step(number)
+        scores = self._runner.score(micro_batches, k=k, temperature=temperature, on_hidden=on_hidden)
+        self._access.end_step()
+        return scores
+
+    def finish(self) -> None:
+        """Evict the copies that stayed for another pass."""
+        self._access.finish()
 
 
 class LayerScales:
@@ -459,6 +485,40 @@ class Updater:
         self._optimizers[tier].update(blocks, gradient, chosen, update)
 
 
+class UnpackedWeights:
+    """Room for the weights that a visit unpacks from blocks of packed bytes. Used by one thread.
+
+    It is one buffer for a whole step: from layer to layer the allocator of a device would be asked for large pieces of
+    changing sizes between small ones, and take more than there is planned for.
+
+    Args:
+        nbytes: of the visit that unpacks most.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._taken = nbytes, 0
+        self._buffer: torch.Tensor | None = None
+
+    @contextmanager
+    def of(self, packing: Packing, block: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield a layout's weights, made from its leased block. Last in, first out."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=block.device)
+        before, self._taken = self._taken, self._taken + packing.unpacked_bytes
+        assert self._taken <= self._nbytes, (self._taken, self._nbytes)
+        weights = self._buffer[before : self._taken].view(packing.dtype)
+        packing.unpack(block, weights)
+        try:
+            yield weights
+        finally:
+            self._taken = before
+
+    def free(self) -> None:
+        """Give the room back until the next visit."""
+        assert not self._taken, "weights are in use"
+        self._buffer = None
+
+
 class StoreAccess:
     """Executes the tape of a step on a store, op by op; the ``BlockAccess`` of the running model.
 
@@ -521,6 +581,7 @@ class StoreAccess:
         self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
         self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
         self._shapes: dict[str, torch.Size] = {}
+        self._unpacked = UnpackedWeights(unpacked_bytes(graph, trace, program))
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
 
@@ -565,7 +626,9 @@ class StoreAccess:
         """Make the updates that come last; every other op must have run."""
         while (op := self._next_op()) is not None:
             assert op.phase in self.own_phases, f"the step ended before {op}"
+            self._unpacked.free()
             self._run(op)
+        self._unpacked.free()
 
     def _start(self, step: int, *, updates: bool, passes: bool) -> None:
         self._first_tick = step * len(self._program.ticks)
@@ -642,17 +705,20 @@ class StoreAccess:
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the unit's parameters by full name: views of the leased slots, nothing is copied."""
+        """Yield the unit's parameters by full name: views of the leased slots, or of what these are unpacked to."""
         program = self._program
         layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
         passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
         held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
-        with self._leases(held) as blocks:
+        with self._leases(held) as blocks, ExitStack() as unpacked:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
                 keys = program.weight_keys(layout)
                 if layout.name in program.cut_weights:
                     tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
+                elif layout.name in program.packed:
+                    weight = unpacked.enter_context(self._unpacked.of(program.packed[layout.name], blocks[keys[0]]))
+                    tensors.update(views(weight, layout))
                 else:
                     tensors.update(views(blocks[keys[0]], layout))
             yield tensors
@@ -806,6 +872,16 @@ class StoreAccess:
         key = attention_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
             key = attention_key(visit, 0)
+        with self._leases([key]) as tensors:
+            yield tensors[key]
+
+    @contextmanager
+    def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
+        """Lease the block of what a generation's cache holds of a visit and a micro-batch, if it holds anything."""
+        key = cache_key(visit, micro_batch)
+        if key not in self._program.blocks:
+            yield None
+            return
         with self._leases([key]) as tensors:
             yield tensors[key]
 

@@ -25,6 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
+from megatrain.engine.generate import GenerationRunner
+from megatrain.engine.objective import TeacherRows
 from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.saved_attention import AttentionSizes
 from megatrain.engine.visit import METADATA_QUERIES
@@ -43,12 +45,21 @@ if TYPE_CHECKING:
     from megatrain.engine.visit import BoundUnit
     from megatrain.models.graph import ModelGraph, Unit
 
-__all__ = ["CountingError", "CountingMode", "StepFlops", "count_flops", "step_flops", "trace_visits"]
+__all__ = [
+    "CountingError",
+    "CountingMode",
+    "StepFlops",
+    "count_flops",
+    "step_flops",
+    "trace_generation",
+    "trace_visits",
+]
 
 _RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
 _ALIGNMENT_BYTES = 512  # allocators round sizes up to it
 _TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add to it
 _IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
+_ANY_NBYTES = 1 << 50  # of a fake tensor
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
 
 
@@ -65,6 +76,7 @@ def trace_visits(
     padded: bool = True,
     by_documents: bool = True,
     example: Mapping[str, Tensor] | None = None,
+    top_k: int | None = None,
 ) -> VisitTrace:
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
 
@@ -81,6 +93,7 @@ def trace_visits(
         by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
         example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
             and sizes of images, is known to the trace. None: all is text.
+        top_k: Trace a forward alone that scores so many likeliest words of each token. None: forward and backward.
 
     Raises:
         UnsupportedModelError: the model cannot be streamed.
@@ -104,15 +117,97 @@ def trace_visits(
                 # All pieces of the head are alike: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
+                teacher = _fake_teacher(num_rows, objective, device)
             with (
                 _lists_are_read(),
                 nullcontext() if padded else rows_are_documents(),
                 _failures_explained(graph.model, "text" if example is None else "images"),
             ):
-                tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, num_tokens, 0)
+                if top_k is None:
+                    tracer.runner.run_pass({0: batch}, {0: (rows, rows, teacher)}, num_tokens, 0)
+                else:
+                    list(tracer.runner.score_pass({0: batch}, {0: (rows, rows, None)}, top_k, 1.0))
             tracer.close()
-    trace = _with_all_pieces(tracer.trace(), num_rows, num_tokens)
+    trace = tracer.trace()
+    if top_k is not None:
+        trace = replace(trace, logits_flops=0)  # nothing makes them a second time
+    trace = _with_all_pieces(trace, num_rows, num_tokens)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
+
+
+def trace_generation(
+    graph: ModelGraph,
+    batch_size: int,
+    seq_len: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> tuple[VisitTrace, dict[int, int]]:
+    """Trace a forward that fills the model's cache with `batch_size` x `seq_len` tokens.
+
+    Args:
+        graph: The model; unchanged, and nothing is allocated on `device`.
+        batch_size: Prompts of a micro-batch.
+        seq_len: Tokens of a prompt and its completion together.
+        device: Compute device.
+
+    Returns:
+        The trace, whose visits are none of a head's, and visit -> bytes that the cache holds of it then.
+
+    Raises:
+        UnsupportedModelError: the model cannot generate, or not with streamed weights.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import DynamicCache
+
+    device = _with_index(torch.device(device))
+    if not graph.model.can_generate():
+        raise UnsupportedModelError(type(graph.model).__name__, "it has no head that makes text")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_buffers(graph.model, device, fake):
+        tracer = _GenerationTracer(graph, graph.dtype, device, None, None, None, False)
+        runner = GenerationRunner(graph, tracer, device=device, bounds=tracer.runner.bounds, random_enabled=False)
+        cache = DynamicCache(config=graph.config.get_text_config(decoder=True))
+        with fake, tracer.counts:
+            with tracer.counts.paused():
+                ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
+                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+            def forward() -> Any:
+                return graph.model(**batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            with _lists_are_read(), _failures_explained(graph.model, "text"):
+                try:
+                    runner.run([forward], [cache], [0])
+                except TypeError as error:
+                    name = type(graph.model).__name__
+                    raise UnsupportedModelError(name, f"its forward does not run with a cache ({error})") from error
+            tracer.close()
+    phases = [phase for phase in tracer._phases if phase.name == "forward"]
+    visits = tuple(
+        TracedVisit(
+            tracer.units[phase.visit], False, False, (), phase.held_nbytes, phase.peak_nbytes, 0, phase.num_flops
+        )
+        for phase in phases
+    )
+    trace = VisitTrace(
+        visits,
+        0,
+        0,
+        0,
+        guesses=tracer.counts.guesses,
+        uncounted=tuple(tracer.counts.uncounted),
+        num_tokens=batch_size * seq_len,
+        skipped_flops=tracer.counts.num_skipped_flops,
+    )
+    return trace, runner.kept_nbytes
+
+
+def _fake_teacher(num_rows: int, objective: Objective | None, device: torch.device) -> TeacherRows | None:
+    """Return what a teacher says of so many rows, if the objective is distillation."""
+    if objective is None or objective.distillation is None:
+        return None
+    words = torch.zeros(num_rows, objective.teacher_k, dtype=torch.int32, device=device)
+    return TeacherRows(words, words.float(), torch.zeros(num_rows, device=device))
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -368,6 +463,8 @@ class _Tracer:
 
     def trace(self) -> VisitTrace:
         """Return the trace."""
+        if not self._units:  # a forward alone of a model that is not cut
+            self._note_visits()
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
         first_head = len(self._units) - num_head
@@ -375,7 +472,10 @@ class _Tracer:
         for number, unit in enumerate(self._units):
             is_head = number >= first_head
             forward = phases.get(("forward", number)) or phases["head", first_head]
-            backward = phases.get(("backward", number)) or phases["head", first_head]
+            own = (
+                phases["head", first_head] if is_head else _Phase("backward", number, 0, 0)
+            )  # a forward alone has none
+            backward = phases.get(("backward", number)) or own
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
             has_backward = number in self._with_backward
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
@@ -412,6 +512,30 @@ class _Tracer:
             skipped_flops=self.counts.num_skipped_flops,
             logits_flops=self.runner.logits_flops,
         )
+
+
+class _GenerationTracer(_Tracer):
+    """Traces forwards that use a cache; its blocks are as large as one likes.
+
+    Attributes:
+        units: visit -> index of its unit.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.units: dict[int, int] = {}
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
+        self.units[visit] = unit.index
+        with super().weights(unit, visit) as weights:
+            yield weights
+
+    @contextmanager
+    def cache_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
+        with self.counts.paused():
+            room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
+        yield room
 
 
 class _Uses(TorchFunctionMode):

@@ -684,6 +684,13 @@ class BoundUnit:
         captured.check_opaque()
         return CapturedResult(value, rebuilt, records)
 
+    def call(self, call: UnitCall) -> Any:
+        """Run the unit once as it was called, with nothing kept for a second run; for passes without a backward."""
+        with self._attributes_restored(), _active_records(call.collector):
+            if call.args and isinstance(call.args[0], WeightLook):
+                return self._look(*call.args)
+            return self.forward(*call.args, **call.kwargs)
+
     @contextmanager
     def _attributes_restored(self) -> Iterator[None]:
         """Undo attributes that the forward sets: they would leak into the next micro-batch and the recompute."""
@@ -711,10 +718,15 @@ class BoundUnit:
                 )
 
 
-@contextmanager
-def _collected_records(records: dict[str, list[Any]]) -> Iterator[None]:
+def _collected_records(records: dict[str, list[Any]]) -> AbstractContextManager[None]:
     """Let Hugging Face's output recorders (router logits and the like) write to `records`."""
-    if not records:
+    return _active_records(records or None)
+
+
+@contextmanager
+def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
+    """Have Hugging Face's output recorders write to `records`; None: as they do."""
+    if records is None:
         yield
         return
     from transformers.utils.output_capturing import _active_collector

@@ -23,10 +23,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatrain.engine.objective import Distillation, TeacherRows
 from megatrain.engine.visit import METADATA_QUERIES, AbsentWeight
 from megatrain.engine.weight_gradients import linear
 
-__all__ = ["CutProbe", "PartWeight", "RunningSoftmax", "VocabularyPart", "vocabulary_ranges"]
+__all__ = [
+    "CutProbe",
+    "PartWeight",
+    "RunningDistillation",
+    "RunningSoftmax",
+    "RunningTopK",
+    "TokenScores",
+    "VocabularyPart",
+    "vocabulary_ranges",
+]
 
 
 def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -71,7 +81,7 @@ class RunningSoftmax:
     def add(self, logits: Tensor, start: int) -> None:
         """Take in the logits [rows, columns] of the words from ``start`` on."""
         values = logits.float()
-        at, is_here = self._at(values, start)
+        at, is_here = _column_of(self._labels, start, values.shape[1])
         self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
         if self._total is not None:
             self._total = self._total + values.sum(1)
@@ -94,7 +104,7 @@ class RunningSoftmax:
         found = (logits.float() - self._log_sum().unsqueeze(1)).exp_()
         if self._smoothing:
             found.sub_(self._smoothing / self._vocab_size)
-        at, is_here = self._at(found, start)
+        at, is_here = _column_of(self._labels, start, found.shape[1])
         # Scattered, not added: each row has one place, so the order of writes does not matter on any device.
         found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
         return found.div_(self._num_items).to(logits.dtype)
@@ -102,11 +112,154 @@ class RunningSoftmax:
     def _log_sum(self) -> Tensor:
         return self._largest + self._sum.log()
 
-    def _at(self, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return the column [rows, 1] of each row's label, and whether it is in this part (else the column is any)."""
-        at = self._labels - start
-        num_columns = values.shape[1]
-        return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
+
+def _column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return the column [rows, 1] of each row's label, and whether it is in this part (else the column is any)."""
+    at = labels - start
+    return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """What a model says of some tokens.
+
+    Attributes:
+        log_probs: [rows] fp32, of the tokens themselves.
+        top_ids: [rows, k] int64, the likeliest words, the likeliest first.
+        top_log_probs: [rows, k] fp32, theirs, at the temperature that was asked for.
+        rest_log_probs: [rows] fp32, log of the probability of all other words together, at that temperature.
+    """
+
+    log_probs: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+    rest_log_probs: Tensor
+
+
+class RunningTopK:
+    """The likeliest words of some rows whose logits come part by part, and the mass of all others. In fp32.
+
+    Args:
+        labels: [rows], each a word.
+        k: so many words of each row, at most those of the vocabulary; 0: none.
+        temperature: logits are divided by it for these words; the labels' probabilities are at 1.
+    """
+
+    def __init__(self, labels: Tensor, k: int, temperature: float = 1.0) -> None:
+        self._labels, self._k, self._temperature = labels, k, temperature
+        self._log_sum = torch.full((len(labels),), -torch.inf, device=labels.device)
+        self._of_label = torch.zeros_like(self._log_sum)
+        self._rest = torch.full_like(self._log_sum, -torch.inf)  # of the words that are not among the likeliest
+        self._top = torch.empty(len(labels), 0, device=labels.device)
+        self._ids = torch.empty(len(labels), 0, dtype=torch.long, device=labels.device)
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        values = logits.float()
+        at, is_here = _column_of(self._labels, start, values.shape[1])
+        self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
+        self._log_sum = torch.logaddexp(self._log_sum, values.logsumexp(1))
+        if not self._k:
+            return
+        if self._temperature != 1.0:
+            values = values / self._temperature
+        top, at = values.topk(min(self._k, values.shape[1]), dim=1)
+        rest = values.scatter(1, at, -torch.inf).logsumexp(1)
+        top, ids = torch.cat([self._top, top], 1), torch.cat([self._ids, at + start], 1)
+        # Summed when they drop out, not as 1 less the others at the end: that would cancel where the rest is small.
+        self._top, order = top.topk(min(self._k, top.shape[1]), dim=1)
+        dropped = top.scatter(1, order, -torch.inf).logsumexp(1)
+        self._ids = ids.gather(1, order)
+        self._rest = torch.logaddexp(self._rest, torch.logaddexp(rest, dropped))
+
+    def scores(self) -> TokenScores:
+        """Return the result, after all parts."""
+        total = torch.logaddexp(self._rest, self._top.logsumexp(1)) if self._k else self._log_sum
+        return TokenScores(
+            self._of_label - self._log_sum, self._ids, self._top - total.unsqueeze(1), self._rest - total
+        )
+
+
+class RunningDistillation:
+    """The loss of a student against a teacher's likeliest words, logits part by part; used as ``RunningSoftmax`` is.
+
+    Everything is computed in fp32. See ``Distillation`` for the loss.
+
+    Args:
+        labels: [rows], each a word.
+        teacher: what the teacher says of these rows.
+        vocab_size: words of all parts.
+        num_items: what the sum over the rows is divided by.
+        spec: the loss.
+    """
+
+    def __init__(
+        self, labels: Tensor, teacher: TeacherRows, vocab_size: int, num_items: int, spec: Distillation
+    ) -> None:
+        self._spec, self._num_items = spec, num_items
+        self._hard = RunningSoftmax(labels, vocab_size, num_items) if spec.alpha else None
+        self._ids = teacher.ids.long()
+        self._log_p, self._log_rest_p = spec.targets(teacher)
+        self._of_top = torch.zeros_like(self._log_p)
+        self._rest = torch.full_like(self._log_rest_p, -torch.inf)
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        if self._hard is not None:
+            self._hard.add(logits, start)
+        values, at, is_here = self._tempered(logits, start)
+        self._of_top = torch.where(is_here, values.gather(1, at), self._of_top)
+        self._rest = torch.logaddexp(self._rest, values.scatter_(1, at, -torch.inf).logsumexp(1))
+
+    def loss(self) -> Tensor:
+        """Return the loss, after all parts."""
+        log_sum = self._log_sum()
+        found = _weighted(self._log_p, self._log_p - (self._of_top - log_sum.unsqueeze(1))).sum(1)
+        if self._spec.rest == "bucket":
+            found = found + _weighted(self._log_rest_p, self._log_rest_p - (self._rest - log_sum))
+        soft = found.sum() * ((1 - self._spec.alpha) * self._spec.temperature**2 / self._num_items)
+        return soft if self._hard is None else soft + self._spec.alpha * self._hard.loss()
+
+    def gradient(self, logits: Tensor, start: int) -> Tensor:
+        """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
+        spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
+        values, at, _ = self._tempered(logits, start)
+        found = values.sub_(log_sum).exp_()  # the student's probabilities; 0 in the column that is none
+        of_top = found.gather(1, at)
+        if spec.rest == "bucket":
+            # Of a word outside: its own probability, and its part in that of the bucket.
+            share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
+            found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
+        elif spec.rest == "ignore":
+            mass = self._log_p.exp().sum(1, keepdim=True)
+            found.mul_(mass)
+            of_top = of_top * mass
+        # Scattered, not added: each word has one place. Those of other parts share the column that is none.
+        found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
+        found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
+        if self._hard is not None:
+            found = found + spec.alpha * self._hard.gradient(logits.float(), start)
+        return found.to(logits.dtype)
+
+    def _log_sum(self) -> Tensor:
+        return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
+
+    def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits at the temperature, the teacher's words' columns [rows, k], and whether they are in this part.
+
+        The logits have one column more, for the words of other parts.
+        """
+        num_columns = logits.shape[1]
+        values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)
+        at = self._ids - start
+        is_here = (at >= 0) & (at < num_columns)
+        return values, torch.where(is_here, at, num_columns), is_here
+
+
+def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
+    """Return ``exp(log_p) * values``; 0 where the probability is 0, whatever the value."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * values, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.models.carried import carried_modules, modules_beyond_text
 from megatrain.models.folder import ModelFolderError, TensorFile, some
 from megatrain.models.initialize import name_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from megatrain.models.carried import Images
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -305,8 +308,15 @@ class Adapters:
         return tuple(place.path for place in self._places)
 
 
-def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Adapters:
+def add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images = "off") -> Adapters:
     """Put LoRA layers into a skeleton; its own weights are frozen, but those of ``modules_to_save``.
+
+    Of a model that reads images its language model gets them. An adapter's folder says itself which modules do.
+
+    Args:
+        model: the skeleton.
+        spec: of the adapters.
+        images: what becomes of what reads images; where it is trained, as modules that are saved whole.
 
     Raises:
         AdapterError: nothing matches, a module takes no adapters, or what was asked for is not supported.
@@ -314,6 +324,12 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Adapters:
     peft = _peft()
     config = spec.peft_config()
     _check_supported(config, model)
+    carried = carried_modules(model)
+    beyond_text = list(carried.paths) if carried is not None else modules_beyond_text(model) if images != "off" else []
+    if beyond_text and (spec.folder is None or carried is not None):
+        config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
+    if images == "trained" and spec.folder is None:
+        config.modules_to_save = [*(config.modules_to_save or ()), *modules_beyond_text(model, sounds=False)]
     saved_modules = list(config.modules_to_save or ())
     config.modules_to_save = None  # done below, without a second copy of the module
     where = f"lora.adapter_name_or_path ({spec.folder})" if spec.folder else "lora.target_modules"
@@ -343,7 +359,24 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> Adapters:
             if not name.startswith("base_layer."):
                 parameter.data = parameter.data.to(model.dtype)
     _train_whole(model, saved_modules, adapters)
-    return Adapters(model, config)
+    adapters = Adapters(model, config)
+    trained = tuple(f"{path}." for path in beyond_text)
+    if images == "trained" and not any(name.startswith(trained) for name in adapters.names):
+        raise AdapterError(
+            f'{where} has no weights of what reads images, and model.images = "trained" is to train them on. Write '
+            'model.images = "frozen"'
+        )
+    return adapters
+
+
+def _also_without(excluded: Any, paths: Sequence[str]) -> str:
+    """Return peft's ``exclude_modules`` with some modules, and all inside of them, besides."""
+    patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
+    if isinstance(excluded, str):
+        patterns.append(f"({excluded})")
+    elif excluded:
+        patterns.append(rf"(.*\.)?({'|'.join(map(re.escape, sorted(excluded)))})")
+    return "|".join(patterns)
 
 
 def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:

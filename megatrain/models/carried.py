@@ -32,6 +32,7 @@ __all__ = [
     "Images",
     "carried_modules",
     "freeze_beyond_text",
+    "modules_beyond_text",
     "reads_more_than_text",
     "text_modules",
 ]
@@ -188,6 +189,23 @@ def freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
 def text_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return all modules of a model's language model, with the embedding and the head."""
     return [module for part in _language_model(model) for module in part.modules()]
+
+
+def modules_beyond_text(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
+    """Return paths of the outermost modules with weights that are no part of a model's language model.
+
+    Args:
+        sounds: those that read sounds, too.
+    """
+    inside = {id(module) for module in text_modules(model)}
+    left_out = set() if sounds else {id(m) for sound in _sound_modules(model) for m in sound.modules()}
+    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        is_outermost = id(module) not in above and not any(path.startswith(f"{other}.") for other in paths)
+        if is_outermost and id(module) not in left_out and next(module.parameters(), None) is not None:
+            paths.append(path)
+    return paths
 
 
 def _sound_modules(model: PreTrainedModel) -> Iterator[nn.Module]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from megatrain.models.quantized import METHODS, Decoder, QuantizationError, find_decoders, method_of
+from megatrain.models.quantized import METHODS, Decoder, QuantizationError, decode, find_decoders, method_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -277,7 +277,7 @@ class Tensors:
             return
         if record.decoder is not None:
             first = (record.offset + skip_nbytes) // record.dtype.itemsize
-            destination.view(-1).copy_(record.decoder.decode(first, destination.numel(), self.read_stored))
+            destination.view(-1).copy_(decode(record.decoder, first, destination.numel(), self.read_stored))
             return
         memory = tensor_bytes(destination)
         start, done = record.offset + skip_nbytes, 0

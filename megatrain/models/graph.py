@@ -56,6 +56,7 @@ class ModelSpec:
         mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
         lora: adapters that are trained in place of the model; None: there are none.
         images: whether rows may have images, and what reads them is trained.
+        is_trained: False: it is only run, with all of it frozen.
     """
 
     folder: str
@@ -70,6 +71,7 @@ class ModelSpec:
     hub: HubModel | None = None
     lora: LoraSpec | None = None
     images: Images = "off"
+    is_trained: bool = True
 
     @property
     def name(self) -> str:
@@ -86,6 +88,7 @@ class ModelSpec:
             text_only=self.from_scratch,
             lora=self.lora,
             images=self.images,
+            is_trained=self.is_trained,
         )
 
 
@@ -269,6 +272,7 @@ def build_graph(
     text_only: bool = False,
     lora: LoraSpec | None = None,
     images: Images = "off",
+    is_trained: bool = True,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -281,13 +285,16 @@ def build_graph(
         text_only: Take the causal language model where the folder is of a class that reads images as well.
         lora: Adapters to train; the model's own weights are frozen then.
         images: As in `build_skeleton`.
+        is_trained: False: all of it is frozen.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights.
         FreezeError: a pattern matches nothing, or everything is frozen.
         AdapterError: the model has no place for such adapters.
     """
-    config = resolve_config(config_or_folder, trust_remote_code=trust_remote_code, takes_quantized=lora is not None)
+    config = resolve_config(
+        config_or_folder, trust_remote_code=trust_remote_code, takes_quantized=lora is not None or not is_trained
+    )
     model = build_skeleton(
         resolve_config(config, trust_remote_code=trust_remote_code),
         attn_implementation=attn_implementation,
@@ -296,8 +303,17 @@ def build_graph(
         text_only=text_only,
         images=images,
     )
-    adapters = None if lora is None else add_adapters(model, lora)
-    return graph_of(model, config, freeze=freeze, dtype=dtype, adapters=adapters, reads_images=images != "off")
+    adapters = None if lora is None else add_adapters(model, lora, images)
+    if not is_trained:
+        model.requires_grad_(False)
+    return graph_of(
+        model,
+        config,
+        freeze=freeze if is_trained else None,
+        dtype=dtype,
+        adapters=adapters,
+        reads_images=images != "off",
+    )
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -317,16 +333,17 @@ def graph_of(
     model: PreTrainedModel,
     config: PretrainedConfig,
     *,
-    freeze: Sequence[str],
+    freeze: Sequence[str] | None,
     dtype: torch.dtype,
     adapters: Adapters | None = None,
     reads_images: bool = False,
 ) -> ModelGraph:
-    """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`."""
+    """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`, None: as it is."""
     names = _names_by_parameter(model)
     if adapters is not None:
         names = [(parameter, [adapters.plain_name(name) for name in aliases]) for parameter, aliases in names]
-    _freeze(model, names, freeze)
+    if freeze is not None:
+        _freeze(model, names, freeze)
     owner = {id(parameter): aliases[0] for parameter, aliases in names}
     units: list[Unit] = []
     layouts: dict[str, UnitLayout] = {}

@@ -4,13 +4,15 @@ A block of frozen weights is put together from ranges of the folder's safetensor
 read past the kernel's cache into a small buffer, brought into the dtype that layers compute in, and laid where the
 unit's layout has it. The bits are those of a copy at home elsewhere. Nothing is written to the folder; a file that
 changes under the run ends it.
+
+Of a quantized folder a block has the packed bytes as they are (``packed.py``), wherever it is at home.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatrain.models.folder import ModelFolder, ModelFolderError, TensorRecord, tensor_bytes
+from megatrain.models.folder import ModelFolderError, TensorRecord, tensor_bytes
 from megatrain.models.layout import UnitLayout
+from megatrain.models.packed import Packing, cut, pack
 from megatrain.precision import high_half
 from tiered.errors import TransferError
 from tiered.ext import ReadPart, drop_cached, open_direct, read_all
@@ -29,98 +32,129 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 if TYPE_CHECKING:
     from megatrain.models.load import WeightLoader
 
-__all__ = ["NUM_READERS", "FileRange", "FolderSource", "buffer_bytes", "layouts_in_place"]
+__all__ = ["NUM_READERS", "FolderSource", "FrozenBlock", "buffer_bytes", "frozen_blocks"]
 
 #: Parts of blocks that are read at once.
 NUM_READERS = 4
 _PIECE_BYTES = 1 * MiB
-_DECODING = 20  # bytes for each number: an index, what it stands for, its scale
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Some rows of a tensor in a file, and the same rows in a block: elements at `offset` with `stride`."""
+    """Some rows of a tensor in a file, and the same rows in a block: elements at `offset` with `stride`.
+
+    Attributes:
+        record: the tensor; uint8 for packed bytes, which are laid into the block as they are, `offset` counting bytes.
+        is_finite: tells of packed bytes whether they make finite numbers.
+    """
 
     record: TensorRecord
     skip_nbytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_finite: Callable[[Tensor], bool] | None = None
 
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
 
-def layouts_in_place(loader: WeightLoader, layouts: Iterable[UnitLayout]) -> dict[str, tuple[FileRange, ...]]:
-    """Return the frozen layouts that can be read from the folder range by range, with their ranges.
+@dataclass(frozen=True, slots=True)
+class FrozenBlock:
+    """What a block of frozen weights is read from.
+
+    Attributes:
+        layout: of the weights.
+        ranges: of the files that fill it; empty where nobody has looked into the folder.
+        gaps: bytes that no range fills, and that are zeroed.
+        nbytes: of the block.
+        packing: makes the weights from the block, which holds packed bytes; None: it holds the weights.
+    """
+
+    layout: UnitLayout
+    ranges: tuple[FileRange, ...]
+    gaps: tuple[range, ...]
+    nbytes: int
+    packing: Packing | None = None
+
+
+def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: torch.dtype) -> dict[str, FrozenBlock]:
+    """Return the frozen layouts whose blocks can be read from the folder range by range, by name.
 
     Left out are those with a weight that the files have in another form than the model, or do not have.
+
+    Args:
+        loader: of the folder.
+        layouts: of the model.
+        dtype: that layers compute in.
     """
     found = {}
     for layout in layouts:
-        ranges = None if layout.trainable else _ranges(loader, layout)
-        if ranges is not None:
-            found[layout.name] = ranges
+        block = None if layout.trainable else _frozen_block(loader, layout, dtype)
+        if block is not None:
+            found[layout.name] = block
     return found
 
 
-def _ranges(loader: WeightLoader, layout: UnitLayout) -> tuple[FileRange, ...] | None:
-    on_meta = torch.empty(layout.num_elements, device="meta")
-    found: list[FileRange] = []
-    for entry in layout.entries:
-        regions = loader.regions(entry.name)
-        if regions is None:
-            return None
-        for region in regions:
-            record = loader.origin.folder.records[region.source]
-            is_row_of_file = region.source_strides == torch.empty(region.shape, device="meta").stride()
-            if not record.dtype.is_floating_point or not is_row_of_file:
-                return None
-            place = torch.as_strided(on_meta, region.shape, region.target_strides, entry.offset + region.target_start)
-            if record.decoder is not None and record.decoder.is_transposed:
-                if region.num_elements != record.numel:
-                    return None
-                place = place.transpose(-1, -2)
-            offset = record.offset + region.source_start * record.dtype.itemsize
-            nbytes = region.num_elements * record.dtype.itemsize
-            found += _cut(replace(record, shape=tuple(place.shape), offset=offset, nbytes=nbytes), place)
-    return tuple(found)
+def unread_block(layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock:
+    """Return the block of a folder whose weights are not there to be looked at, for a plan."""
+    return FrozenBlock(layout, (), (), layout.num_elements * dtype.itemsize)
 
 
-def _cut(record: TensorRecord, place: Tensor) -> Iterator[FileRange]:
+def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock | None:
+    folder = loader.origin.folder
+    packing = pack(layout, loader.regions, folder, dtype)
+    if packing is None:
+        return None
+    ranges: list[FileRange] = []
+    if not packing.weights:
+        for plain in packing.plain:
+            record, place = plain.source, plain.target.view()
+            ranges += _ranges(record, place)
+        return FrozenBlock(layout, tuple(ranges), _gaps_of(layout, dtype), layout.num_elements * dtype.itemsize)
+    for plain in packing.plain:
+        start = plain.offset // dtype.itemsize
+        ranges += _ranges(plain.source, torch.empty(start + plain.source.numel, device="meta")[start:])
+    for name, (offset, decoder) in packing.raw.items():
+        stored = folder.stored[name]
+        record = replace(stored, dtype=torch.uint8, shape=(stored.nbytes,))
+        place = torch.empty(offset + stored.nbytes, dtype=torch.uint8, device="meta")[offset:]
+        check = partial(decoder.is_finite, name)
+        ranges += (replace(each, is_finite=check) for each in _ranges(record, place))
+    return FrozenBlock(layout, tuple(ranges), packing.gaps, packing.nbytes, packing)
+
+
+def _ranges(record: TensorRecord, place: Tensor) -> Iterator[FileRange]:
     """Cut a tensor into ranges of whole rows, of about ``_PIECE_BYTES`` each."""
-    if record.numel == 0:
-        return
-    if place.dim() == 0 or place.is_contiguous():
-        place = place.reshape(-1)
-    row_nbytes = record.nbytes // place.shape[0]
-    if row_nbytes > _PIECE_BYTES and place.dim() > 1:
-        for number, row in enumerate(place):
-            offset = record.offset + number * row_nbytes
-            yield from _cut(replace(record, shape=tuple(row.shape), offset=offset, nbytes=row_nbytes), row)
-        return
-    step = max(1, _PIECE_BYTES // row_nbytes)
-    for first in range(0, place.shape[0], step):
-        rows = place[first : first + step]
-        yield FileRange(record, first * row_nbytes, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
+    for first, rows in cut(place, _PIECE_BYTES // record.dtype.itemsize):
+        skip = first * record.dtype.itemsize
+        yield FileRange(record, skip, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
 
 
-def buffer_bytes(ranges: Iterable[Sequence[FileRange]], dtype: torch.dtype) -> int:
+def _gaps_of(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
+    ends = [*(entry.offset for entry in layout.entries[1:]), layout.num_elements]
+    size = dtype.itemsize
+    gaps = (
+        range((entry.offset + entry.numel) * size, end * size) for entry, end in zip(layout.entries, ends, strict=True)
+    )
+    return tuple(gap for gap in gaps if gap)
+
+
+def buffer_bytes(blocks: Iterable[FrozenBlock], dtype: torch.dtype) -> int:
     """Return the RAM that the readers take beside the blocks: each a buffer, and its piece in other dtypes."""
-    ranges = list(ranges)
-    most = 3 * _PIECE_BYTES if any(not several for several in ranges) else 0  # of a folder that nobody has looked into
-    for each in (one for several in ranges for one in several):
-        is_rounded = dtype == torch.bfloat16 and each.record.dtype != dtype
+    blocks = list(blocks)
+    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # nobody has looked into the folder
+    for each in (one for block in blocks for one in block.ranges):
+        is_rounded = dtype == torch.bfloat16 and each.record.dtype not in (dtype, torch.uint8)
         converted = each.numel * (torch.float32.itemsize + dtype.itemsize) if is_rounded else 0
-        most = max(most, _window(each)[1] + PAGE_BYTES + converted)
+        checked = 6 * each.numel if each.is_finite is not None else 0  # four-byte numbers, their size, and comparisons
+        most = max(most, _window(each)[1] + PAGE_BYTES + converted + checked)
     return round_up(NUM_READERS * most, PAGE_BYTES)
 
 
 def _window(each: FileRange) -> tuple[int, int]:
-    """Return (start, bytes) of the whole pages of the file around a range; for a quantized one what decoding takes."""
-    if each.record.decoder is not None:
-        return 0, _DECODING * each.numel
+    """Return (start, bytes) of the whole pages of the file around a range."""
     start = each.record.offset + each.skip_nbytes
     first = start // PAGE_BYTES * PAGE_BYTES
     return first, round_up(start + each.numel * each.record.dtype.itemsize - first, PAGE_BYTES)
@@ -130,81 +164,54 @@ class FolderSource:
     """A ``BlockSource`` of frozen weights. Thread-safe.
 
     Args:
-        folder: of the model.
-        blocks: key of a block -> its layout.
-        ranges: by name of a layout.
-        dtype: of the blocks.
+        blocks: by key.
+        dtype: of weights that are not packed.
 
     Raises:
         ModelFolderError: a file is gone.
     """
 
-    def __init__(
-        self,
-        folder: ModelFolder,
-        blocks: Mapping[str, UnitLayout],
-        ranges: Mapping[str, Sequence[FileRange]],
-        dtype: torch.dtype,
-    ) -> None:
-        self._folder = folder
-        self._blocks, self._ranges, self._dtype = blocks, ranges, dtype
-        self.block_bytes = {key: layout.num_elements * dtype.itemsize for key, layout in blocks.items()}
+    def __init__(self, blocks: Mapping[str, FrozenBlock], dtype: torch.dtype) -> None:
+        self._blocks, self._dtype = blocks, dtype
+        self.block_bytes = {key: block.nbytes for key, block in blocks.items()}
         self._identity: dict[Path, tuple[int, ...]] = {}
-        for layout in blocks.values():
-            for each in ranges[layout.name]:
-                decoder = each.record.decoder
-                for name in (each.record.name,) if decoder is None else decoder.parts:
-                    self._identify(folder.stored[name].file)
-        self._buffers = threading.local()
-        self._is_direct = True
-        self._checked: set[tuple[str, int]] = set()
-
-    def _identify(self, path: Path) -> None:
-        if path not in self._identity:
+        for path in {each.record.file for block in blocks.values() for each in block.ranges}:
             try:
                 self._identity[path] = _identity(os.stat(path))
             except OSError as error:
                 raise ModelFolderError(path, f"cannot be read: {error.strerror}. Bring it back") from error
+        self._buffers = threading.local()
+        self._is_direct = True
+        self._checked: set[tuple[str, int]] = set()
 
     def parts(self, key: str) -> Sequence[ReadPart]:
         """Return what reads a block; see ``BlockSource``."""
-        layout = self._blocks[key]
-        reads = [partial(self._read, key, number, each) for number, each in enumerate(self._ranges[layout.name])]
-        return [partial(self._zero_padding, layout), *reads]
+        block = self._blocks[key]
+        reads = [partial(self._read, key, number, each) for number, each in enumerate(block.ranges)]
+        return [partial(self._zero, block.gaps), *reads]
 
-    def _zero_padding(self, layout: UnitLayout, into: Tensor) -> None:
-        flat = into.view(self._dtype)
-        ends = [*(entry.offset for entry in layout.entries[1:]), layout.num_elements]
-        for entry, end in zip(layout.entries, ends, strict=True):
-            flat[entry.offset + entry.numel : end].zero_()
+    @staticmethod
+    def _zero(gaps: Sequence[range], into: Tensor) -> None:
+        for gap in gaps:
+            into[gap.start : gap.stop].zero_()
 
     def _read(self, key: str, number: int, each: FileRange, into: Tensor) -> None:
-        piece = self._bytes(each).view(each.record.dtype) if each.record.decoder is None else self._decoded(each)
-        place = torch.as_strided(into.view(self._dtype), each.shape, each.stride, each.offset)
-        if piece.dtype != self._dtype and self._dtype == torch.bfloat16:
+        dtype = torch.uint8 if each.record.dtype == torch.uint8 else self._dtype
+        piece = self._bytes(each).view(each.record.dtype)
+        place = torch.as_strided(into.view(dtype), each.shape, each.stride, each.offset)
+        if piece.dtype != dtype and dtype == torch.bfloat16:
             rounded = torch.empty(piece.numel(), dtype=torch.bfloat16)
             high_half(piece.float(), rounded)
             piece = rounded
         place.copy_(piece.view(each.shape))
         if (key, number) not in self._checked:  # once: the files stay as they are
-            low, high = torch.aminmax(place)
-            if not (torch.isfinite(low) and torch.isfinite(high)):
+            if not (_is_finite(place) if each.is_finite is None else each.is_finite(place)):
                 raise TransferError(
                     f"tensor {each.record.name} holds infinite values or NaN. Take an undamaged model",
                     tier="folder",
                     path=str(each.record.file),
                 )
             self._checked.add((key, number))
-
-    def _decoded(self, each: FileRange) -> Tensor:
-        decoder = each.record.decoder
-        assert decoder is not None
-        first = (each.record.offset + each.skip_nbytes) // each.record.dtype.itemsize
-        return decoder.decode(first, each.numel, self._stored)
-
-    def _stored(self, name: str, first: int, nbytes: int) -> Tensor:
-        part = FileRange(self._folder.stored[name], first, (nbytes,), (1,), 0)
-        return self._bytes(replace(part, record=replace(part.record, dtype=torch.uint8))).clone()
 
     def _bytes(self, each: FileRange) -> Tensor:
         """Read a range past the kernel's cache; valid until the thread reads its next one."""
@@ -251,3 +258,8 @@ class FolderSource:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _is_finite(place: Tensor) -> bool:
+    low, high = torch.aminmax(place)
+    return bool(torch.isfinite(low) and torch.isfinite(high))

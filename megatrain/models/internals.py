@@ -59,6 +59,7 @@ TRAINER_INTERNALS = {
 #: Used where rows have images alone.
 IMAGE_INTERNALS = {
     "transformers.image_utils:load_image": "images in their orientation",
+    "transformers.models.auto.processing_auto:processor_class_from_name": "processors without torchvision",
     "transformers.modeling_utils:PreTrainedModel.get_encoder": "to tell what reads images from what reads sounds",
     "transformers.processing_utils:ProcessorMixin._get_arguments_from_pretrained": "processors of images alone",
     "transformers.processing_utils:ProcessorMixin.check_argument_for_proper_class": "processors of images alone",

@@ -8,21 +8,24 @@ Three public formats, whose tensors are found by name:
 - nf4 of bitsandbytes: ``W`` bytes, two numbers of a table in each, the high half first, with ``W.absmax`` per block of
   the flattened weight, itself perhaps in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON.
 
-Numbers are made on the host, as bytes come from the folder.
+Bytes become numbers by torch operations that give the same bits on every device: on the host for loading and export, on
+the compute device for blocks that hold the packed bytes (``packed.py``).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["METHODS", "Decoder", "QuantizationError", "find_decoders", "method_of"]
+__all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "method_of"]
 
 #: ``quant_method`` of a config -> what it is called here.
 METHODS = {"fp8": "fp8 with scales of blocks", "mxfp4": "mxfp4", "bitsandbytes": "nf4"}
@@ -30,6 +33,10 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _MX_BLOCK = 32
 _EXPONENT_BIAS = 127
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
+#: Of what is finite in bf16 too; the largest scale of mxfp4 whose numbers are; of tables and scales of nf4, whose
+#: products then are.
+_LARGEST, _LARGEST_SCALE, _LARGEST_NF4 = 3.38e38, 252, 1e18
+_SMALLEST_SCALE_BITS = 0x0040_0000  # 2 ** -127, below the normal numbers
 
 #: Returns some bytes of a tensor in the files: ``read(name, first byte, number of bytes)``, a fresh 1-D uint8 tensor.
 ReadBytes = Callable[[str, int, int], Tensor]
@@ -44,6 +51,7 @@ class Decoder(Protocol):
 
     Attributes:
         parts: names of the tensors in the files that it is made of.
+        packed: those of them that its numbers are computed from; the rest was read when the decoder was made.
         shape: of the numbers as they are decoded, in rows.
         is_transposed: the model has the last two dimensions the other way round.
     """
@@ -52,13 +60,38 @@ class Decoder(Protocol):
     def parts(self) -> tuple[str, ...]: ...
 
     @property
+    def packed(self) -> tuple[str, ...]: ...
+
+    @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def is_transposed(self) -> bool: ...
 
-    def decode(self, first: int, count: int, read: ReadBytes) -> Tensor:
-        """Return ``count`` numbers of the flattened weight from ``first`` on, fp32."""
+    def spans(self, first: int, count: int) -> tuple[range, ...]:
+        """Return which bytes of each of ``packed`` the numbers from ``first`` on are computed from."""
+
+    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
+        """Return ``count`` numbers of the flattened weight from ``first`` on, fp32, where the bytes are.
+
+        Args:
+            first: of the numbers.
+            count: of the numbers.
+            packed: the bytes of ``spans``: 1-D uint8, of any device, each on a multiple of four bytes. Nothing waits
+                for them.
+        """
+
+    def is_finite(self, name: str, packed: Tensor) -> bool:
+        """Return whether some bytes of one of ``packed``, in host memory, make finite numbers.
+
+        They begin and end at multiples of four bytes, or where the tensor does.
+        """
+
+
+def decode(decoder: Decoder, first: int, count: int, read: ReadBytes) -> Tensor:
+    """Return ``count`` numbers of a flattened weight from ``first`` on, fp32."""
+    spans = zip(decoder.packed, decoder.spans(first, count), strict=True)
+    return decoder.numbers(first, count, [read(name, span.start, len(span)) for name, span in spans])
 
 
 def method_of(table: object) -> str:
@@ -105,19 +138,37 @@ class _Fp8:
     block: tuple[int, int]
     is_transposed: bool = False
 
-    def decode(self, first: int, count: int, read: ReadBytes) -> Tensor:
-        _, columns = self.shape
-        start, stop = first // columns, -(-(first + count) // columns)
-        name, scale_name = self.parts
-        numbers = read(name, start * columns, (stop - start) * columns).view(self.dtype).float().view(-1, columns)
+    @property
+    def packed(self) -> tuple[str, ...]:
+        return self.parts
+
+    def _rows(self, first: int, count: int) -> range:
+        columns = self.shape[1]
+        return range(first // columns, -(-(first + count) // columns))
+
+    def spans(self, first: int, count: int) -> tuple[range, ...]:
+        columns, rows = self.shape[1], self._rows(first, count)
         across = -(-columns // self.block[1])
-        first_block, last_block = start // self.block[0], (stop - 1) // self.block[0]
-        num_blocks = last_block - first_block + 1
-        scales = read(scale_name, 4 * first_block * across, 4 * num_blocks * across).view(torch.float32)
-        of_row = torch.arange(start, stop) // self.block[0] - first_block
-        of_column = torch.arange(columns) // self.block[1]
-        numbers *= scales.view(num_blocks, across)[of_row][:, of_column]
-        return numbers.view(-1)[first - start * columns :][:count]
+        first_block, end_block = rows.start // self.block[0], -(-rows.stop // self.block[0])
+        scales = range(4 * first_block * across, 4 * end_block * across)
+        return range(rows.start * columns, rows.stop * columns), scales
+
+    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
+        columns, rows = self.shape[1], self._rows(first, count)
+        numbers = packed[0].view(self.dtype).float().view(-1, columns)
+        scales = packed[1].view(torch.float32).view(-1, -(-columns // self.block[1]))
+        device = scales.device
+        of_row = torch.arange(rows.start, rows.stop, device=device) // self.block[0] - rows.start // self.block[0]
+        of_column = torch.arange(columns, device=device) // self.block[1]
+        numbers *= scales[of_row].index_select(1, of_column)
+        return numbers.view(-1)[first - rows.start * columns :][:count]
+
+    def is_finite(self, name: str, packed: Tensor) -> bool:
+        if name == self.parts[1]:
+            # Also times the largest number that there is: none of them has to be computed to know it.
+            return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _LARGEST).all())
+        magnitude = packed & 0x7F
+        return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
 
 
 def _find_fp8(shapes: Mapping[str, tuple[tuple[int, ...], str]], table: Mapping[str, Any]) -> dict[str, Decoder]:
@@ -146,18 +197,40 @@ class _Mxfp4:
     shape: tuple[int, ...]
     is_transposed: bool = True
 
-    def decode(self, first: int, count: int, read: ReadBytes) -> Tensor:
+    @property
+    def packed(self) -> tuple[str, ...]:
+        return self.parts
+
+    def spans(self, first: int, count: int) -> tuple[range, ...]:
         start, stop = first // _MX_BLOCK, -(-(first + count) // _MX_BLOCK)
-        blocks = read(self.parts[0], start * _MX_BLOCK // 2, (stop - start) * _MX_BLOCK // 2)
-        exponents = read(self.parts[1], start, stop - start).to(torch.int32) - _EXPONENT_BIAS
-        numbers = _halves(blocks, torch.tensor(_E2M1), high_first=False).view(-1, _MX_BLOCK)
-        return torch.ldexp(numbers, exponents[:, None]).view(-1)[first - start * _MX_BLOCK :][:count]
+        return range(start * _MX_BLOCK // 2, stop * _MX_BLOCK // 2), range(start, stop)
+
+    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
+        numbers = _halves(packed[0], _e2m1_pairs(packed[0].device)).view(-1, _MX_BLOCK)
+        # The bits of 2 ** (scale - 127); as a product of fp32, for powers differ between devices in the last bit.
+        exponents = packed[1].to(torch.int32)
+        scales = torch.where(exponents == 0, _SMALLEST_SCALE_BITS, exponents << 23).view(torch.float32)
+        numbers *= scales[:, None]
+        return numbers.view(-1)[first % _MX_BLOCK :][:count]
+
+    def is_finite(self, name: str, packed: Tensor) -> bool:
+        return name == self.parts[0] or not bool((packed > _LARGEST_SCALE).any())
 
 
-def _halves(packed: Tensor, table: Tensor, *, high_first: bool) -> Tensor:
-    """Return two numbers of a table for each byte."""
-    low, high = (packed & 0xF).long(), (packed >> 4).long()
-    return table[torch.stack([high, low] if high_first else [low, high], dim=-1)].view(-1)
+@functools.cache
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    return _pairs(torch.tensor(_E2M1), high_first=False).to(device)
+
+
+def _pairs(table: Tensor, *, high_first: bool) -> Tensor:
+    """Return the two numbers of a table [16] that each byte stands for: [256, 2]."""
+    low, high = table.repeat(16), table.repeat_interleave(16)
+    return torch.stack([high, low] if high_first else [low, high], dim=-1)
+
+
+def _halves(packed: Tensor, pairs: Tensor) -> Tensor:
+    """Return two numbers for each byte."""
+    return pairs.index_select(0, packed.to(torch.int32)).view(-1)
 
 
 def _find_mxfp4(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Decoder]:
@@ -177,49 +250,90 @@ def _find_mxfp4(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
 
 
 @dataclass(frozen=True)
+class _Nested:
+    """Scales of blocks that are themselves in 8 bits: ``table[code] * coarse + offset``."""
+
+    block: int
+    offset: float
+
+
+@dataclass(frozen=True)
 class _Nf4:
     parts: tuple[str, ...]
+    packed: tuple[str, ...]  # numbers, scales, table; and the scales' own scales and table
     shape: tuple[int, ...]
-    table: Tensor
-    absmax: Tensor
     block: int
+    nested: _Nested | None
     is_transposed: bool = False
 
-    def decode(self, first: int, count: int, read: ReadBytes) -> Tensor:
-        start, stop = first // self.block, -(-(first + count) // self.block)
-        total = math.prod(self.shape)
-        end = min(stop * self.block, total)
-        packed = read(self.parts[0], start * self.block // 2, -(-(end - start * self.block) // 2))
-        numbers = _halves(packed, self.table, high_first=True)[: end - start * self.block]
-        numbers = numbers * self.absmax[start:stop].repeat_interleave(self.block)[: numbers.numel()]
-        return numbers[first - start * self.block :][:count]
+    def _blocks(self, first: int, count: int) -> range:
+        return range(first // self.block, -(-(first + count) // self.block))
+
+    def spans(self, first: int, count: int) -> tuple[range, ...]:
+        blocks = self._blocks(first, count)
+        end = min(blocks.stop * self.block, math.prod(self.shape))
+        numbers, table = range(blocks.start * self.block // 2, -(-end // 2)), range(64)
+        if self.nested is None:
+            return numbers, range(4 * blocks.start, 4 * blocks.stop), table
+        size = self.nested.block
+        coarse = range(4 * (blocks.start // size), 4 * -(-blocks.stop // size))
+        return numbers, range(blocks.start, blocks.stop), table, coarse, range(4 * 256)
+
+    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
+        blocks = self._blocks(first, count)
+        numbers = _halves(packed[0], _pairs(packed[2].view(torch.float32), high_first=True))
+        numbers = functional.pad(numbers, (0, len(blocks) * self.block - numbers.numel()))
+        numbers.view(-1, self.block).mul_(self._scales(blocks, packed)[:, None])
+        return numbers[first - blocks.start * self.block :][:count]
+
+    def _scales(self, blocks: range, packed: Sequence[Tensor]) -> Tensor:
+        if self.nested is None:
+            return packed[1].view(torch.float32)
+        table, coarse = packed[4].view(torch.float32), packed[3].view(torch.float32)
+        size = self.nested.block
+        of_block = torch.arange(blocks.start, blocks.stop, device=coarse.device) // size - blocks.start // size
+        scales = table.index_select(0, packed[1].to(torch.int32)) * coarse.index_select(0, of_block)
+        return scales + self.nested.offset
+
+    def is_finite(self, name: str, packed: Tensor) -> bool:
+        if name == self.packed[0] or (self.nested is not None and name == self.packed[1]):
+            return True
+        return bool((packed.view(torch.float32).abs() <= _LARGEST_NF4).all())
 
 
 def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes) -> dict[str, Decoder]:
-    def tensor(name: str, dtype: torch.dtype) -> Tensor:
+    def check(name: str, count: int, dtype: str) -> None:
         if name not in shapes:
             raise QuantizationError(f"{name} is missing")
-        return read(name, 0, math.prod(shapes[name][0]) * dtype.itemsize).view(dtype)
+        shape, found = shapes[name]
+        if math.prod(shape) != count or found != dtype:
+            raise QuantizationError(f"{name} is {found} {list(shape)}, not {dtype} [{count}]")
 
     found: dict[str, Decoder] = {}
-    extra: tuple[str, ...]
     for state_name in [name for name in shapes if ".quant_state." in name]:
         if not state_name.endswith(_NF4_STATE):
             raise QuantizationError(f"{state_name} is of another format than nf4")
         name = state_name.removesuffix(_NF4_STATE)
-        state = json.loads(bytes(tensor(state_name, torch.uint8).tolist()))
-        table = tensor(f"{name}.quant_map", torch.float32)
+        state = json.loads(bytes(read(state_name, 0, math.prod(shapes[state_name][0])).tolist()))
+        shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
+        if block < 2 or block % 2:
+            raise QuantizationError(f"{state_name} has blocks of {block} numbers")
+        num_blocks = -(-math.prod(shape) // block)
+        packed: tuple[str, ...] = (name, f"{name}.absmax", f"{name}.quant_map")
+        check(name, -(-math.prod(shape) // 2), "U8")
+        check(packed[2], 16, "F32")
+        nested = None
         if f"{name}.nested_absmax" in shapes:
-            nested = tensor(f"{name}.nested_quant_map", torch.float32)
-            coarse = tensor(f"{name}.nested_absmax", torch.float32)
-            fine = nested[tensor(f"{name}.absmax", torch.uint8).long()]
-            size = int(state["nested_blocksize"])
-            absmax = fine * coarse.repeat_interleave(size)[: fine.numel()] + float(state["nested_offset"])
-            extra = (f"{name}.nested_absmax", f"{name}.nested_quant_map")
+            packed = (*packed, f"{name}.nested_absmax", f"{name}.nested_quant_map")
+            nested = _Nested(int(state["nested_blocksize"]), float(state["nested_offset"]))
+            if not math.isfinite(nested.offset):
+                raise QuantizationError(f"{state_name} has an offset of {nested.offset}")
+            check(packed[1], num_blocks, "U8")
+            check(packed[3], -(-num_blocks // max(1, nested.block)), "F32")
+            check(packed[4], 256, "F32")
         else:
-            absmax, extra = tensor(f"{name}.absmax", torch.float32), ()
-        parts = (name, f"{name}.absmax", f"{name}.quant_map", state_name, *extra)
-        found[name] = _Nf4(parts, tuple(state["shape"]), table, absmax, int(state["blocksize"]))
+            check(packed[1], num_blocks, "F32")
+        found[name] = _Nf4((*packed, state_name), packed, shape, block, nested)
     left = [name for name in shapes if name.endswith((".SCB", ".weight_format"))]
     if left:
         raise QuantizationError(f"{left[0]} is of LLM.int8, which is not read here")

@@ -111,8 +111,8 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     masters = [block for block in durable if block.kind == "weights" or block.key.endswith("/low")]
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
     weights = [block for block in durable if block.kind == "weights"]
-    in_place = sum(block.num_elements for block in weights if homes[block.key] == FOLDER)
-    loaded = 1 - in_place / max(1, sum(block.num_elements for block in weights))  # the rest is read when it is used
+    in_place = sum(block.nbytes for block in weights if homes[block.key] == FOLDER)
+    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read when it is used
     folder_bytes = 0 if run.model.from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
     is_adapter = plan.graph.adapters is not None and not run.export.merge
@@ -188,7 +188,7 @@ def tick_flops(plan: Plan) -> list[float]:
         elif tick.phase in ("forward", "head", "backward"):
             again = 0 if tick.visit in kept else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
-            flops = factor * sum(blocks[key].num_elements for key, _ in tick.uses if blocks[key].kind == "weights")
+            flops = factor * sum(blocks[key].num_numbers for key, _ in tick.uses if blocks[key].kind == "weights")
         # Where micro-batches run one after the other, each has its own ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)

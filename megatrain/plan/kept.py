@@ -134,8 +134,18 @@ class GraphKeeper:
         return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
 
     def candidates(self) -> list[int]:
-        """Return the visits that are run again unless their graphs are kept."""
-        return [n for n, visit in enumerate(self.trace.visits) if visit.has_backward and not visit.is_head]
+        """Return the visits that are run again unless their graphs are kept.
+
+        A graph has views of the weights, so not those whose weights are there for one visit only.
+        """
+        return [
+            number
+            for number, visit in enumerate(self.trace.visits)
+            if visit.has_backward and not visit.is_head and not self._unpacks(visit.unit)
+        ]
+
+    def _unpacks(self, unit: int) -> bool:
+        return any(name in self._program.packed for name in layouts_of_unit(self._graph, unit))
 
     def _last(self, num_layers: int) -> Iterator[int]:
         """Yield the visits of so many of the last layers, and of all that comes after the first of them."""

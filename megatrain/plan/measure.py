@@ -23,7 +23,7 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.machine import available_ram_bytes, load_profile
 from megatrain.plan.plan import MeasuredTicks
-from megatrain.plan.planner import step_workspace_bytes
+from megatrain.plan.planner import step_workspace_bytes, unpacking_bytes
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.run.timeline import Timeline
 from tiered import Belady, TieredStore
@@ -163,7 +163,7 @@ def _own_ring(block: BlockPlan) -> _Ring:
 
 def _filled(ring: _Ring) -> HostSlab:
     slab = HostSlab(ring.slot_bytes)
-    if ring.kind == "weights" and ring.slot_bytes:
+    if ring.kind == "weights" and ring.slot_bytes and ring.dtype.is_floating_point:  # packed bytes may stay zeros
         slab.tensor.view(ring.dtype).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT)
     return slab
 
@@ -222,7 +222,7 @@ def measure_ticks(
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
     workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.grad_dtype, plan.num_micro_batches)
-    workspace += plan.kept_bytes
+    workspace += plan.kept_bytes + unpacking_bytes(plan.graph, trace, plan.program, plan.device)
     blocks = plan.program.blocks
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()

@@ -23,15 +23,17 @@ from megatrain.engine.program import (
     saving_attention,
     state_key,
     stored_keys,
+    unpacked_bytes,
 )
 from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.models.folder import ModelFolderError
-from megatrain.models.in_place import buffer_bytes, layouts_in_place
+from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
 from megatrain.models.liger import check_liger_kernels
 from megatrain.models.load import open_loader
+from megatrain.models.packed import decoding_bytes
 from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
@@ -61,8 +63,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.models.graph import ModelGraph
-    from megatrain.models.in_place import FileRange
+    from megatrain.models.in_place import FrozenBlock
     from megatrain.models.layout import UnitLayout
+    from megatrain.models.packed import Packing
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
@@ -293,7 +296,8 @@ class _Subject:
         host_updates: why none are made there although there is a GPU tier, or "".
         compute_tier: where layers run.
         packing_warning: as in ``Plan``.
-        in_place: ranges of the frozen layouts that may stay in the model's folder, by name.
+        in_place: the frozen layouts that may stay in the model's folder, by name.
+        packed: the frozen layouts whose blocks are packed bytes, by name.
     """
 
     run: RunSpec
@@ -304,27 +308,33 @@ class _Subject:
     host_updates: str
     compute_tier: str
     packing_warning: str
-    in_place: Mapping[str, tuple[FileRange, ...]]
+    in_place: Mapping[str, FrozenBlock]
+    packed: Mapping[str, Packing]
 
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     """Build the model, trace a step of it, and make its optimizer."""
-    graph = _make_graph(run) if like is None else like.graph
-    packing, packing_warning = settle_packing(
-        run.model, graph, run.data.packing, is_default=run.data.has_default_packing
-    )
-    run = run.with_packing(packing)
+    graph = make_graph(run) if like is None else like.graph
+    run, packing_warning = settle_rows(run, graph)
+    packing = run.data.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     batch, device = run.batch, run.device
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
-    trace = _trace(run, graph, padded=padded) if like is None else like.trace
+    trace = trace_run(run, graph, padded=padded) if like is None else like.trace
     optimizer = make_optimizer(run.optimizer)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
+    in_place, packed = find_frozen(run, graph)
     return _Subject(
-        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, _find_in_place(run, graph)
+        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, packed
     )
+
+
+def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
+    """Return the run with the packing that suits its model, and why it is not the default, or ""."""
+    packing, warning = settle_packing(run.model, graph, run.data.packing, is_default=run.data.has_default_packing)
+    return run.with_packing(packing), warning
 
 
 def _place(
@@ -343,7 +353,9 @@ def _place(
     is_cuda = run.device.type == "cuda"
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
-        budgets = tier_budgets(run, step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together))
+        workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
+        budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
+        budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -413,7 +425,8 @@ def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: 
             return capacity
 
 
-def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
+def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
+    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given."""
     # As the run will be: which kernels there are to choose from, and what they take, depends on it.
     with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
         return trace_visits(
@@ -427,6 +440,7 @@ def _trace(run: RunSpec, graph: ModelGraph, *, padded: bool) -> VisitTrace:
             padded=padded,
             by_documents=run.model.compile_backend is None,
             example=_example(run),
+            top_k=top_k,
         )
 
 
@@ -440,7 +454,8 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
     return processor.example(run.batch.micro_batch_rows)
 
 
-def _make_graph(run: RunSpec) -> ModelGraph:
+def make_graph(run: RunSpec) -> ModelGraph:
+    """Return the model of a run, without weights."""
     graph = run.model.build(run.dtype)
     if run.model.use_liger_kernel:
         check_liger_kernels(graph.model, run.device)
@@ -449,17 +464,30 @@ def _make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
-def _find_in_place(run: RunSpec, graph: ModelGraph) -> Mapping[str, tuple[FileRange, ...]]:
-    """Return the frozen layouts that may stay in the model's folder, as far as the config lets them."""
+def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Packing]]:
+    """Return the frozen layouts that may stay in the model's folder, and those whose blocks are packed bytes."""
+    frozen = _frozen_blocks(run, graph)
+    packed = {name: block.packing for name, block in frozen.items() if block.packing is not None}
+    return frozen if FOLDER in run.placement.homes["in place"] else {}, packed
+
+
+def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
+    """Return the frozen layouts that can be read from the model's folder as they are, or packed."""
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
-    if run.model.from_scratch or not frozen or FOLDER not in run.placement.homes["in place"]:
+    if run.model.from_scratch or not frozen:
         return {}
     if not run.world.is_single:  # the folder has tensors, not shares of them
         return {}
     try:
-        return layouts_in_place(open_loader(run.model.folder, graph), frozen)
+        return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
     except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
-        return {layout.name: () for layout in frozen}
+        return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
+
+
+def unpacking_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, device: torch.device) -> int:
+    """Return what weights take in the compute tier that are unpacked there, and unpacking them."""
+    packings = list(program.packed.values())
+    return round_up(unpacked_bytes(graph, trace, program) + decoding_bytes(packings, device), PAGE_BYTES)
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
@@ -502,6 +530,7 @@ def _build_program(
         updates_beside_device=updates_beside_device,
         frozen_in_folder=not run.model.from_scratch,
         in_place=subject.in_place,
+        packed=subject.packed,
         passing_parts=passing_parts,
         shares=run.shares,
         lanes=run.lanes,
@@ -620,6 +649,20 @@ def _inside_nbytes(trace: VisitTrace) -> int:
     """Return what one visit takes at its fullest, those of the head left out."""
     trunk = (visit for visit in trace.visits if not visit.is_head)
     return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
+
+
+def teacher_bytes(run: RunSpec) -> int:
+    """Return what a step's rows of a teacher take, in distillation: words, their log-probabilities, and the rest."""
+    num_words = run.objective.teacher_k
+    return run.batch.num_tokens * (8 * num_words + 4) if run.objective.distillation is not None else 0
+
+
+def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
+    """Return the budgets with so much more workspace in RAM, and once more where layers run: it is copied there."""
+    found = dict(budgets)
+    for tier in dict.fromkeys(("ram", compute_tier)):
+        found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
+    return found
 
 
 def gradient_sums_bytes(
@@ -758,7 +801,7 @@ def with_residents(
 
 def _master(program: StepProgram) -> str:
     """Return the name of the weights' dtype, by which rates of updates are kept."""
-    dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights")
+    dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
     return str(dtype).removeprefix("torch.")
 
 

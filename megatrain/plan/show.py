@@ -25,6 +25,10 @@ def headline(plan: Plan) -> str:
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
     layers = sum(unit.is_layer for unit in plan.graph.units)
     dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
+    if run.objective.distillation is not None:
+        task = "distill"
+    if not run.model.is_trained:
+        task = "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"
     return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
 
@@ -101,7 +105,7 @@ def _moves(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
     updates: tuple[str, ...] = (plan.carried_tensors,) if plan.carried_tensors else ()
-    updates += () if compute == "ram" else (_updates(plan),)
+    updates += () if compute == "ram" or not plan.updates else (_updates(plan),)
     if plan.run.checkpoint.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(plan.checkpoint_bytes_on_drives)
         count = plan.run.checkpoint.num_copies

@@ -426,10 +426,10 @@ def _llama_factory_images(draft: Draft, info: Mapping[str, Any]) -> None:
 
 
 def put_images(draft: Draft, images: str, theirs: str) -> None:
-    """Say that rows have images, which no adapters are trained on."""
-    if any(key.startswith("lora.") for key in draft.entries):
-        draft.lose("images", "adapters are trained on text alone: take the images out, or [lora]")
-        return
+    """Say that rows have images. Adapters are those of the language model; others may adapt the vision tower too."""
+    if images == "trained" and any(key.startswith("lora.") for key in draft.entries):
+        draft.lose(theirs, "the vision tower gets no adapters: it is frozen, or, as model.images says, trained whole")
+        images = "frozen"
     draft.put("model.images", images, theirs if theirs in draft.source.values else "", "the data has images")
 
 

@@ -53,7 +53,7 @@ def adafactor_step(
     """Return the new `(weight, moments)` of one parameter, flat: means of rows, then of columns; or per element."""
     one = np.float32
     beta2 = 1.0 - step**decay_rate
-    g = grad * one(grad_scale)
+    g = (grad + one(0)) * one(grad_scale)  # -0 counts as 0
     if len(shape) < 2:
         squares = g * g
         moments = moments * one(beta2) + (squares + one(eps)) * one(1.0 - beta2)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -122,3 +123,13 @@ def train_plainly(
         run.grad_norms.append(float(norm))
     run.weights = {name: parameter.detach().clone() for name, parameter in named}
     return run
+
+
+def assert_same_gradients(expected: Reference, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Compare a step's loss and gradients with those of ``train_step``, in fp32: what the order of sums may change."""
+    assert loss == pytest.approx(expected.loss, rel=2e-6)
+    assert set(gradients) == set(expected.gradients)
+    noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        error = (gradients[name] - gradient).abs().max()
+        assert error <= max(noise, 1e-5 * gradient.abs().max()), (name, float(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, TokenizersBackend
 
+from megatrain.data.dataset import DataSpec
+from megatrain.data.sources import Source
 from oracles.families import image_text_class, tiny_image_text_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"
@@ -289,3 +291,24 @@ def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> DataSpec:
+    """Return what a run says of rows with images."""
+    data = DataSpec(
+        sources=(Source(str(rows)),),
+        only_text=False,
+        max_length=max_length,
+        packing=False,
+        has_default_packing=False,
+        train_on="assistant",
+        overlong="error",
+        bad_rows="error",
+        max_dropped=0.0,
+        cache_dir="none",
+        max_cache_bytes=None,
+        val_size=None,
+        seed=1,
+        images_folder=str(model),
+    )
+    return replace(data, **changes)

@@ -16,11 +16,14 @@ from oracles.huggingface import build_model
 
 def peft_model(config: Any, settings: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> PeftModel:
     """Return a model with random weights and random adapters, none of them zero."""
+    return with_adapters(build_model(config, dtype), settings)
+
+
+def with_adapters(model: Any, settings: Mapping[str, Any]) -> PeftModel:
+    """Return a model with random adapters, none of them zero."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(
-            build_model(config, dtype), LoraConfig(task_type="CAUSAL_LM", **settings), autocast_adapter_dtype=False
-        )
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

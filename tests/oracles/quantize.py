@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from oracles.families import tiny_config
+from oracles.tiered_run import QUICKSTART, write_tiny_model
 
 #: The 16 numbers of nf4, as its paper gives them.
 NF4 = torch.tensor([
@@ -89,3 +97,74 @@ def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: 
     values = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": table}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+Parts = tuple[dict[str, Tensor], Tensor]
+BLOCK = 48  # divides no size of the models
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a tiny folder is quantized.
+
+    Attributes:
+        table: ``quantization_config``.
+        quantize: one weight.
+        ends: names of the weights end in one of these.
+        family: of the model, one of ``oracles.families``; empty: the one of 0.82 M parameters.
+        values: of its configuration.
+    """
+
+    table: dict[str, object]
+    quantize: Callable[[Tensor], Parts]
+    ends: tuple[str, ...] = ("proj.weight",)
+    family: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+_FP8: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+_NF4: dict[str, object] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+METHODS = {
+    "fp8": Method(_FP8, lambda weight: fp8(weight, BLOCK)),
+    "nf4": Method(_NF4, nf4),
+    "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
+    # As the folders of gpt-oss are, and those of Qwen's and DeepSeek's mixtures, each expert for itself.
+    "mxfp4": Method(
+        {"quant_method": "mxfp4"},
+        mxfp4,
+        ("experts.gate_up_proj", "experts.down_proj"),
+        "gpt_oss",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "fp8 experts": Method(
+        _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
+    ),
+}
+
+
+def quantized_pair(folder: Path, method: str) -> tuple[Path, Path]:
+    """Write a folder with quantized layers, and one with the numbers that these stand for."""
+    made, source = METHODS[method], folder / "source"
+    if made.family:
+        torch.manual_seed(7)
+        words = {"vocab_size": 1024, "max_position_embeddings": 512, "eos_token_id": 0, "bos_token_id": 0}
+        config = tiny_config(made.family, tied=False, **{**words, "num_hidden_layers": 2, **made.values})
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(source)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(QUICKSTART / name, source / name)
+    else:
+        write_tiny_model(source)
+    tensors, parts = load_file(source / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(made.ends)]:
+        parts[name], tensors[name] = made.quantize(tensors[name])
+    quantized, plain = folder / "quantized", folder / "plain"
+    write_quantized(source, quantized, made.table, parts)
+    shutil.copytree(source, plain)
+    save_file({k: t.contiguous() for k, t in tensors.items()}, plain / "model.safetensors", metadata={"format": "pt"})
+    return quantized, plain

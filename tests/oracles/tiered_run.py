@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain import trainer
 from megatrain.config import RunConfig, load_config
 from megatrain.config.resolve import resolve, resolve_data
 from megatrain.data.dataset import load_dataset
-from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.engine import head
 from megatrain.engine.program import VisitTrace
@@ -145,12 +146,12 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
     lr = learning_rate_schedule(
         table.lr_scheduler_type, table.learning_rate, num_steps, num_warmup_steps(table.warmup_steps, num_steps)
     )
-    with Trainer(config, plan=plan).open() as trainer:
-        trainer.load()
-        store = trainer.store
+    with Trainer(config, plan=plan).open() as running:
+        running.load()
+        store = running.store
         store.wait_idle()
         before = store.stats()
-        engine = trainer.make_engine(num_steps)
+        engine = running.make_engine(num_steps)
         for number in range(num_steps):
             result = engine.step(next(loader).micro_batches, number=number, lr=lr(number))
             run.losses.append(result.loss)
@@ -158,7 +159,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         engine.finish_updates()
         store.wait_idle()
         run.moved = store.stats() - before
-        trainer.end_steps()  # RAM may have room for a layout's weights only beside those, as in an export
+        running.end_steps()  # RAM may have room for a layout's weights only beside those, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
                 home = plan.placement.homes[block.key]
@@ -166,7 +167,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
                     contents = lease.tensor.cpu().view(torch.uint8).numpy()
                     run.digests[block.key] = hashlib.sha256(contents).hexdigest()
         for layout in plan.graph.layouts.values():
-            with trainer.weights.master(layout) as read:
+            with running.weights.master(layout) as read:
                 run.weights.update(views(read(0, layout.num_elements).clone(), layout))
     return run
 
@@ -175,16 +176,7 @@ def make_loader(config: Any, plan: Plan) -> BatchLoader:
     """Return the loader that the trainer would use."""
     tokenizer = load_tokenizer(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
     data = resolve_data(config)
-    return BatchLoader(
-        load_dataset(data, tokenizer),
-        micro_batch_size=plan.micro_batch_size,
-        num_micro_batches=plan.num_micro_batches,
-        max_length=config.data.max_length,
-        packing=bool(plan.run.data.packing),
-        data_seed=config.data_seed,
-        pad_token_id=pad_token_id(tokenizer),
-        images=data.image_processor(tokenizer),
-    )
+    return trainer.make_loader(plan, load_dataset(data, tokenizer), tokenizer)
 
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

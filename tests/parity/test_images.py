@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,19 +15,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
-from megatrain.data.dataset import DataSpec, load_dataset
+from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import BatchLoader
-from megatrain.data.sources import Source
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
+from megatrain.models.adapters import LoraSpec
 from megatrain.models.graph import build_graph
 from megatrain.trainer import Trainer
-from oracles.huggingface import train_step
-from oracles.image_models import FAMILIES, make_folder, write_rows
+from oracles.huggingface import assert_same_gradients, train_step
+from oracles.image_models import FAMILIES, image_data, make_folder, write_rows
 from oracles.memory_access import MemoryAccess
+from oracles.peft_model import parameters_by_name, plain_name, with_adapters
 from oracles.tiered_run import run_config
 
 SEED = 3
@@ -52,29 +56,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_of(family: str, folders: Path) -> Path:
-    if family == "mistral3":
-        pytest.importorskip("torchvision", reason="the processor of mistral3 asks for it", exc_type=Exception)
     return folders / family if (folders / family).is_dir() else make_folder(family, folders)
 
 
 def make_loader(folder: Path, rows: Path, *, num_micro_batches: int, batch_rows: int) -> BatchLoader:
     tokenizer = load_tokenizer(str(folder))
-    data = DataSpec(
-        sources=(Source(str(rows)),),
-        only_text=False,
-        max_length=MAX_LENGTH,
-        packing=False,
-        has_default_packing=False,
-        train_on="assistant",
-        overlong="error",
-        bad_rows="error",
-        max_dropped=0.0,
-        cache_dir="none",
-        max_cache_bytes=None,
-        val_size=None,
-        seed=1,
-        images_folder=str(folder),
-    )
+    data = image_data(rows, folder, MAX_LENGTH)
     return BatchLoader(
         load_dataset(data, tokenizer),
         micro_batch_size=batch_rows,
@@ -121,17 +108,57 @@ def test_loss_and_every_gradient_equal_hugging_face(
         runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
         loss = runner.forward_backward(micro_batches, seed=SEED)
         gradients = access.finish()
-        assert loss.loss == pytest.approx(expected.loss, rel=2e-6)
-        assert set(gradients) == set(expected.gradients)
-        noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
-        for name, gradient in expected.gradients.items():
-            error = (gradients[name] - gradient).abs().max()
-            assert error <= max(noise, 1e-5 * gradient.abs().max()), (name, float(error))
+        assert_same_gradients(expected, loss.loss, gradients)
 
 
 def _entries(graph: Any, unit: int) -> Sequence[Any]:
     names = {layout for _, _, layout in graph.units[unit].params}
     return [entry for name in names for entry in graph.layouts[name].entries]
+
+
+TOWERS = {"qwen2_5_vl": ["model.visual"], "llava": ["model.vision_tower", "model.multi_modal_projector"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "images"),
+    [
+        ("qwen2_5_vl", "trained"),
+        ("llava", "frozen"),
+        pytest.param("qwen2_5_vl", "frozen", marks=pytest.mark.slow),
+        pytest.param("llava", "trained", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_trained_as_by_peft(
+    family: str, images: Literal["frozen", "trained"], folders: Path, tmp_path: Path
+) -> None:
+    """Of the language model, beside a tower that is frozen or trained whole; names of modules are in both."""
+    folder, rows = folder_of(family, folders), write_rows(tmp_path, ROWS[:3])
+    micro_batches = next(make_loader(folder, rows, num_micro_batches=3, batch_rows=1)).micro_batches
+    graph = build_graph(folder, images=images, lora=LoraSpec(r=4, lora_alpha=8, target_modules="all-linear"))
+    tower = TOWERS[family]
+    base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    settings = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": r"model\.language_model\..*_proj",
+        "modules_to_save": tower if images == "trained" else None,
+    }
+    theirs = with_adapters(base, settings)
+    expected = train_step(theirs, micro_batches, SEED)
+    expected.gradients = {plain_name(name): gradient for name, gradient in expected.gradients.items()}
+    trained = {plain_name(name) for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    assert trained == set(graph.trainable_parameters) >= set(expected.gradients)
+    buffers = dict(AutoModelForImageTextToText.from_pretrained(folder).named_buffers())
+    with graph.plain_model():
+        for name, buffer in graph.model.named_buffers():
+            if name in graph.persistent_buffers():
+                buffer.copy_(buffers[name])
+    example = ImageProcessor(str(folder), load_tokenizer(str(folder)), MAX_LENGTH).example(1)
+    trace = trace_visits(graph, 1, MAX_LENGTH, torch.float32, example=example)
+    access = MemoryAccess(graph, parameters_by_name(theirs), torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    loss = runner.forward_backward(micro_batches, seed=SEED)
+    assert_same_gradients(expected, loss.loss, access.finish())
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
@@ -222,3 +249,44 @@ def test_a_run_evaluates_continues_and_exports(folders: Path, tmp_path: Path) ->
         assert json.loads((final / name).read_text()) == json.loads((model / name).read_text()), name
     reloaded, report = AutoModelForImageTextToText.from_pretrained(final, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"], type(reloaded)
+
+
+OPEN = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+base = AutoModelForImageTextToText.from_pretrained(sys.argv[1], dtype=torch.float32)
+model = PeftModel.from_pretrained(base, sys.argv[2]).eval()
+batch = torch.load(sys.argv[3])
+with torch.no_grad():
+    print(float(model(**batch).loss))
+    with model.disable_adapter():
+        print(float(model(**batch).loss))
+"""
+
+
+@pytest.mark.parametrize("images", ["frozen", pytest.param("trained", marks=pytest.mark.slow)])
+def test_adapters_have_the_same_bits_everywhere_and_open_in_peft(images: str, folders: Path, tmp_path: Path) -> None:
+    model, rows = folder_of("llava", folders), write_rows(tmp_path / "data", ROWS)
+    lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[export]\ndtype = "float32"\n[training]'
+    results = []
+    for name, where in (("ram", {}), ("folder", {"placement": ALL_NVME.replace("nvme", "folder", 1), "ram": "36MiB"})):
+        text = config_text(tmp_path / name, model, rows, images, **where).replace("[training]", lora, 1)  # type: ignore[arg-type]
+        results.append(train(tmp_path / name, text))
+    (losses, final), (again, other) = results
+    assert losses == again
+    adapter = load_file(final / "adapter_model.safetensors")
+    assert (final / "adapter_model.safetensors").read_bytes() == (other / "adapter_model.safetensors").read_bytes()
+    in_tower = [name for name in adapter if "vision_tower" in name]
+    assert bool(in_tower) == (images == "trained") and not any(".lora_" in name for name in in_tower)
+    batch = next(make_loader(model, rows, num_micro_batches=1, batch_rows=1)).micro_batches[0]
+    torch.save(dict(batch), tmp_path / "batch")
+    words = [sys.executable, "-W", "ignore", "-c", OPEN, str(model), str(final), str(tmp_path / "batch")]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    adapted, plain = map(float, found.stdout.split())
+    merged = export_checkpoint(tmp_path / "folder/out", tmp_path / "merged", merge=True, dtype=torch.float32)
+    here = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert float(here(**batch).loss) == pytest.approx(adapted, rel=1e-5)
+    assert abs(adapted - plain) > 1e-3

@@ -18,8 +18,7 @@ from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.preview import preview_rows
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import Source
-from oracles.image_models import chat, make_folder, png
+from oracles.image_models import chat, image_data, make_folder, png
 
 PNG = png(40, 60, 1)
 
@@ -34,23 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def spec(path: Path, model: Path, **changes: Any) -> DataSpec:
-    data = DataSpec(
-        sources=(Source(str(path)),),
-        only_text=False,
-        max_length=128,
-        packing=False,
-        has_default_packing=False,
-        train_on="assistant",
-        overlong="truncate",
-        bad_rows="error",
-        max_dropped=1.0,
-        cache_dir="none",
-        max_cache_bytes=None,
-        val_size=None,
-        seed=1,
-        images_folder=str(model),
-    )
-    return replace(data, **changes)
+    return image_data(path, model, 128, **{"overlong": "truncate", "max_dropped": 1.0, **changes})
 
 
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -227,3 +210,11 @@ def test_a_folder_without_a_processor_and_a_machine_without_pillow_are_told(
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(DataError, match=r"images need Pillow, which is not installed\. Install it: pip install"):
         load_dataset(spec(path, model), load_tokenizer(str(model)))
+
+
+def test_a_processor_that_asks_for_torchvision_is_opened_without_it(tmp_path: Path) -> None:
+    """It asks because the image processor in the file beside it does, and Pillow's is taken in its place."""
+    folder = make_folder("mistral3", tmp_path)
+    example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).example(2)
+    assert example["pixel_values"].isfinite().all() and len(example["image_sizes"]) % 2 == 0
+    assert (example["input_ids"][0] == load_tokenizer(str(folder)).convert_tokens_to_ids("[IMG]")).any()

@@ -3,82 +3,94 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig
 
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.graph import build_graph
-from megatrain.models.in_place import FolderSource, layouts_in_place
+from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.layout import views
 from megatrain.models.load import open_loader
-from oracles.quantize import fp8, mxfp4, nf4, write_quantized
-from oracles.tiered_run import config_text, run_config, write_tiny_model
-from tests.megatrain.models.tiny import FAMILIES, build_model_of
-
-Parts = tuple[dict[str, Tensor], Tensor]
-BLOCK = 48  # divides no size of the model
-METHODS: dict[str, tuple[dict[str, object], Callable[[Tensor], Parts]]] = {
-    "fp8": (
-        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
-        lambda weight: fp8(weight, BLOCK),
-    ),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
-    "nested nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda weight: nf4(weight, nested=True)),
-}
-
-
-def quantized_and_plain(folder: Path, method: str) -> tuple[Path, Path]:
-    """Write a folder with quantized layers, and one with the numbers that these stand for."""
-    table, quantize = METHODS[method]
-    source, quantized, plain = write_tiny_model(folder / "source"), folder / "quantized", folder / "plain"
-    tensors = load_file(source / "model.safetensors")
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        parts[name], tensors[name] = quantize(tensors[name])
-    write_quantized(source, quantized, table, parts)
-    shutil.copytree(source, plain)
-    save_file({k: t.contiguous() for k, t in tensors.items()}, plain / "model.safetensors", metadata={"format": "pt"})
-    return quantized, plain
+from megatrain.models.quantized import decode
+from oracles.quantize import BLOCK, METHODS, fp8, mxfp4, quantized_pair
+from oracles.tiered_run import TieredRun, config_text, run_config
+from tiered import TransferError
 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_any_part_of_a_weight_is_what_it_stands_for(tmp_path: Path, method: str) -> None:
-    quantized, plain = quantized_and_plain(tmp_path, method)
+    quantized, plain = quantized_pair(tmp_path, method)
     folder, expected = ModelFolder(quantized), load_file(plain / "model.safetensors")
     assert set(folder.records) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(folder.read(name), weight, rtol=0, atol=0)
-    name = "model.layers.0.mlp.down_proj.weight"
-    decoder, flat = folder.records[name].decoder, expected[name].reshape(-1)
+    name = max((record.numel, name) for name, record in folder.records.items() if record.decoder is not None)[1]
+    decoder, weight = folder.records[name].decoder, expected[name]
     assert decoder is not None
-    for first, count in ((0, 1), (1, 130), (47, 2), (flat.numel() - 5, 5), (1000, 3001)):
-        assert torch.equal(decoder.decode(first, count, folder.read_stored), flat[first : first + count])
+    flat = (weight.transpose(-1, -2) if decoder.is_transposed else weight).reshape(-1)
+    for first, count in ((0, 1), (1, 130), (47, 2), (flat.numel() - 5, 5), (1000, flat.numel() - 1007)):
+        assert torch.equal(decode(decoder, first, count, folder.read_stored), flat[first : first + count])
 
 
-@pytest.mark.parametrize(("method", "home"), [("fp8", "ram"), ("fp8", "folder"), ("nested nf4", "folder")])
-def test_a_run_gives_the_bits_of_the_plain_folder(tmp_path: Path, method: str, home: str) -> None:
-    runs = []
-    for model in quantized_and_plain(tmp_path, method):
-        text = config_text(
-            tmp_path / model.name,
-            model,
-            nvme=0,
-            placement=f'weights = ["{home}"]',
-            precision='compute_dtype = "bfloat16"',
-        )
-        text = text.replace("[training]", '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]', 1)
-        runs.append(run_config(text, tmp_path / model.name, num_steps=2))
-    runs[0].assert_as_planned()
-    runs[0].assert_same(runs[1])
+LORA = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
+PLACES: dict[str, dict[str, Any]] = {
+    "RAM": {"nvme": 0, "placement": 'weights = ["ram"]'},
+    "folder": {"nvme": 0, "placement": 'weights = ["folder"]'},
+    "NVMe": {"nvme": 1, "placement": 'weights = ["nvme"]'},
+    "emulated GPU": {"nvme": 0, "gpu": "16MiB", "placement": 'weights = ["folder"]'},
+    "at home in an emulated GPU": {"nvme": 0, "gpu": "64MiB"},
+}
+
+
+def run_at(where: str, folder: Path, model: Path) -> TieredRun:
+    text = config_text(folder, model, **{"precision": 'compute_dtype = "bfloat16"', **PLACES[where]})
+    return run_config(text.replace("[training]", LORA, 1), folder, num_steps=2)
+
+
+def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
+    """Compare what layers compute with and what they trained; the blocks of packed bytes are others."""
+    assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
+    assert all(torch.equal(run.weights[name], weight) for name, weight in plain.weights.items())
+    others = [key for key, block in run.plan.program.blocks.items() if not block.num_packed and key in plain.digests]
+    assert others and all(run.digests[key] == plain.digests[key] for key in others)
+
+
+@pytest.mark.parametrize(
+    ("method", "places"),
+    [
+        ("fp8", tuple(PLACES)),
+        ("nf4", ("folder",)),
+        ("nested nf4", ("folder", "RAM")),
+        ("mxfp4", ("folder", "emulated GPU")),
+        ("fp8 experts", ("folder", "RAM")),
+    ],
+)
+def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
+    tmp_path: Path, method: str, places: tuple[str, ...]
+) -> None:
+    model, plain_model = quantized_pair(tmp_path, method)
+    plain = run_at(places[0], tmp_path / "plain run", plain_model)
+    for where in places:
+        run = run_at(where, tmp_path / where, model)
+        run.assert_as_planned()
+        assert_same_numbers(run, plain)
+        packed = {key: block for key, block in run.plan.program.blocks.items() if block.num_packed}
+        assert packed, "the layers' frozen weights"
+        stored = ModelFolder(model).stored
+        for key, block in packed.items():
+            # What the files have of them, norms in the compute dtype, and what aligns them.
+            prefix = key.removesuffix(".frozen/weight")
+            in_files = sum(r.nbytes for name, r in stored.items() if name.startswith(f"{prefix}."))
+            assert block.nbytes <= in_files + 128 * 64 < 2 * block.num_packed
+        unpacked = 2 * max(block.num_packed for block in packed.values())
+        assert run.plan.placement.workspace_bytes[run.plan.program.compute_tier] > unpacked
 
 
 def test_mxfp4_is_decoded_as_transformers_does(tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ def test_fp8_is_decoded_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    quantized, _ = quantized_and_plain(tmp_path, "fp8")
+    quantized, _ = quantized_pair(tmp_path, "fp8")
     with pytest.raises(UnsupportedModelError, match=r"quantized \(.*Train adapters: \[lora\]"):
         build_graph(quantized)
     path = quantized / "config.json"
@@ -126,30 +138,45 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         ModelFolder(quantized)
 
 
-def test_experts_of_gpt_oss_are_read_in_place(tmp_path: Path) -> None:
-    """A block that is put together from packed, transposed experts is that of the plain folder."""
-    values = {**FAMILIES["gpt_oss"][1], "intermediate_size": 64}
-    model = build_model_of(AutoConfig.for_model("gpt_oss", **values))
-    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
-    tensors = model.state_dict()
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        parts[name], tensors[name] = mxfp4(tensors[name])
-    model.load_state_dict(tensors)
-    model.save_pretrained(plain)
-    write_quantized(plain, quantized, {"quant_method": "mxfp4"}, parts)
+@pytest.mark.parametrize("method", ["mxfp4", "fp8 experts"])
+def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, method: str) -> None:
+    """Packed, transposed, or each expert a tensor of its own: unpacked they are what loading makes."""
     blocks = []
-    for folder in (plain, quantized):
+    for folder in quantized_pair(tmp_path, method):
         graph = build_graph(folder, lora=LoraSpec(r=2, lora_alpha=2, target_modules=("q_proj",)))
         layout = graph.layouts["model.layers.1.frozen"]
         loader = open_loader(folder, graph)
         filled = torch.zeros(layout.num_elements)
         with graph.plain_model():
             loader.fill(layout, views(filled, layout))
-        source = FolderSource(loader.origin.folder, {"a": layout}, layouts_in_place(loader, [layout]), torch.float32)
-        read = torch.full((layout.num_elements,), 7.0)
+        block = frozen_blocks(loader, [layout], torch.float32)[layout.name]
+        source = FolderSource({"a": block}, torch.float32)
+        packed = torch.full((block.nbytes,), 7, dtype=torch.uint8)
         for part in source.parts("a"):
-            part(read.view(torch.uint8))
+            part(packed)
+        read = packed.view(torch.float32) if block.packing is None else torch.zeros(layout.num_elements)
+        if block.packing is not None:
+            block.packing.unpack(packed, read)
         assert torch.equal(read, filled)
         blocks.append(read)
     assert torch.equal(blocks[0], blocks[1])
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "damage"),
+    [
+        ("fp8", "", lambda t: t.view(torch.uint8).fill_(0x7F)),
+        ("fp8", "_scale_inv", lambda t: t.fill_(math.inf)),
+        ("nf4", ".absmax", lambda t: t.fill_(math.nan)),
+        ("mxfp4", "_scales", lambda t: t.fill_(255)),
+    ],
+)
+def test_packed_bytes_of_no_finite_number_end_the_run(tmp_path: Path, method: str, part: str, damage: Any) -> None:
+    """They are looked at as they come from the folder, wherever the block goes then."""
+    model, _ = quantized_pair(tmp_path, method)
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(f"{METHODS[method].ends[-1]}{part}"))
+    damage(tensors[name])
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TransferError, match=f"tensor {name} holds infinite values or NaN"):
+        run_at("folder", tmp_path / "run", model)

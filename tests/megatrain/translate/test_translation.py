@@ -567,8 +567,11 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
     assert config.model.images == "trained" and not lost(translation)
     translation, config = translate(tmp_path, f"{text}freeze_vision_tower: false\nmedia_dir: elsewhere\n")
     assert config.model.images == "trained" and {"freeze_vision_tower", "media_dir"} <= lost(translation)
-    translation, config = translate(tmp_path, text.replace("full", "lora"))
-    assert config.model.images == "off" and "images" in lost(translation)
+    of_lora = text.replace("full", "lora")
+    translation, config = translate(tmp_path, of_lora)
+    assert config.model.images == "frozen" and config.lora.is_on and not lost(translation)
+    translation, config = translate(tmp_path, f"{of_lora}freeze_vision_tower: false\n")
+    assert config.model.images == "frozen" and "freeze_vision_tower" in lost(translation)
     _, config = translate(
         tmp_path,
         "base_model: m\noutput_dir: out\nprocessor_type: AutoProcessor\ndatasets:\n  - path: data/whales.json\n",

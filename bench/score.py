@@ -1,0 +1,142 @@
+"""Scores by a model of ten times its RAM tier, read from its folder, beside plain transformers with it in memory.
+
+    python bench/score.py --json
+    python bench/score.py --quick
+
+Both sides take the same micro-batches of one row and make the log-probability of each token and its 16 likeliest words.
+Ours streams the weights once a pass; the other has them in memory. The sides alternate, pass by pass.
+
+Claims: the numbers are the same within the rounding of fp32; what moves is what was planned; the RAM tier is at most a
+tenth of the weights. Tokens per second stand beside each other and depend on the machine and its drive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.common import QUICKSTART, Report, step_shape
+from bench.models import write_llama
+from megatrain.config.schema import RunConfig
+from megatrain.data.scores import TeacherScores
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.scoring import Scorer, plan_scoring
+
+TOP_K = 16
+TARGET_RATIO, TARGET_DIFFERENCE = 10.0, 1e-3
+
+
+def main() -> int:
+    """Run the bench; 1 if a row is not ok."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a model of 100 MB; else 1 GB")
+    parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a pass")
+    parser.add_argument("--rounds", type=int, default=3, help="passes of each side")
+    parser.add_argument("--scratch", type=Path, help="folder for the model and the scores")
+    arguments = parser.parse_args()
+    shape = arguments.tokens or ((2, 1, 128) if arguments.quick else (16, 1, 512))
+    report = Report("score", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
+    folder = Path(tempfile.mkdtemp(dir=arguments.scratch))
+    try:
+        hidden, layers = (256, 40) if arguments.quick else (768, 40)
+        write_llama(folder / "model", hidden=hidden, layers=layers, vocabulary=1024)
+        compare(report, folder, shape, arguments.rounds)
+    finally:
+        shutil.rmtree(folder)
+    return 0 if report.all_ok else 1
+
+
+def config_of(folder: Path, shape: tuple[int, int, int], number: int, ram: str) -> RunConfig:
+    """Return the config of one pass over its own rows."""
+    num_micro_batches, rows, length = shape
+    text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
+    own = folder / f"rows{number}.txt"
+    size = 6 * num_micro_batches * rows * length  # more than its tokens
+    own.write_text(text[number * size : (number + 1) * size], encoding="utf-8")
+    return RunConfig.model_validate(
+        {
+            "task": "pretrain",
+            "output_dir": str(folder / f"out{number}"),
+            "device": "cpu",
+            "model": {"model_name_or_path": str(folder / "model"), "attn_implementation": "sdpa"},
+            "precision": {"compute_dtype": "float32"},
+            "data": {"max_length": length, "train": [{"path": str(own)}], "cache_dir": "none", "packing": False},
+            "training": {"per_device_train_batch_size": rows, "gradient_accumulation_steps": num_micro_batches},
+            "score": {"top_k": TOP_K},
+            "tiers": {"ram": {"size": ram}},
+        }
+    )
+
+
+def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: int) -> None:
+    """Score the rows of each round by both sides, and print what came of it."""
+    try:
+        plan_scoring(config_of(folder, shape, 0, "1MiB"))
+        ram = "1MiB"
+    except DoesNotFitError as error:
+        ram = f"{error.need_bytes}B"
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    ours, plain, differences = [], [], []
+    is_as_planned, ratio = True, 0.0
+    for number in range(rounds):
+        scorer = Scorer(config_of(folder, shape, number, ram))
+        plan = scorer.plan
+        weights = sum(block.nbytes for block in plan.program.blocks.values())
+        ratio = weights / plan.budgets["ram"]
+        summary = scorer.run()
+        is_as_planned &= summary.link_bytes == summary.planned_bytes
+        ours.append(summary.num_tokens / summary.seconds)
+        teacher = TeacherScores(summary.folder, TOP_K, plan.graph.config.get_text_config().vocab_size)
+        num_tokens, seconds, difference = plain_pass(model, scorer, teacher)
+        plain.append(num_tokens / seconds)
+        differences.append(difference)
+    report.row("weights", weights, "bytes")
+    report.row("ram_tier", plan.budgets["ram"], "bytes")
+    report.row("weights_to_ram", ratio, "times", target=TARGET_RATIO, ok=ratio >= TARGET_RATIO)
+    report.row("planned_is_moved", str(is_as_planned), "", target=1, ok=is_as_planned)
+    largest = max(differences)
+    report.row("log_prob_difference", largest, "nats", target=TARGET_DIFFERENCE, ok=largest <= TARGET_DIFFERENCE)
+    report.row("ours", median(ours), "tokens/s", timing=True)
+    report.row("ours.all", ours, "tokens/s", timing=True)
+    report.row("plain", median(plain), "tokens/s", timing=True)
+    report.row("plain.all", plain, "tokens/s", timing=True)
+    report.row("ratio", median(a / b for a, b in zip(ours, plain, strict=True)), "of plain", timing=True)
+
+
+def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -> tuple[int, float, float]:
+    """Return the tokens that plain transformers scored, its seconds, and the largest difference to our scores."""
+    loader = scorer.make_loader()
+    num_tokens, seconds, difference = 0, 0.0, 0.0
+    size = scorer.plan.micro_batch_size
+    for first in range(0, loader.num_rows, size):
+        group = loader.rows(first, min(first + size, loader.num_rows))
+        batch = loader.micro_batch(group)
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        start_s = time.perf_counter()
+        with torch.no_grad():
+            log_probs = model(**inputs, use_cache=False).logits.float().log_softmax(-1)
+            top = log_probs.topk(TOP_K).values
+        seconds += time.perf_counter() - start_s
+        num_tokens += batch["input_ids"].numel()
+        dataset = loader.dataset
+        lengths = dataset.lengths()
+        keys = [[(dataset.key_of(document), int(lengths[document])) for document in row] for row in group]
+        found = teacher.of_rows(keys, batch["input_ids"].shape[1])["teacher_log_probs"]
+        asked = (batch["labels"][:, 1:] != -100).unsqueeze(-1)
+        difference = max(difference, float(((found - top)[:, :-1] * asked).abs().max()))
+    return num_tokens, seconds, difference
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""``megatrain-tier generate``: many prompts continued by a model that need not fit into memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
+from .options import load
+from .terminal import Spinner, without_collector
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatrain.config import LoadedConfig
+    from megatrain.generation import Completion
+
+
+@click.command("generate")
+@click.argument("model", type=click.Path(path_type=Path), metavar="CONFIG|FOLDER")
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help='.jsonl with a "prompt" in each row, or text with one prompt in each line.',
+)
+@click.option("-p", "--prompt", "given", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=".jsonl or .parquet, written when all is done. Default: JSON lines on stdout.",
+)
+@click.option("--system", default="", metavar="TEXT", help="The system message in front of each prompt.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    help="0: the likeliest token each time. Default: as the model's generation_config.json says.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Of sampling.")
+@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Prompts that are padded to one length.")
+@click.option("--together", type=click.IntRange(min=1), metavar="N", help="Prompts that share each fetch of a weight.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key, e.g. tiers.ram.size=8GiB."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan of a token of all prompts, then stop.")
+def command(
+    model: Path,
+    file: Path | None,
+    given: tuple[str, ...],
+    out: Path | None,
+    system: str,
+    max_new_tokens: int,
+    temperature: float | None,
+    seed: int,
+    rows: int | None,
+    together: int | None,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+) -> int:
+    """Continue prompts with a model that need not fit into memory.
+
+    The tokens are those of transformers. Each weight is fetched once for a token of all prompts that are --together,
+    from the model's folder if RAM has no room for it; what the model keeps of the tokens so far lives in the tiers.
+    CONFIG is that of a run, of which model, tiers and precision count; FOLDER is what a run or an export wrote.
+    """
+    if out is not None and out.suffix not in (".jsonl", ".parquet"):
+        raise click.UsageError(f"--out {out}: name a file that ends with .jsonl or .parquet")
+    prompts = [*given, *(_read(file) if file is not None else ())]
+    if not prompts:
+        raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
+    rows = rows or min(8, len(prompts))
+    together = max(rows, together or min(len(prompts), 4 * rows))
+    batch = (
+        f"training.per_device_train_batch_size={rows}",
+        f"training.gradient_accumulation_steps={-(-together // rows)}",
+    )
+    with Spinner("reading the config") as spinner:
+        loaded = _config(model, (*batch, *overrides), spinner)
+        spinner.say("importing torch")
+        with without_collector():
+            from megatrain.chat import ChatSettings
+            from megatrain.generation import Generator
+            from megatrain.models.hub import fetch_weights
+            from megatrain.plan.limits import refuse
+            from megatrain.run.metrics import RunObserver
+
+            from .render import print_plan
+
+            class Lines(RunObserver):
+                """Prints messages on stderr."""
+
+                def on_message(self, text: str) -> None:
+                    click.echo(text, err=True)
+
+            spinner.say("reading the model and planning")
+            settings = ChatSettings(max_new_tokens, temperature, seed, system)
+            generator = Generator(loaded.config, prompts, settings, observer=Lines())
+    plan = generator.plan.plan
+    if dry_run:
+        print_plan(plan)
+        return EXIT_DONE
+    if not plan.fits:
+        return EXIT_DOES_NOT_FIT
+    refuse(plan.objections)
+    if plan.run.model.hub is not None and not plan.run.model.from_scratch:
+        fetch_weights(plan.run.model.hub, lambda each: click.echo(str(each), err=True), shows_bar=True)
+    try:
+        found = generator.run()
+    except KeyboardInterrupt:
+        raise RunFailedError("interrupted; nothing written", EXIT_FAILED) from None
+    _write(found, out)
+    return EXIT_DONE
+
+
+def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
+    """Return the config of a file, or one for the model in a folder."""
+    if not model.is_dir():
+        return load(model, (), (*overrides, "data.packing=false"), spinner)
+    text = f'task = "sft"\noutput_dir = {json.dumps(str(model.absolute() / "generate"))}\n'
+    text += f"[model]\nmodel_name_or_path = {json.dumps(str(model.absolute()))}\n[[data.train]]\npath = 'prompts'\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return load(Path(file.name), (), overrides, spinner)
+
+
+def _read(file: Path) -> list[str]:
+    """Return the prompts of a file."""
+    from megatrain.data.rows_report import DataError
+
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(str(file), f"cannot be read: {error}", "Name a file of text or JSON lines") from None
+    found: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if file.suffix != ".jsonl":
+            found.append(line)
+            continue
+        try:
+            prompt: Any = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise DataError(f"{file}, line {number}", 'there is no text under "prompt"', 'Write {"prompt": "..."}')
+        found.append(prompt)
+    return found
+
+
+def _write(found: Sequence[Completion], out: Path | None) -> None:
+    rows = [dataclasses.asdict(each) for each in found]
+    if out is None:
+        for row in rows:
+            click.echo(json.dumps(row))
+        return
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        if out.suffix == ".parquet":
+            from megatrain.data.scores import write_rows
+
+            write_rows(partial, rows)
+        else:
+            partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        os.replace(partial, out)
+    except OSError as error:
+        for row in rows:  # hours of work are not lost with a path
+            sys.stdout.write(json.dumps(row) + "\n")
+        raise RunFailedError(f"{out}: {error.strerror}; the completions are on stdout", EXIT_FAILED) from None
+    click.echo(f"completions  {out}")

@@ -1,0 +1,96 @@
+"""``megatrain-tier score``: what a model of any size says of the tokens of a data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
+from .options import config_options, json_option, load
+from .terminal import Spinner, without_collector
+
+if TYPE_CHECKING:
+    from megatrain.scoring import ScoreSummary
+
+
+@click.command("score")
+@config_options
+@click.option("--dry-run", is_flag=True, help="Check the config and print the plan of a pass, then stop.")
+@json_option
+def command(
+    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, as_json: bool
+) -> int:
+    """Write what a model says of each token of [[data.train]]: log-probabilities, likeliest words, embeddings.
+
+    Nothing is trained. The weights are streamed from the model's folder, each once for all rows of a pass, which are
+    those of a step ([training]); [score] says what is written, into output_dir/scores. Where scores are there already,
+    it continues. Ctrl-C or SIGTERM ends it after its pass, with exit code 75; whatever ends it, no row is scored twice
+    but those of the pass that it was in.
+    """
+    with Spinner("reading the config", is_shown=not as_json) as spinner:
+        loaded = load(config, extra_files, overrides, spinner)
+        spinner.say("importing torch")
+        with without_collector():
+            from megatrain.models.hub import fetch_weights
+            from megatrain.plan.limits import refuse
+            from megatrain.run.metrics import RunObserver
+            from megatrain.scoring import Scorer
+
+            from .render import print_plan
+
+            spinner.say("reading the model and planning")
+
+            class Lines(RunObserver):
+                """Prints messages on stderr."""
+
+                def on_message(self, text: str) -> None:
+                    click.echo(text, err=True)
+
+            scorer = Scorer(loaded.config, observer=Lines())
+    plan = scorer.plan
+    print_plan(plan, as_json=as_json)
+    if not plan.fits:
+        return EXIT_DOES_NOT_FIT
+    refuse(plan.objections)
+    if dry_run:
+        return EXIT_DONE
+    if plan.run.model.hub is not None and not plan.run.model.from_scratch:
+        fetch_weights(plan.run.model.hub, lambda file: click.echo(str(file), err=True), shows_bar=not as_json)
+    try:
+        summary = scorer.run()
+    except KeyboardInterrupt:
+        raise RunFailedError(
+            "interrupted; the passes that were done are kept: run the same command again to continue", EXIT_FAILED
+        ) from None
+    _print(summary, as_json=as_json)
+    if summary.interrupted:
+        raise RunFailedError(
+            f"interrupted after {summary.num_rows_done:,} of {summary.num_rows:,} rows, saved: run the same command "
+            "again to continue",
+            EXIT_INTERRUPTED_AND_SAVED,
+        )
+    return EXIT_DONE
+
+
+def _print(summary: ScoreSummary, *, as_json: bool) -> None:
+    if as_json:
+        values = dataclasses.asdict(summary) | {
+            "folder": str(summary.folder),
+            "mean_log_prob": None if math.isnan(summary.mean_log_prob) else summary.mean_log_prob,
+        }
+        click.echo(json.dumps(values))
+        return
+    here = os.path.relpath(summary.folder)
+    click.echo(f"scores  {here if len(here) < len(str(summary.folder)) else summary.folder}")
+    if summary.num_passes:
+        rate = summary.num_tokens / max(summary.seconds, 1e-9)
+        click.echo(
+            f"        {summary.num_scored_tokens:,} tokens scored in {summary.num_passes} passes, "
+            f"{rate:,.0f} tokens/s, perplexity {summary.perplexity:.4g}"
+        )

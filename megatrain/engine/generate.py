@@ -1,0 +1,348 @@
+"""Generation with streamed weights: transformers' own ``generate``, which stops at every unit of every forward.
+
+All micro-batches generate in lockstep, each in a greenlet of its own (``suspend.py``): one token of all of them is one
+pass over the units, so each weight comes once for a token of the whole batch. What the model's cache holds of a layer
+lies in a block of the store while the layer does not run, and is put back into the cache for the time that it does.
+So tokens are those of ``generate``: its masks, its cache, its sampling, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.engine.forward import VisitOrderError, move_buffers
+from megatrain.engine.program import (
+    BlockPlan,
+    MatrixParts,
+    StepProgram,
+    Tick,
+    VisitTrace,
+    cache_key,
+    layouts_of_unit,
+    weight_block,
+    weight_key,
+)
+from megatrain.engine.state import RandomStates
+from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.visit import BoundUnit, installed_stubs, placeholder
+from megatrain.models.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from megatrain.models.graph import ModelGraph, Unit
+    from megatrain.models.packed import Packing
+
+__all__ = ["GenerationAccess", "GenerationRunner", "generation_program"]
+
+_ALIGNMENT_BYTES = 64
+
+
+class GenerationAccess(Protocol):
+    """Blocks of a generation, as the running model asks for them. Used by one thread."""
+
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+        """Go to a visit."""
+
+    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
+        """Lease a unit's weights."""
+
+    def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
+        """Lease the bytes of what the cache holds of a visit and micro-batch, uint8 [N]; None: it holds nothing."""
+
+
+class GenerationRunner:
+    """Runs functions that call a model's forward again and again, all of them in lockstep.
+
+    Args:
+        graph: The model; its buffers are moved to `device`.
+        access: Weights and the cache.
+        device: Compute device.
+        bounds: Every unit's module with slots for its weights, by index; None: they are made.
+        trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
+        random_enabled: False on fake tensors.
+        num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
+
+    Attributes:
+        kept_nbytes: Visit -> what the cache of the first micro-batch held of it at the end of the last run.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        access: GenerationAccess,
+        *,
+        device: torch.device,
+        bounds: Sequence[BoundUnit] | None = None,
+        trace: VisitTrace | None = None,
+        random_enabled: bool = True,
+        num_micro_batches: int = 0,
+    ) -> None:
+        self._graph, self._access, self._device = graph, access, device
+        self._num_micro_batches = num_micro_batches
+        move_buffers(graph.model, device)
+        self._bounds = list(bounds) if bounds is not None else [BoundUnit(unit, device) for unit in graph.units]
+        self._trace = trace
+        self._random = RandomStates(device, enabled=random_enabled)
+        self.kept_nbytes: dict[int, int] = {}
+
+    def run(
+        self,
+        functions: Sequence[Callable[[], Any]],
+        caches: Sequence[Any],
+        seeds: Sequence[int],
+        on_pass: Callable[[int], None] = lambda number: None,
+    ) -> list[Any]:
+        """Run functions to their ends; each is one micro-batch's ``generate``, or a forward.
+
+        Args:
+            functions: Call the graph's model, as often as they like, in eval mode.
+            caches: Of transformers, those that the functions give to the model.
+            seeds: Of the random stream of each.
+            on_pass: Called before each pass over the units, with its number.
+
+        Returns:
+            What the functions returned.
+
+        Raises:
+            VisitOrderError: forwards call different units, or others than planned.
+            UnsupportedModelError: the model keeps something beside its cache.
+        """
+        model, random_state = self._graph.model, self._random.get()
+        model.eval()
+        kept = [_KeptCache(cache) for cache in caches]
+        forwards: list[SuspendedForward] = []
+        try:
+            with torch.no_grad(), self._prepared():
+                for number, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
+                    started = _ignoring(function)
+                    forwards.append(SuspendedForward(number, started, self._random, self._device, seed))
+                on_pass(0)
+                for forward in forwards:
+                    forward.start()
+                self._run_visits(forwards, kept, on_pass)
+        finally:
+            for forward in forwards:
+                forward.close()
+            model.train()
+            self._random.set(random_state)
+        self.kept_nbytes = kept[0].nbytes if kept else {}
+        return [forward.result for forward in forwards]
+
+    def _run_visits(
+        self, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache], on_pass: Callable[[int], None]
+    ) -> None:
+        visit = passes = 0
+        while any(forward.call is not None for forward in forwards):
+            units = {forward.call.unit_index for forward in forwards if forward.call is not None}
+            if len(units) > 1:
+                names = sorted(self._graph.units[unit].name for unit in units)
+                raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
+            unit = units.pop()
+            planned = None if self._trace is None else [each.unit for each in self._trace.visits]
+            if planned is not None and visit == len(planned):
+                visit, passes = 0, passes + 1
+                on_pass(passes)
+            if planned is not None and planned[visit] != unit:
+                names = [self._graph.units[number].name for number in (unit, planned[visit])]
+                raise VisitOrderError(f"visit {visit} is {names[0]}, planned was {names[1]}")
+            for resume in self._run_visit(visit, self._bounds[unit], forwards, kept):
+                resume()
+            visit += 1
+
+    def _run_visit(
+        self, visit: int, bound: BoundUnit, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
+    ) -> list[Callable[[], None]]:
+        """Run a unit for every forward that waits at it; return what resumes them."""
+        self._access.begin("forward", visit)
+        resumes: list[Callable[[], None]] = []
+        with self._access.weights(bound.unit, visit) as weights, bound.bound(weights):
+            calls = [forward.call for forward in forwards if forward.call is not None]
+            bound.look_up(calls)
+            turn = 0
+            for forward, cache in zip(forwards, kept, strict=True):
+                # Also of those that have ended: what moves in a pass does not depend on the tokens.
+                with self._access.cache_room(visit, forward.micro_batch) as room:
+                    if forward.call is None:
+                        continue
+                    bound.turn, turn = turn, turn + 1
+                    with cache.inside(visit, room), forward.modes.applied():
+                        self._random.set(forward.random_state)
+                        value = bound.call(forward.call)
+                        forward.random_state = self._random.get()
+                    resumes.append(_resuming(forward, value))
+            for absent in range(len(forwards), self._num_micro_batches):
+                with self._access.cache_room(visit, absent):
+                    pass
+        return resumes
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Replace all weights by placeholders, the forwards of all units by stubs, and have containers at hand."""
+        containers = [unit for unit in self._graph.units if unit.is_container]
+        model = self._graph.model
+        forward = model.forward
+
+        def with_containers(*args: Any, **kwargs: Any) -> Any:
+            for unit in containers:
+                for leaf, value in suspend(UnitCall(unit.index, (), {}, None)).items():
+                    unit.module._parameters[leaf] = value
+            return forward(*args, **kwargs)
+
+        stubs: dict[nn.Module, Callable[..., Any]] = {
+            bound.unit.module: _unit_stub(bound.unit.index) for bound in self._bounds if not bound.unit.is_container
+        }
+        if containers:
+            stubs[model] = with_containers
+        with ExitStack() as stack:
+            for bound in self._bounds:
+                stack.enter_context(bound.with_placeholders())
+            stack.enter_context(installed_stubs(stubs))
+            yield
+
+
+def _ignoring(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
+    return lambda forward: function()
+
+
+def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
+    return lambda: forward.resume(lambda: value)
+
+
+def _unit_stub(index: int) -> Callable[..., Any]:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        from transformers.utils.output_capturing import _active_collector
+
+        return suspend(UnitCall(index, args, kwargs, _active_collector.get()))
+
+    return stub
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor of a cache that lies in a block: where it belongs, and where it is."""
+
+    holder: Any  # a dict, or a list
+    key: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+
+
+class _KeptCache:
+    """What a cache of transformers holds, visit by visit: in blocks, with placeholders in its place.
+
+    Args:
+        cache: Its layers hold tensors, or lists and dicts of them.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._of_visit: dict[int, list[_Kept]] = {}
+        self._absent: set[int] = set()  # ids of placeholders, which the cache holds as long as they are in here
+
+    @property
+    def nbytes(self) -> dict[int, int]:
+        """Visit -> bytes of the block that it needs now."""
+        found = {visit: kept[-1] for visit, kept in self._of_visit.items() if kept}
+        return {visit: last.start + aligned(last.shape.numel() * last.dtype.itemsize) for visit, last in found.items()}
+
+    @contextmanager
+    def inside(self, visit: int, room: Tensor | None) -> Iterator[None]:
+        """Have what the cache holds of a visit in it; afterwards what it has got is in the room again."""
+        for each in self._of_visit.get(visit, ()):
+            assert room is not None, visit
+            nbytes = each.shape.numel() * each.dtype.itemsize
+            self._absent.discard(id(each.holder[each.key]))
+            each.holder[each.key] = room[each.start : each.start + nbytes].view(each.dtype).view(each.shape)
+        yield
+        found = [place for place in _places(self._cache) if id(place[0][place[1]]) not in self._absent]
+        if room is None and any(holder[key].numel() for holder, key in found):
+            raise UnsupportedModelError(
+                "the model", f"visit {visit} keeps something in the cache that no other forward of it kept there"
+            )
+        if room is None:
+            return
+        taken = [holder[key] for holder, key in found]
+        # What did not change is a view of the room, and its place may be another one now.
+        taken = [each.clone() if _shares(each, room) else each for each in taken]
+        kept, start = [], 0
+        for (holder, key), tensor in zip(found, taken, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            assert start + nbytes <= len(room), f"visit {visit}: the cache is larger than planned"
+            room[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+            kept.append(_Kept(holder, key, tensor.shape, tensor.dtype, start))
+            holder[key] = placeholder(tensor.shape, tensor.dtype, tensor.device)
+            self._absent.add(id(holder[key]))
+            start += aligned(nbytes)
+        self._of_visit[visit] = kept
+
+
+def aligned(nbytes: int) -> int:
+    """Return the room of a tensor in a block."""
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _shares(tensor: Tensor, room: Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == room.untyped_storage()._cdata)
+
+
+def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (holder, key) of every tensor of floating-point numbers that the layers of a cache hold; others are few."""
+    for layer in cache.layers:
+        yield from _places_in(vars(layer))
+
+
+def _places_in(holder: Any) -> Iterator[tuple[Any, Any]]:
+    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                yield holder, key
+        elif isinstance(value, dict | list):
+            yield from _places_in(value)
+
+
+def generation_program(
+    graph: ModelGraph,
+    trace: VisitTrace,
+    cache_nbytes: Mapping[int, int],
+    *,
+    num_micro_batches: int,
+    compute_tier: str,
+    in_folder: bool,
+    in_place: Collection[str],
+    packed: Mapping[str, Packing],
+    is_first: bool,
+) -> StepProgram:
+    """Return the program of one pass: a token of every prompt, or in the first one all tokens of the prompts.
+
+    Args:
+        graph: The model.
+        trace: Of a forward, none of whose visits is of a head.
+        cache_nbytes: Visit -> what the cache holds of it at its fullest, for one micro-batch.
+        num_micro_batches: That generate together.
+        compute_tier: Where layers run.
+        in_folder: The model's folder has the weights.
+        in_place: Names of layouts that may stay there.
+        packed: As in ``StepProgram``.
+        is_first: Nothing is in the cache yet.
+    """
+    blocks: dict[str, BlockPlan] = {}
+    ticks: list[Tick] = []
+    for layout in graph.layouts.values():
+        packing, stays = packed.get(layout.name), layout.name in in_place
+        block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=in_folder, in_place=stays)
+        blocks[block.key] = block
+    for visit, traced in enumerate(trace.visits):
+        held = tuple((weight_key(name), "r") for name in layouts_of_unit(graph, traced.unit))
+        passing = []
+        for micro_batch in range(num_micro_batches if cache_nbytes.get(visit) else 0):
+            key = cache_key(visit, micro_batch)
+            blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
+            passing.append(((key, "w" if is_first else "rw"),))
+        ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
+    return StepProgram(blocks, tuple(ticks), compute_tier, defers_updates=False, packed=packed)

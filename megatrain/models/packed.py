@@ -1,0 +1,233 @@
+"""Blocks of quantized weights: the folder's packed bytes, and how they become a layout's weights where layers run.
+
+A frozen layout of a quantized folder is one block of bytes: what the files have of its quantized weights, as it is,
+and its other weights in the dtype that layers compute in. So tiers and links carry the small form. The weights exist
+in the compute tier only, for one tick: ``Packing.unpack`` makes them there from the leased block, with the bits that
+the host makes of the same bytes. Reading the block from files is the business of ``in_place.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.precision import high_half
+from tiered.units import round_up
+
+if TYPE_CHECKING:
+    from megatrain.models.folder import ModelFolder, TensorRecord
+    from megatrain.models.layout import UnitLayout
+    from megatrain.models.quantized import Decoder
+    from megatrain.models.regions import Region
+
+__all__ = ["Packing", "cut", "decoding_bytes", "pack"]
+
+#: What starts in a block starts at a multiple of this: a cache line of a GPU, and of any number's size.
+_ALIGNMENT_BYTES = 128
+#: Numbers that are decoded at a time: few enough for the caches of a CPU, enough to keep a GPU busy.
+_NUMBERS_ON_CPU, _NUMBERS_ON_DEVICE = 1 << 18, 1 << 24
+_DECODING_BYTES = 20  # for each of them: an index, what it stands for, its scale, and its two halves
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where numbers go in the weights of a layout, which are one flat tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, flat: Tensor | None = None) -> Tensor:
+        """Return the place in ``flat``; without it, on the meta device."""
+        if flat is None:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+            flat = torch.empty(self.offset + span, device="meta")
+        return torch.as_strided(flat, self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A box of a tensor that is not quantized: contiguous in the block, at ``offset`` bytes.
+
+    Attributes:
+        source: the box in the file.
+        target: where it goes.
+        offset: of a layout with quantized weights.
+    """
+
+    source: TensorRecord
+    target: Target
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Numbers of a quantized tensor, from ``first`` on.
+
+    Attributes:
+        decoder: of the tensor.
+        offsets: bytes of the block at which the tensors begin that the decoder computes from.
+        first: number of the tensor.
+        target: where they go.
+    """
+
+    decoder: Decoder
+    offsets: tuple[int, ...]
+    first: int
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a layout lies in a block of packed bytes.
+
+    Attributes:
+        plain: its weights that are not quantized.
+        weights: those that are; none: the block is an ordinary one.
+        raw: name of a tensor in the files that is in the block as it is -> (its offset, its decoder).
+        gaps: bytes of the block that nothing fills.
+        nbytes: of the block.
+        num_elements: of the layout.
+        dtype: that layers compute in.
+    """
+
+    plain: tuple[PlainWeight, ...]
+    weights: tuple[PackedWeight, ...]
+    raw: Mapping[str, tuple[int, Decoder]]
+    gaps: tuple[range, ...]
+    nbytes: int
+    num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """What the weights take."""
+        return self.num_elements * self.dtype.itemsize
+
+    def unpack(self, block: Tensor, weights: Tensor) -> None:
+        """Write a layout's weights. Kernels are queued and nothing waits for them, as for any operation of torch.
+
+        What lies between parameters is left as it is.
+
+        Args:
+            block: uint8 [nbytes].
+            weights: [num_elements] of ``dtype``, on the same device; written.
+        """
+        with torch.no_grad():
+            for plain in self.plain:
+                count = plain.source.numel
+                found = block[plain.offset : plain.offset + count * self.dtype.itemsize].view(self.dtype)
+                plain.target.view(weights).copy_(found.view(plain.target.shape))
+            size = _numbers_at_once(block.device)
+            for packed in self.weights:
+                for first, place in cut(packed.target.view(weights), size):
+                    place.copy_(self._decoded(packed, packed.first + first, place.numel(), block).view(place.shape))
+
+    def _decoded(self, packed: PackedWeight, first: int, count: int, block: Tensor) -> Tensor:
+        spans = zip(packed.offsets, packed.decoder.spans(first, count), strict=True)
+        numbers = packed.decoder.numbers(first, count, [block[at + s.start : at + s.stop] for at, s in spans])
+        if self.dtype != torch.bfloat16:
+            return numbers
+        rounded = torch.empty_like(numbers, dtype=torch.bfloat16)
+        high_half(numbers, rounded)  # the rounding of every weight that is loaded
+        return rounded
+
+
+def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+    """Cut a place for numbers that follow each other into pieces of whole rows: yield (first number, piece).
+
+    Args:
+        place: of any strides.
+        num_elements: of a piece, about.
+    """
+    if place.numel() == 0:
+        return
+    if place.dim() == 0 or place.is_contiguous():
+        place = place.reshape(-1)
+    row = place.numel() // place.shape[0]
+    if row > num_elements and place.dim() > 1:
+        for number in range(place.shape[0]):
+            yield from ((number * row + first, piece) for first, piece in cut(place[number], num_elements))
+        return
+    step = max(1, num_elements // row)
+    for first in range(0, place.shape[0], step):
+        yield first * row, place[first : first + step]
+
+
+def pack(
+    layout: UnitLayout,
+    regions_of: Callable[[str], Sequence[Region] | None],
+    folder: ModelFolder,
+    dtype: torch.dtype,
+) -> Packing | None:
+    """Return how a layout lies in a block; None: a weight is not merely moved from the files, or not in them.
+
+    Args:
+        layout: of frozen weights.
+        regions_of: what of the folder's tensors makes a parameter.
+        folder: of the model.
+        dtype: that layers compute in.
+    """
+    plain: list[PlainWeight] = []
+    weights: list[PackedWeight] = []
+    raw: dict[str, tuple[int, Decoder]] = {}
+    gaps: list[range] = []
+    end = 0
+
+    def place(nbytes: int) -> int:
+        nonlocal end
+        start = round_up(end, _ALIGNMENT_BYTES)
+        if start > end:
+            gaps.append(range(end, start))
+        end = start + nbytes
+        return start
+
+    for entry in layout.entries:
+        regions = regions_of(entry.name)
+        if regions is None:
+            return None
+        for region in regions:
+            record = folder.records[region.source]
+            is_row_of_file = region.source_strides == torch.empty(region.shape, device="meta").stride()
+            if not record.dtype.is_floating_point or not is_row_of_file:
+                return None
+            target = Target(region.shape, region.target_strides, entry.offset + region.target_start)
+            decoder = record.decoder
+            if decoder is None:
+                offset = record.offset + region.source_start * record.dtype.itemsize
+                nbytes = region.num_elements * record.dtype.itemsize
+                box = replace(record, shape=region.shape, offset=offset, nbytes=nbytes)
+                plain.append(PlainWeight(box, target, place(region.num_elements * dtype.itemsize)))
+                continue
+            if decoder.is_transposed:
+                if region.num_elements != record.numel or len(target.shape) < 2:
+                    return None
+                *shape, rows, columns = target.shape
+                *strides, of_row, of_column = target.stride
+                target = replace(target, shape=(*shape, columns, rows), stride=(*strides, of_column, of_row))
+            for name in decoder.packed:
+                if name not in raw:
+                    raw[name] = place(folder.stored[name].nbytes), decoder
+            offsets = tuple(raw[name][0] for name in decoder.packed)
+            weights.append(PackedWeight(decoder, offsets, region.source_start, target))
+    return Packing(tuple(plain), tuple(weights), raw, tuple(gaps), end, layout.num_elements, dtype)
+
+
+def decoding_bytes(packings: Sequence[Packing], device: torch.device) -> int:
+    """Return what unpacking takes beside blocks and weights."""
+    most = _numbers_at_once(device)
+    largest = (
+        piece.numel()
+        for packing in packings
+        for target in {replace(packed.target, offset=0) for packed in packing.weights}
+        for _, piece in cut(target.view(), most)
+    )
+    return _DECODING_BYTES * max(largest, default=0)
+
+
+def _numbers_at_once(device: torch.device) -> int:
+    return _NUMBERS_ON_CPU if device.type == "cpu" else _NUMBERS_ON_DEVICE

@@ -1,0 +1,206 @@
+"""Plans of forward passes alone: no gradients, no state, no activations that wait; weights are the only blocks.
+
+Every pass takes each unit's weights once, for all of its micro-batches, so the bytes that move do not depend on the
+tokens of a pass: from T* tokens on computing hides them (``Estimate.crossing_tokens``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.generate import generation_program
+from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
+from megatrain.engine.trace import trace_generation
+from megatrain.models.in_place import buffer_bytes
+from megatrain.optim.factory import make_optimizer
+from megatrain.plan import machine
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.limits import find_objections
+from megatrain.plan.machine import profile_of
+from megatrain.plan.placement import PlacementSolver, Traffic
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import (
+    STAY_SHARE,
+    fastest,
+    find_frozen,
+    make_graph,
+    settle_rows,
+    tier_budgets,
+    trace_run,
+    unpacking_bytes,
+    with_folder,
+    with_open_room,
+    with_residents,
+    with_workspace,
+    workspace_bytes,
+)
+
+if TYPE_CHECKING:
+    from megatrain.plan.plan import RunSpec
+
+__all__ = ["GenerationPlan", "forward_run", "plan_forward", "plan_generation", "score_bytes"]
+
+#: Copies of a micro-batch's logits, in fp32, that choosing a token takes: warped, sorted, their softmax ...
+_COPIES_OF_LOGITS = 8
+
+#: Copies of the scores of a pass: as they come, those of a document, and as they are written.
+_COPIES = 3
+
+
+def forward_run(run: RunSpec) -> RunSpec:
+    """Return a run that only runs its model: all of it is frozen, nothing is saved, drives are not needed for it."""
+    checkpoint = replace(run.checkpoint, strategy="no", num_generations=0, save_copy=False, num_copies=0)
+    return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
+
+
+def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
+    """Return the RAM that the scores of a pass take until they are written.
+
+    Args:
+        run: of the pass.
+        top_k: words for each token.
+        width: of an embedding; 0: there are none.
+    """
+    return _COPIES * run.batch.num_tokens * (12 * top_k + 16) + 4 * run.batch.num_rows * width
+
+
+def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
+    """Plan passes over a model's rows that score their tokens.
+
+    Args:
+        run: as ``forward_run`` returns it; a step of it is a pass.
+        top_k: likeliest words of each token.
+        width: of an embedding of each document; 0: there are none.
+
+    Raises:
+        DoesNotFitError: a tier is too small; it names the size that would do.
+        ModelFolderError: the model cannot be run.
+        UnsupportedModelError: the model cannot be run.
+    """
+    assert not run.model.is_trained, run.model
+    graph = make_graph(run)
+    run, warning = settle_rows(run, graph)
+    padded = bool(run.data.packing) or run.batch.micro_batch_rows > 1
+    trace = trace_run(run, graph, padded=padded, top_k=top_k)
+    compute_tier = machine.compute_tier(run.tiers, run.device)
+    in_place, packed = find_frozen(run, graph)
+    program = ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=run.batch.num_micro_batches,
+        order="layer",
+        compute_tier=compute_tier,
+        compute_dtype=graph.dtype,
+        state_kinds=(),
+        frozen_in_folder=not run.model.from_scratch,
+        in_place=in_place,
+        packed=packed,
+    ).build()
+    program = evaluation_program(program)
+    unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
+    known = tier_budgets(run, workspace_bytes(trace, run.batch.num_micro_batches) + unpacking)
+    known = with_workspace(known, score_bytes(run, top_k, width), "ram")
+    profile = profile_of(run.tiers)
+    known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
+    known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
+    placement = PlacementSolver(program, list(known.values()), run.placement.homes, None, STAY_SHARE).solve()
+    plan = Plan(
+        run=run,
+        graph=graph,
+        trace=trace,
+        program=program,
+        placement=placement,
+        optimizer=make_optimizer(run.optimizer),
+        budgets_by_tier=known,
+        room_beside_tier=machine.gpu_room_beside_tier(
+            known[compute_tier].capacity_bytes, run.device, run.tiers.machine
+        ),
+        packing_warning=warning,
+    )
+
+    def estimated(other: Plan) -> Plan:
+        estimate = estimate_step(other, other.shape, profile)
+        return replace(other, estimate=replace(estimate, occasions=()))
+
+    plan = estimated(plan)
+    if any(plan.traffic.values()):
+        plan = fastest([estimated(other) for other in with_open_room(plan)] or [plan])
+    return replace(plan, objections=find_objections(run.tiers, run.device, plan.totals))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """How prompts are continued.
+
+    Attributes:
+        plan: of a pass that makes a token of each of them; its program takes the cache from its blocks.
+        first: program of the pass that fills the cache.
+    """
+
+    plan: Plan
+    first: StepProgram
+
+    def planned_bytes(self, num_passes: int) -> dict[str, int]:
+        """Return the bytes that each link moves in so many passes, of which the first one fills the cache."""
+        placement = self.plan.placement
+        order = list(self.plan.budgets_by_tier)
+        moved = Counter(Traffic(self.first, order, placement.homes, {}, placement.direct).of_first_step())
+        if num_passes > 1:
+            moved.update(placement.run_traffic_bytes(num_passes - 1))
+        return {link: nbytes for link, nbytes in moved.items() if nbytes}
+
+
+def plan_generation(run: RunSpec) -> GenerationPlan:
+    """Plan to continue prompts: the rows of a step, each with its new tokens of ``batch.max_length`` tokens.
+
+    Args:
+        run: as ``forward_run`` returns it.
+
+    Raises:
+        DoesNotFitError: a tier is too small; it names the size that would do.
+        ModelFolderError: the model cannot be run.
+        UnsupportedModelError: the model cannot be run.
+    """
+    assert not run.model.is_trained, run.model
+    graph, batch = make_graph(run), run.batch
+    with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
+        trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
+    compute_tier = machine.compute_tier(run.tiers, run.device)
+    in_place, packed = find_frozen(run, graph)
+    first, program = (
+        generation_program(
+            graph,
+            trace,
+            cache_nbytes,
+            num_micro_batches=batch.num_micro_batches,
+            compute_tier=compute_tier,
+            in_folder=not run.model.from_scratch,
+            in_place=in_place,
+            packed=packed,
+            is_first=is_first,
+        )
+        for is_first in (True, False)
+    )
+    vocab_size = graph.config.get_text_config().vocab_size
+    logits = _COPIES_OF_LOGITS * 4 * batch.micro_batch_rows * vocab_size
+    unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
+    known = tier_budgets(run, workspace_bytes(trace, batch.num_micro_batches) + logits + unpacking)
+    profile = profile_of(run.tiers)
+    known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
+    known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
+    placement = PlacementSolver(program, list(known.values()), run.placement.homes).solve()
+    plan = Plan(
+        run=run,
+        graph=graph,
+        trace=trace,
+        program=program,
+        placement=placement,
+        optimizer=make_optimizer(run.optimizer),
+        budgets_by_tier=known,
+    )
+    shape = replace(plan.shape, tokens_per_step=batch.num_rows)
+    plan = replace(plan, estimate=replace(estimate_step(plan, shape, profile), occasions=()))
+    return GenerationPlan(replace(plan, objections=find_objections(run.tiers, run.device, plan.totals)), first)

@@ -1,0 +1,347 @@
+"""Scores of a data set by a model of any size: forward passes over large batches, each weight fetched once a pass.
+
+The weights are frozen: what of them does not fit into RAM is read from the model's folder in every pass, where it lies
+(docs/decisions/0031-frozen-weights-are-read-in-place.md). What a pass found is on disk before the next one begins, so a
+process that ends, however, scores nothing a second time but the pass that it was in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain.config.problems import ConfigError, Problem
+from megatrain.config.resolve import resolve, resolve_score
+from megatrain.config.resolved import check_writable
+from megatrain.data.dataset import load_dataset
+from megatrain.data.encoding import pad_token_id
+from megatrain.data.loader import BatchLoader
+from megatrain.data.rows_report import check_losses
+from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, documents_of, tokenizer_checksum
+from megatrain.engine.step import EvaluationEngine
+from megatrain.models.folder import ModelFolder
+from megatrain.plan.forward import forward_run, plan_forward
+from megatrain.plan.limits import refuse
+from megatrain.run.activity import Activity
+from megatrain.run.folder import RunFolder
+from megatrain.run.metrics import RunObserver
+from megatrain.run.signals import RunSignals
+from megatrain.tiers import set_schedule
+from megatrain.trainer import Trainer, check_token_ids, tokenizer_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.scores import ScoreSpec
+    from megatrain.engine.vocabulary import TokenScores
+    from megatrain.plan.plan import Plan
+
+__all__ = ["ScoreSummary", "Scorer", "plan_scoring"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """What a call of ``Scorer.run`` did.
+
+    Attributes:
+        folder: of the scores.
+        num_rows: of the data, packed or not.
+        num_rows_done: that are scored, those of earlier calls included.
+        num_passes: of this call: how often the weights were streamed.
+        num_tokens: places that this call ran, padding included.
+        num_scored_tokens: of this call.
+        mean_log_prob: of the tokens that this call scored; NaN where there are none.
+        seconds: of the passes of this call.
+        planned_bytes: link -> bytes that these passes were planned to move.
+        link_bytes: link -> bytes that they moved.
+        interrupted: a signal ended the call early.
+    """
+
+    folder: Path
+    num_rows: int
+    num_rows_done: int
+    num_passes: int
+    num_tokens: int
+    num_scored_tokens: int
+    mean_log_prob: float
+    seconds: float
+    planned_bytes: dict[str, int]
+    link_bytes: dict[str, int]
+    interrupted: bool
+
+    @property
+    def perplexity(self) -> float:
+        """Of the tokens that this call scored."""
+        return math.exp(-self.mean_log_prob)
+
+
+def plan_scoring(config: RunConfig) -> Plan:
+    """Return the plan of the passes that ``Scorer`` makes.
+
+    Raises:
+        ConfigError: the config asks for what cannot be scored.
+        DoesNotFitError: a tier is too small.
+        ModelFolderError: the model is unusable.
+        UnsupportedModelError: the model is unusable.
+    """
+    spec = resolve_score(config)
+    run = forward_run(resolve(config))
+    plan = plan_forward(run, top_k=spec.top_k)
+    text = plan.graph.config.get_text_config()
+    if spec.top_k > text.vocab_size:
+        message = f"score.top_k = {spec.top_k}, but the model has {text.vocab_size} words"
+        raise ConfigError(run.model.name, [Problem("score.top_k", message, f"Write at most {text.vocab_size}")])
+    if spec.embeddings != "none":
+        plan = plan_forward(plan.run, top_k=spec.top_k, width=text.hidden_size)
+    return plan
+
+
+class Scorer:
+    """Scores the rows of ``[[data.train]]`` into ``output_dir/scores``, or what is missing there.
+
+    Args:
+        config: model, rows, tiers and ``[score]``; what is about training counts as far as it is the size of a step,
+            which is that of a pass.
+        observer: is called with messages.
+        plan: as ``plan_scoring`` returns it; None: it is made.
+        activity: kept current for a live view.
+
+    Attributes:
+        plan: of the passes.
+
+    Raises:
+        ConfigError: as ``plan_scoring``, and so are the others.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        observer: RunObserver | None = None,
+        plan: Plan | None = None,
+        activity: Activity | None = None,
+    ) -> None:
+        self.plan = plan or plan_scoring(config)
+        self._config, self._spec = config, resolve_score(config)
+        self._observer, self._activity = observer or RunObserver(), activity or Activity()
+        self._trainer = Trainer(config, observer=self._observer, plan=self.plan, activity=self._activity)
+
+    def run(self) -> ScoreSummary:
+        """Score what is not scored yet.
+
+        A signal to stop ends it after the pass that runs; what is scored is kept, and the next call continues there.
+
+        Raises:
+            DataError: the data cannot be used.
+            ScoresError: ``output_dir`` holds other scores.
+            BeyondMachineError: this machine has less than the tiers' sizes.
+            LockedError: another run uses ``output_dir``.
+            OSError: storage failed.
+            TieredError: storage failed.
+            KeyboardInterrupt: a second signal; the pass that ran is lost.
+        """
+        refuse(self.plan.objections)
+        check_writable(self._config)
+        self._activity.begin("reading the data")
+        loader = self.make_loader()
+        kind = self._kind(loader)
+        with RunFolder(self.plan.run.output_dir) as run_folder:
+            folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
+            cuts = list(self._passes(folder.missing()))
+            if not cuts:
+                self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
+                return ScoreSummary(folder.path, kind.num_rows, kind.num_rows, 0, 0, 0, math.nan, 0.0, {}, {}, False)
+            rest = sum(map(len, cuts))
+            if rest < kind.num_rows:
+                self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
+            with self._trainer.open() as trainer:
+                trainer.load()
+                return self._run_passes(folder, kind, loader, cuts)
+
+    def make_loader(self) -> BatchLoader:
+        run, tell = self.plan.run, self._observer.on_message
+        tokenizer = tokenizer_of(run.model)
+        data = replace(run.data, val_size=None)
+        dataset = load_dataset(data, tokenizer, tell)
+        check_token_ids(run.model, dataset, self.plan.graph)
+        tell(str(dataset.report))
+        for text in check_losses(dataset.report, data.source_names, data.max_dropped):
+            tell(f"warning: {text}")
+        self._tokenizer = tokenizer
+        return BatchLoader(
+            replace(dataset, weights=()),  # each document once
+            micro_batch_size=run.batch.micro_batch_rows,
+            num_micro_batches=run.batch.num_micro_batches,
+            max_length=run.batch.max_length,
+            packing=bool(run.data.packing),
+            data_seed=run.data.seed,
+            pad_token_id=pad_token_id(tokenizer),
+        )
+
+    def _kind(self, loader: BatchLoader) -> ScoreKind:
+        run, graph = self.plan.run, self.plan.graph
+        weights = f"seed {run.seed}" if run.model.from_scratch else ModelFolder(run.model.folder).fingerprint()
+        return ScoreKind(
+            model=run.model.name,
+            weights=weights,
+            dtype=str(graph.dtype).removeprefix("torch."),
+            attention=str(graph.model.config._attn_implementation),
+            tokenizer=tokenizer_checksum(self._tokenizer),
+            data=loader.dataset.fingerprint(),
+            max_length=run.batch.max_length,
+            packing=bool(run.data.packing),
+            data_seed=run.data.seed,
+            num_rows=loader.num_rows,
+            top_k=self._spec.top_k,
+            temperature=self._spec.temperature,
+            embeddings=self._spec.embeddings,
+            formats=self._spec.formats,
+        )
+
+    def _passes(self, missing: Sequence[range]) -> list[range]:
+        """Return the rows of each pass."""
+        size = self.plan.run.batch.num_rows
+        return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
+
+    def _run_passes(
+        self, folder: ScoreFolder, kind: ScoreKind, loader: BatchLoader, cuts: Sequence[range]
+    ) -> ScoreSummary:
+        plan, trainer = self.plan, self._trainer
+        store, placement = trainer.store, plan.placement
+        engine = EvaluationEngine(
+            store,
+            plan.graph,
+            plan.trace,
+            plan.program,
+            placement.homes,
+            device=plan.device,
+            timeline=trainer.timeline,
+            activity=self._activity,
+            stays=placement.stays,
+        )
+        store.wait_idle()  # what loading still writes is not part of any pass
+        before, start_s = store.stats(), time.perf_counter()  # the schedule begins to fetch
+        set_schedule(store, engine.program.schedule(placement.homes, len(cuts)), plan.run.prefetch_bytes)
+        num_passes = num_tokens = num_scored = num_rows = 0
+        log_probs: list[float] = []
+        with RunSignals(stops_after_step=True, activity=self._activity) as signals:
+            for number, rows in enumerate(cuts):
+                self._activity.begin("scoring", num_parts=len(engine.program.ticks))
+                documents, places = self._score(engine, loader, rows, number)
+                folder.write(rows.start, len(rows), documents)
+                num_passes, num_tokens, num_rows = number + 1, num_tokens + places, num_rows + len(rows)
+                num_scored += sum(len(document.positions) for document in documents)
+                log_probs += [float(document.log_probs.sum(dtype=np.float64)) for document in documents]
+                self._tell(folder, kind, number + 1, len(cuts), num_tokens, time.perf_counter() - start_s)
+                if signals.stop_requested:
+                    break
+            seconds = time.perf_counter() - start_s
+            engine.finish()
+            store.set_schedule(None)
+        store.wait_idle()
+        moved = store.stats() - before
+        rows_left = sum(map(len, cuts)) - num_rows
+        return ScoreSummary(
+            folder=folder.path,
+            num_rows=kind.num_rows,
+            num_rows_done=kind.num_rows - rows_left,
+            num_passes=num_passes,
+            num_tokens=num_tokens,
+            num_scored_tokens=num_scored,
+            mean_log_prob=math.fsum(log_probs) / num_scored if num_scored else math.nan,
+            seconds=seconds,
+            planned_bytes={link: nbytes for link, nbytes in placement.run_traffic_bytes(num_passes).items() if nbytes},
+            link_bytes={name: link.num_bytes for name, link in moved.links.items() if link.num_bytes},
+            interrupted=num_passes < len(cuts),
+        )
+
+    def _score(
+        self, engine: EvaluationEngine, loader: BatchLoader, rows: range, number: int
+    ) -> tuple[list[DocumentScores], int]:
+        """Return the scores of the documents of some rows, and how many places the pass had."""
+        size = self.plan.micro_batch_size
+        # Row after row, not dealt in turn as a step's are: which rows share a micro-batch, and so the bits of their
+        # scores, does not depend on how many micro-batches share a pass.
+        groups = [loader.rows(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]
+        micro_batches = [loader.micro_batch(group) for group in groups]
+        embeddings: dict[int, list[Any]] = {}
+
+        def on_hidden(micro_batch: int, hidden: Tensor) -> None:
+            embeddings[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._spec)
+
+        wants_hidden = self._spec.embeddings != "none"
+        scores = engine.score(
+            micro_batches,
+            number=number,
+            k=self._spec.top_k,
+            temperature=self._spec.temperature,
+            on_hidden=on_hidden if wants_hidden else None,
+        )
+        found: list[DocumentScores] = []
+        for micro_batch, group in enumerate(groups):
+            found += _documents(group, loader.dataset, scores[micro_batch], embeddings.get(micro_batch))
+        loader.dataset.release_pages()
+        return found, sum(batch["input_ids"].numel() for batch in micro_batches)
+
+    def _tell(
+        self, folder: ScoreFolder, kind: ScoreKind, done: int, num_passes: int, num_tokens: int, seconds: float
+    ) -> None:
+        rows = kind.num_rows - sum(map(len, folder.missing()))
+        rate = num_tokens / max(seconds, 1e-9)
+        self._observer.on_message(
+            f"pass {done} of {num_passes}: {rows:,} of {kind.num_rows:,} rows scored, {rate:,.0f} tokens/s"
+        )
+
+
+def _embeddings(
+    hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, spec: ScoreSpec
+) -> list[np.ndarray[Any, Any]]:
+    """Return a vector for each document of the rows of a micro-batch, in their order."""
+    found = []
+    for row, at, document, _ in documents_of(rows, dataset):
+        stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
+        states = hidden[row, at if spec.embeddings == "mean" else stop - 1 : stop].float()
+        found.append(states.mean(0).cpu().numpy())
+    return found
+
+
+def _documents(
+    rows: Sequence[Sequence[int]],
+    dataset: TokenDataset,
+    scores: TokenScores,
+    embeddings: Sequence[np.ndarray[Any, Any]] | None,
+) -> list[DocumentScores]:
+    """Return the scores of a micro-batch by document: they come in the order of its labels."""
+    log_probs, rest = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
+    ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
+    found: list[DocumentScores] = []
+    at = 0
+    for number, (_, _, document, positions) in enumerate(documents_of(rows, dataset)):
+        own = slice(at, at + len(positions))
+        at = own.stop
+        first = int(dataset.starts[document])
+        found.append(
+            DocumentScores(
+                key=dataset.key_of(document),
+                document=document,
+                source=int(np.searchsorted(dataset.source_starts[1:-1], document, side="right")),
+                num_tokens=int(dataset.starts[document + 1]) - first,
+                positions=positions.astype(np.int32),
+                token_ids=np.asarray(dataset.tokens[first + positions], dtype=np.int32),
+                log_probs=log_probs[own],
+                top_ids=ids[own],
+                top_log_probs=top[own],
+                rest_log_probs=rest[own],
+                embedding=np.zeros(0, np.float32) if embeddings is None else embeddings[number],
+            )
+        )
+    assert at == len(log_probs), (at, len(log_probs))
+    return found

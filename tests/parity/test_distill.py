@@ -1,0 +1,258 @@
+"""Training on a teacher's scores: loss and gradients of plain torch, the same bits at every placement and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.resume import ConfigChangedError
+from megatrain.config import load_config
+from megatrain.config.problems import ConfigError
+from megatrain.data.rows_report import DataError
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.objective import TEACHER_KEYS, Distillation, Objective, TeacherRows
+from megatrain.engine.trace import trace_visits
+from megatrain.engine.vocabulary import RunningDistillation, vocabulary_ranges
+from megatrain.models.graph import build_graph
+from megatrain.run.metrics import RunObserver, StepMetrics
+from megatrain.scoring import Scorer
+from megatrain.trainer import Trainer
+from oracles.families import VOCAB, padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import EXAMPLES, config_text, run_config
+
+Rest = Literal["bucket", "ignore", "renormalize"]
+RESTS: tuple[Rest, ...] = ("bucket", "ignore", "renormalize")
+K = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def teacher_of(shape: Sequence[int], temperature: float, seed: int = 5, num_words: int = VOCAB) -> tuple[Tensor, ...]:
+    """Return words, their log-probabilities and that of all others, of a random teacher."""
+    logits = 3 * torch.randn(*shape, num_words, generator=torch.Generator().manual_seed(seed))
+    log_probs = (logits / temperature).log_softmax(-1)
+    top = log_probs.topk(K)
+    return top.indices.int(), top.values, log_probs.scatter(-1, top.indices, -torch.inf).logsumexp(-1)
+
+
+def plain_loss(logits: Tensor, labels: Tensor, teacher: tuple[Tensor, ...], spec: Distillation) -> Tensor:
+    """Return the loss of rows as docs/teachers.md has it, by plain torch in double precision, summed."""
+    ids, log_p, log_rest = teacher[0].long(), teacher[1].double(), teacher[2].double()
+    student = (logits.double() / spec.temperature).log_softmax(-1)
+    of_top = student.gather(-1, ids)
+    if spec.rest == "renormalize":
+        log_p = log_p - log_p.logsumexp(-1, keepdim=True)
+    soft = (log_p.exp() * (log_p - of_top)).sum(-1)
+    if spec.rest == "bucket":
+        inside = torch.zeros_like(student, dtype=torch.bool).scatter(-1, ids, True)
+        rest = student.masked_fill(inside, -torch.inf).logsumexp(-1)
+        soft = soft + log_rest.exp() * (log_rest - rest)
+    hard = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
+    return (spec.alpha * hard + (1 - spec.alpha) * spec.temperature**2 * soft).sum()
+
+
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize(("temperature", "alpha"), [(1.0, 0.0), (2.5, 0.3)])
+def test_logits_in_parts_give_loss_and_gradient_of_plain_torch(rest: Rest, temperature: float, alpha: float) -> None:
+    rows, spec = 9, Distillation(temperature, alpha, rest)
+    generator = torch.Generator().manual_seed(1)
+    logits = 4 * torch.randn(rows, VOCAB, generator=generator)
+    labels = torch.randint(VOCAB, (rows,), generator=generator)
+    teacher = teacher_of((rows,), temperature)
+    whole = logits.clone().requires_grad_()
+    loss = plain_loss(whole, labels, teacher, spec) / 7
+    loss.backward()
+    for columns in (VOCAB, 16):
+        running = RunningDistillation(labels, TeacherRows(*teacher), VOCAB, 7, spec)
+        ranges = vocabulary_ranges(VOCAB, columns)
+        for start, stop in ranges:
+            running.add(logits[:, start:stop], start)
+        assert float(running.loss()) == pytest.approx(float(loss.detach()), rel=1e-5)
+        found = torch.cat([running.gradient(logits[:, start:stop], start) for start, stop in ranges], 1)
+        torch.testing.assert_close(found, whole.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_all_words_of_the_teacher_and_none_of_its_mass_outside() -> None:
+    """A teacher that names every word: the bucket is empty, and nothing of it is NaN."""
+    logits = torch.randn(4, K, generator=torch.Generator().manual_seed(2))
+    teacher = teacher_of((4,), 1.0, num_words=K)
+    assert torch.isneginf(teacher[2]).all()
+    running = RunningDistillation(torch.zeros(4, dtype=torch.long), TeacherRows(*teacher), K, 4, Distillation())
+    running.add(logits, 0)
+    whole = logits.clone().requires_grad_()
+    p = teacher[1].exp()
+    loss = (p * (teacher[1] - whole.log_softmax(-1).gather(1, teacher[0].long()))).sum() / 4
+    loss.backward()
+    assert float(running.loss()) == pytest.approx(float(loss.detach()), rel=1e-5)
+    torch.testing.assert_close(running.gradient(logits, 0), whole.grad, rtol=1e-5, atol=1e-6)
+
+
+def with_teacher(batches: Sequence[Mapping[str, Tensor]], temperature: float) -> list[dict[str, Tensor]]:
+    return [
+        {**batch, **dict(zip(TEACHER_KEYS, teacher_of(batch["labels"].shape, temperature, seed), strict=True))}
+        for seed, batch in enumerate(batches)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"head_columns": 16}),
+        ("llama", {"head_columns": 16, "parts_in_turn": True}),
+        ("gemma2", {"head_columns": 16}),  # caps its logits, and they are those of its embedding
+        ("gpt2", {"head_columns": 0}),
+        ("mixtral", {"head_columns": 16}),
+    ],
+)
+def test_every_gradient_is_that_of_plain_torch(family: str, options: dict[str, Any]) -> None:
+    config = tiny_config(family)
+    spec = Distillation(2.0, 0.25, "bucket")
+    objective = Objective(distillation=spec, teacher_k=K)
+    batches = with_teacher(padded_batches(), 2.0)
+    model = build_model(config)
+    graph = build_graph(config)
+    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    columns = {key: value for key, value in options.items() if key != "parts_in_turn"}
+    trace = trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=4, **columns)
+    runner = LayerRunner(
+        graph,
+        access,
+        device="cpu",
+        compute_dtype=torch.float32,
+        head_rows=4,
+        objective=objective,
+        trace=trace,
+        **options,
+    )
+    loss, found = runner.forward_backward(batches, seed=1).loss, access.finish()
+    num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    expected = 0.0
+    for batch in batches:
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", *TEACHER_KEYS)}
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        chosen = labels != -100
+        teacher = tuple(batch[key][:, :-1][chosen] for key in TEACHER_KEYS)
+        total = plain_loss(logits[chosen], labels[chosen], teacher, spec) / num_items
+        total.backward()
+        expected += float(total.detach())
+    assert loss == pytest.approx(expected, rel=2e-6)
+    noise = 1e-7 * max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            error = (found[name] - parameter.grad).abs().max()
+            assert error <= max(noise, 2e-5 * parameter.grad.abs().max()), (name, float(error))
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scores(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return scores of the text that the runs train on, in both forms."""
+    folder = tmp_path_factory.mktemp("scores")
+    path = folder / "score.toml"
+    path.write_text(distill_text(folder, tiny_model, None))
+    changes = ["score.top_k=8", "score.temperature=2.0", 'score.formats=["parquet","zarr"]']
+    return Scorer(load_config(path, overrides=changes).config).run().folder
+
+
+def distill_text(folder: Path, model: Path, scores: Path | None, table: str = "", **options: Any) -> str:
+    text = config_text(folder, model, **options)
+    if scores is None:
+        return text.replace('task = "pretrain"', 'task = "sft"')
+    text = text.replace('task = "pretrain"', 'task = "distill"')
+    return text + f'[distill]\nscores = "{scores}"\ntemperature = 2.0\nalpha = 0.25\n{table}\n'
+
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+
+
+def test_bits_do_not_depend_on_the_placement(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
+    first = run_config(distill_text(tmp_path / "a", tiny_model, scores), tmp_path / "a", num_steps=2)
+    assert all(map(math.isfinite, first.losses))
+    placements: dict[str, dict[str, Any]] = {
+        "nvme": {"placement": ALL_NVME, "ram": "9MiB"},
+        "gpu": {"gpu": "64MiB", "ram": "4MiB", "nvme": 0},
+    }
+    for name, options in placements.items():
+        text = distill_text(tmp_path / name, tiny_model, scores, **options)
+        run = run_config(text, tmp_path / name, num_steps=2)
+        run.assert_as_planned()
+        run.assert_same(first)
+
+
+class Losses(RunObserver):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.losses.append(metrics.loss)
+
+
+def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
+    def train(folder: Path, *changes: str) -> list[float]:
+        folder.mkdir(exist_ok=True)
+        path = folder / "run.toml"
+        path.write_text(distill_text(folder, EXAMPLES / "quickstart/model", scores))
+        seen = Losses()
+        wanted = ["model.train_from_scratch=true", "optimizer.learning_rate=3e-3", "checkpoint.save_steps=3", *changes]
+        Trainer(load_config(path, overrides=wanted).config, observer=seen).train()
+        return seen.losses
+
+    whole = train(tmp_path / "a", "training.max_steps=6")
+    assert whole[-1] < whole[0] - 0.1
+    first = train(tmp_path / "b", "training.max_steps=3")
+    rest = train(tmp_path / "b", "training.max_steps=6")
+    assert [*first, *rest] == whole
+    with pytest.raises(ConfigChangedError, match="top_k"):
+        train(tmp_path / "b", "training.max_steps=7", "distill.top_k=3")
+    # The other form of the same scores, and fewer of the teacher's words.
+    assert train(tmp_path / "c", "training.max_steps=1", "distill.top_k=3")[0] != whole[0]
+
+
+def test_wrong_scores_are_refused_in_words(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
+    def load(*changes: str, table: str = "", given: Path = scores) -> Any:
+        path = tmp_path / "run.toml"
+        path.write_text(distill_text(tmp_path, tiny_model, given, table))
+        return load_config(path, overrides=changes).config
+
+    def refused(text: str, *changes: str, given: Path = scores) -> None:
+        with pytest.raises((ConfigError, DataError), match=text):
+            Trainer(load(*changes, given=given)).make_loader()
+
+    refused("there are no scores in", given=tmp_path / "nowhere")
+    refused(r"They may be in .*scores", given=scores.parent)
+    refused("distill.top_k = 9, but the scores in .* have 8 words", "distill.top_k=9")
+    refused("made at 2", "distill.temperature=1.0")
+    refused("label_smoothing_factor", "training.label_smoothing_factor=0.1")
+    refused("distill.scores has no effect", 'task="sft"')
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Another row, which nobody has scored."}) + "\n")
+    other = f'data.train=[{{path="{tmp_path}/other.jsonl"}}]'
+    refused("1 of 1 documents of data.train have no scores.*Score the rows of this very", other)
+    damaged = tmp_path / "damaged"
+    (damaged / "parquet").mkdir(parents=True)
+    kind = json.loads((scores / "scores.json").read_text())
+    (damaged / "scores.json").write_text(json.dumps(kind))
+    part = next((scores / "parquet").iterdir())
+    refused(r"Only 0 of \d+ rows are scored yet", given=damaged)
+    (damaged / "parquet" / part.name).write_bytes(part.read_bytes()[:-100])
+    refused("this part of the scores cannot be read.*Delete it", given=damaged)
+    (damaged / "parquet" / part.name).write_bytes(part.read_bytes())
+    (damaged / "scores.json").write_text(json.dumps({**kind, "tokenizer": "another"}))
+    refused("another tokenizer", other, given=damaged)
