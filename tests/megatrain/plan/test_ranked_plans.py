@@ -1,0 +1,87 @@
+"""Plans for one of several ranks: its share of blocks and of the host, and what moves between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.plan.simulate import SimulatedRates, simulate_step
+from megatrain.ranks.world import World
+from oracles.tiered_run import config_text, write_tiny_model
+from processes.saved_run import command_group
+from tiered import MiB
+
+TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    text = config_text(folder, write_tiny_model(folder / "model"))
+    (folder / "run.toml").write_text(text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4"))
+    return folder / "run.toml"
+
+
+def plan_of(config: Path, size: int, *changes: str) -> Plan:
+    return plan_run(replace(resolve(load_config(config, (), changes).config), world=World.local(0, size)))
+
+
+def rates(peer: float) -> SimulatedRates:
+    return SimulatedRates(1e12, flops_per_s=1e9, update_params_per_s=1e9, peer_bytes_per_s=peer)
+
+
+def test_a_rank_has_its_share_of_blocks_and_of_the_host(config: Path) -> None:
+    alone, ranked = plan_of(config, 1), plan_of(config, 2)
+    blocks = [sum(b.nbytes for b in p.program.blocks.values() if b.is_saved) for p in (alone, ranked)]
+    num_layouts = len(alone.graph.layouts)
+    assert blocks[0] / 2 <= blocks[1] <= blocks[0] / 2 + num_layouts * 65_536 * 12
+    for tier in ("ram", "nvme"):
+        assert ranked.budgets[tier] == alone.budgets[tier] // 2
+    assert len(ranked.run.own_micro_batches) == 2 and ranked.shape.tokens_per_step == alone.shape.tokens_per_step // 2
+    # The other half comes, and this one goes: weights for two passes, and gradients; of the tied head once more.
+    elements = {key: block.num_elements for key, block in ranked.program.blocks.items() if block.kind == "weights"}
+    once = sum(elements.values()) + elements["model.embed_tokens/weight"]
+    gathered, exchanged = once + sum(elements.values()), once
+    assert ranked.traffic["ram->ranks"] == ranked.traffic["ranks->ram"] == 4 * (gathered + exchanged)
+
+
+def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
+    ahead, blocking = plan_of(config, 2), plan_of(config, 2, "advanced.prefetch=0")
+    assert (ahead.program.gathers_ahead, blocking.program.gathers_ahead) == (1, 0)
+    assert ahead.placement.workspace_bytes["ram"] > blocking.placement.workspace_bytes["ram"]
+    moved = ahead.traffic["ram->ranks"]
+    assert moved == blocking.traffic["ram->ranks"]
+    free = simulate_step(ahead, TOKENS, rates(1e15))
+    assert "ranks" not in free.stall_s
+    peer = moved / (0.3 * free.step_s)
+    one_by_one, beside = (simulate_step(plan, TOKENS, rates(peer)) for plan in (blocking, ahead))
+    assert one_by_one.step_s == pytest.approx(free.step_s + moved / peer, rel=1e-3)
+    assert one_by_one.stall_s["ranks"] == pytest.approx(moved / peer, rel=1e-3)
+    assert free.step_s < beside.step_s < 0.9 * one_by_one.step_s
+    slow = simulate_step(ahead, TOKENS, rates(moved / (3 * free.step_s)))
+    assert slow.step_s >= 3 * free.step_s
+
+
+def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) -> None:
+    ahead = plan_of(config, 2, "advanced.prefetch=0")
+    least = ahead.placement.peak_bytes("ram")
+    plan = plan_of(config, 2, f"tiers.ram.size={2 * least // MiB + 1}MiB")
+    assert plan.placement.peak_bytes("ram") <= plan.budgets["ram"]
+
+
+def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> None:
+    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "4"])
+    assert result.exit_code == 0, result.output
+    assert "this is one of 4 processes; the 4 on this host together take ram" in result.output
+    assert "ram->ranks" in result.output
+    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "8"])
+    assert result.exit_code == 2 and "with 8 processes 4 of these would have none" in result.output
+    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "2", "--measure"])
+    assert result.exit_code == 2 and "without --measure" in result.output
