@@ -1,4 +1,4 @@
-"""``megatrain-tier run``: train, on this terminal or detached from it."""
+"""``megatrain-tier run``: train, on this terminal or detached from it, in one process or in several ("ranks")."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from .main import (
+    DEBUG_VARIABLE,
     EXIT_DOES_NOT_FIT,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED_AND_SAVED,
     RunFailedError,
+    describe,
     exit_code_of,
 )
 from .options import config_options, json_option, load
 from .terminal import RunOutput, Spinner, without_collector
 
 if TYPE_CHECKING:
+    from megatrain.config import LoadedConfig
     from megatrain.models.hub import FetchedFile
+    from megatrain.ranks.group import RankGroup
+    from megatrain.ranks.watch import Failure
     from megatrain.run.metrics import RunInfo, RunSummary
 
 #: Environment variable with the file descriptor on which a detached run reports its start.
@@ -45,6 +51,13 @@ _STOP_S = 10.0
     type=click.IntRange(min=1),
     metavar="N",
     help="Short for --set training.max_steps=N. The learning rate then runs through its whole schedule in N steps.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Short for --set distributed.processes=N: the run's processes on this machine, one for each GPU. Not beside "
+    "torchrun or srun, which start them themselves.",
 )
 @click.option(
     "--resume",
@@ -70,6 +83,7 @@ def command(
     overrides: tuple[str, ...],
     dry_run: bool,
     max_steps: int | None,
+    processes: int | None,
     resume: str | None,
     allow_config_change: bool,
     detach: bool,
@@ -83,71 +97,88 @@ def command(
     """
     if max_steps is not None:
         overrides = (*overrides, f"training.max_steps={max_steps}")
+    if processes is not None:
+        overrides = (*overrides, f"distributed.processes={processes}")
     if resume is not None:
         overrides = (*overrides, f"checkpoint.resume_from_checkpoint={json.dumps(resume)}")
+    words = [str(config), *(word for file in extra_files for word in ("-c", str(file)))]
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--allow-config-change"] * allow_config_change + ["--json"] * as_json
     if detach:
         if dry_run:
             raise click.UsageError("--detach and --dry-run exclude each other: a dry run ends by itself")
-        words = [str(config), *(word for file in extra_files for word in ("-c", str(file)))]
-        words += [word for override in overrides for word in ("--set", override)]
-        words += ["--allow-config-change"] * allow_config_change + ["--json"] * as_json
         return _run_detached(words, as_json=as_json)
+    # Not at the top: --help imports nothing of megatrain.
+    from megatrain.ranks.group import RankGroup
+
+    group = RankGroup.of_environment()
+    if not group.world.is_single:
+        _run_as_rank(group, config, extra_files, overrides, dry_run, allow_config_change, as_json)
     with RunOutput() as output:
-        return _run(config, extra_files, overrides, dry_run, allow_config_change, as_json, output)
+        with Spinner("reading the config", is_shown=not as_json) as spinner:
+            loaded = load(config, extra_files, overrides, spinner)
+            if loaded.config.distributed.processes == 1 or dry_run:
+                return _run(loaded, overrides, dry_run, allow_config_change, as_json, output, group, spinner)
+        return _launch(loaded, words, output)
 
 
 def _run(
-    config: Path,
-    extra_files: tuple[Path, ...],
-    overrides: tuple[str, ...],
+    loaded: LoadedConfig,
+    overrides: Sequence[str],
     dry_run: bool,
     allow_config_change: bool,
     as_json: bool,
     output: RunOutput,
+    group: RankGroup,
+    spinner: Spinner,
 ) -> int:
-    with Spinner("reading the config", is_shown=not as_json) as spinner:
-        loaded = load(config, extra_files, overrides, spinner)
-        logging = loaded.config.logging
-        as_json = as_json or logging.progress == "json"
-        if as_json:
-            spinner.stop()
-        spinner.say("importing torch")
-        with without_collector():
-            from megatrain.models.hub import fetch_weights
-            from megatrain.plan.limits import refuse
-            from megatrain.run.activity import Activity
-            from megatrain.run.metrics import Observers, RunObserver
-            from megatrain.trainer import Trainer
+    logging, is_first = loaded.config.logging, group.world.is_first
+    as_json = as_json or logging.progress == "json"
+    if as_json:
+        spinner.stop()
+    spinner.say("importing torch")
+    with without_collector():
+        from megatrain.config.resolve import resolve_distributed
+        from megatrain.models.hub import fetch_weights
+        from megatrain.plan.limits import refuse
+        from megatrain.run.activity import Activity
+        from megatrain.run.metrics import Observers, RunObserver
+        from megatrain.trainer import Trainer
 
-            from .render import make_observer, print_plan
+        from .render import make_observer, print_plan
 
-            spinner.say("reading the model and planning")
-            activity = Activity()
-            console = make_observer(
-                "json" if as_json else logging.progress,
-                logging_steps=logging.logging_steps,
-                activity=activity,
-                is_lost=lambda: output.is_lost,
-            )
+        activity = Activity()
+        console = make_observer(
+            "none" if not is_first else "json" if as_json else logging.progress,
+            logging_steps=logging.logging_steps,
+            activity=activity,
+            is_lost=lambda: output.is_lost,
+        )
 
-            class Starting(RunObserver):
-                """Called first when training starts: from then on output_dir belongs to the run."""
+        class Starting(RunObserver):
+            """Called first when training starts: from then on output_dir belongs to the run."""
 
-                def on_start(self, info: RunInfo) -> None:
-                    _report_start(output, info.output_dir)
+            def on_start(self, info: RunInfo) -> None:
+                _report_start(output, info.output_dir, group)
 
-            trainer = Trainer(
-                loaded.config,
-                observer=Observers([Starting(), console]),
-                activity=activity,
-                allow_config_change=allow_config_change,
-                exit_code_of=_exit_code_of,
-            )
+        if not group.world.is_single:
+            group.join(loaded.config.device, resolve_distributed(loaded.config))
+        spinner.say("reading the model and planning")
+        trainer = Trainer(
+            loaded.config,
+            observer=Observers([Starting(), console]) if is_first else RunObserver(),
+            activity=activity,
+            allow_config_change=allow_config_change,
+            exit_code_of=_exit_code_of,
+            group=group,
+        )
+    spinner.stop()
     plan = trainer.plan
-    print_plan(plan, as_json=as_json)
-    max_steps = loaded.config.training.max_steps
-    if f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length:
-        click.echo(_describe_schedule(trainer.run.schedule.name, max_steps), err=True)
+    if is_first:
+        print_plan(plan, as_json=as_json)
+        max_steps = loaded.config.training.max_steps
+        if f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length:
+            click.echo(_describe_schedule(trainer.run.schedule.name, max_steps), err=True)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
     refuse(plan.objections)
@@ -155,7 +186,9 @@ def _run(
         return 0
     model = trainer.run.model
     if model.hub is not None and not model.from_scratch:
-        fetch_weights(model.hub, None if as_json else _print_fetched, shows_bar=not as_json)
+        hub = model.hub
+        shows = is_first and not as_json
+        group.one_after_the_other(lambda: fetch_weights(hub, _print_fetched if shows else None, shows_bar=shows))
     try:
         with console:
             summary = trainer.train()
@@ -194,15 +227,83 @@ def _describe_interrupted(output_dir: Path) -> str:
     return f"interrupted; saved before, at step {saved}: run the same command again to continue from there"
 
 
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> int:
+    """Run in several processes on this machine, and wait for them; return the exit code of the run."""
+    from megatrain.ranks.launch import launch
+
+    assert __package__ is not None
+    table, number = loaded.config.distributed, os.environ.get(_VARIABLE)
+    failures: list[Failure] = []
+
+    def take(message: Mapping[str, Any]) -> None:
+        if "log" in message:
+            (output.move_to if message["moves"] else output.goes_to)(Path(message["log"]))
+
+    code = launch(
+        [sys.executable, "-m", __package__, "run", *words],
+        table.processes,
+        threads=None if table.threads == "auto" else table.threads,
+        pass_fds=() if number is None else (int(number),),
+        on_failure=failures.append,
+        on_message=take,
+    )
+    for failure in failures:
+        interrupted = failure.rank < 0 and failure.message == "interrupted"
+        text = _describe_interrupted(loaded.config.output_dir) if interrupted else str(failure)
+        raise RunFailedError(text, code)
+    return code
+
+
+def _run_as_rank(
+    group: RankGroup,
+    config: Path,
+    extra_files: Sequence[Path],
+    overrides: Sequence[str],
+    dry_run: bool,
+    allow_config_change: bool,
+    as_json: bool,
+) -> NoReturn:
+    """Be one of the processes of a run; it ends here, with the others."""
+    try:
+        with (
+            RunOutput() as output,
+            Spinner("reading the config", is_shown=group.world.is_first and not as_json) as spinner,
+        ):
+            spinner.say("waiting for the other processes")
+            group.meet()
+            if group.world.is_first:
+                loaded = load(config, extra_files, overrides, spinner)
+            else:
+                from megatrain.config import load_config
+
+                loaded = load_config(config, extra_files, overrides)
+            code = _run(loaded, overrides, dry_run, allow_config_change, as_json, output, group, spinner)
+    except BaseException as error:
+        code = exit_code_of(error) or EXIT_FAILED
+        if code != EXIT_INTERRUPTED_AND_SAVED:
+            if os.environ.get(DEBUG_VARIABLE):
+                traceback.print_exc()
+            is_known = exit_code_of(error) is not None
+            text = "interrupted; nothing saved" if isinstance(error, KeyboardInterrupt) else describe(error)
+            group.fail(text, code, is_own=is_known or not isinstance(error, RuntimeError))
+        if group.world.is_first:
+            click.echo(describe(error), err=True)
+    group.end(code)
+
+
 # -- run --detach --------------------------------------------------------------------------------------------------
 
 
-def _report_start(output: RunOutput, output_dir: Path) -> None:
+def _report_start(output: RunOutput, output_dir: Path, group: RankGroup) -> None:
     """Report the start of training to the parent of a detached run; name the log for output that loses its terminal."""
     from megatrain.run.folder import LOG_NAME
 
     log = output_dir / LOG_NAME
     number = os.environ.pop(_VARIABLE, None)
+    group.tell_launcher(log=str(log), moves=number is not None)
     if number is None:
         output.goes_to(log)
         return

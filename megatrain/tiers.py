@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,10 +163,17 @@ def check_drives(plan: Plan) -> None:
     Raises:
         DoesNotFitError: with the bytes that the drive would need.
     """
-    spec = plan.run.checkpoint
+    spec, world = plan.run.checkpoint, plan.run.world
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
     needs = _drive_needs(plan)
-    owned = {path: own_drive_bytes(path, checkpoints) for path in spec.drives}
+    # The ranks of a host need the same, and each has folders of its own.
+    neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
+    for path in spec.drives:
+        needs[path] *= world.local_size
+    owned = {
+        path: sum(own_drive_bytes(rank.folder_in(path), rank.folder_in(checkpoints)) for rank in neighbours)
+        for path in spec.drives
+    }
     own_files = [*files_below(checkpoints), *files_below(spec.output_dir / COPIES_NAME)]
     sizes = {status.st_ino: status.st_blocks * 512 for status in (file.lstat() for file in own_files)}
     owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files

@@ -37,7 +37,8 @@ from megatrain.config.resolve import (
     with_lanes,
     with_packing,
 )
-from megatrain.config.resolved import check_writable, config_from_toml, to_toml, write_resolved
+from megatrain.config.resolved import check_writable, config_from_toml, config_lines, to_toml, write_resolved
+from megatrain.config.sizes import Size
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
@@ -57,9 +58,12 @@ from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.factory import segment_builder
+from megatrain.plan import machine
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.group import RankGroup
+from megatrain.ranks.record import Agreed, StepRecord
 from megatrain.report.history import write_plan, write_summary
 from megatrain.run.activity import Activity
 from megatrain.run.folder import FINAL_NAME, RunFolder
@@ -70,15 +74,16 @@ from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
 from megatrain.tiers import check_drives, keep_buffers, open_store, register_blocks, reserve, set_schedule
-from megatrain.weights import AdaptedWeights, RandomWeights, Weights, WeightSource
+from megatrain.weights import AdaptedWeights, GatheredWeights, RandomWeights, Weights, WeightSource
 from tiered import RamTier, checksum
-from tiered.units import format_duration, format_size
+from tiered.units import GiB, format_duration, format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.config.schema import RunConfig
     from megatrain.evaluation import EvaluationSet
+    from megatrain.models.export import WeightSource as ExportSource
     from megatrain.models.graph import ModelSpec
     from megatrain.plan.plan import Plan, RunSpec
     from tiered import StoreStats, TieredStore
@@ -88,6 +93,28 @@ __all__ = ["Trainer"]
 #: Steps in the mean time of a step: the newest ones, as the first compile kernels and fill caches.
 _MEAN_OF_STEPS = 20
 _WORTH_TELLING_S = 1.0
+_PROCESS_BYTES = GiB
+_NO_CHECKPOINTS = "this version saves no checkpoints of runs with several processes"
+
+
+def planned_alike(run: RunSpec, group: RankGroup) -> RunSpec:
+    """Return a run as a rank of a group; memory is as large as on the rank that has least. A collective.
+
+    Where the size of RAM is measured, a part of it is left to Python and the libraries of each process.
+    """
+    world = group.world
+    if world.is_single:
+        return run
+    tiers, ram_bytes, gpu_bytes = run.tiers, 0, 0
+    if tiers.ram_size.nbytes is None:
+        libraries = world.local_size * _PROCESS_BYTES if tiers.ram_size.is_auto else 0
+        ram_bytes = max(1, machine.ram_capacity_bytes(tiers) - libraries)
+    if tiers.gpu_size.nbytes is None and machine.compute_tier(tiers, run.device) == "gpu":
+        gpu_bytes = machine.gpu_capacity_bytes(tiers, run.device)
+    least = [min(sizes) for sizes in zip(*group.gather((ram_bytes, gpu_bytes)), strict=True)]
+    ram, gpu = (Size(format_size(nbytes), nbytes) if nbytes else None for nbytes in least)
+    tiers = replace(tiers, ram_size=ram or tiers.ram_size, gpu_size=gpu or tiers.gpu_size)
+    return replace(run, world=world, tiers=tiers)
 
 
 class Trainer:
@@ -108,6 +135,7 @@ class Trainer:
         activity: kept current for a live view; None: an own one.
         allow_config_change: continue a checkpoint although the config now says something that alters results.
         exit_code_of: returns the exit code of the process after an error, or after a summary, for ``status.json``.
+        group: the ranks of the run; None: this process is alone.
 
     Attributes:
         config: of the run, with ``data.packing`` as the model allows it, and the commit of a model on the hub.
@@ -140,8 +168,10 @@ class Trainer:
         activity: Activity | None = None,
         allow_config_change: bool = False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
-        self.plan = plan or plan_run(_with_kept_lanes(resolve(config)))
+        self.group = group or RankGroup.single()
+        self.plan = plan or plan_run(_with_kept_lanes(planned_alike(resolve(config), self.group)))
         self.run = self.plan.run
         config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
         self.config = with_commit(config, self.run.model.hub)
@@ -152,6 +182,8 @@ class Trainer:
         self._evaluation, self._logging = resolve_evaluation(self.config), resolve_logging(self.config)
         self._engine: StepEngine | None = None
         self._saver: Saver | None = None
+        self._agreed = Agreed()
+        self._moved_before: Mapping[str, int] = {}  # between ranks, up to the last step
         check_positions(self.run.model, self.run.batch.max_length, self.plan.graph)
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -179,14 +211,17 @@ class Trainer:
                 saved is the last checkpoint.
             KeyboardInterrupt: a second signal, or one that the run could not save after.
         """
+        self._check_ranks()
         self._check()
         self._load_data()
         with self._in_folder():
+            self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
             candidates, summary = self._find_checkpoints()
             if summary is None:
                 with self.open(), self._resumed(candidates):
                     summary = self._run()
-                    write_summary(summary, self.run.output_dir)
+                    if self.group.world.is_first:
+                        write_summary(summary, self.run.output_dir)
                     for logger in self._loggers:
                         logger.on_end(summary)
             # The status says "done" only after the store is closed without an error.
@@ -200,7 +235,7 @@ class Trainer:
         with self.signals:
             self.evaluate()
             self._begin_steps()
-            while self.state.step < self.state.max_steps and not self.signals.stop_requested:
+            while self.state.step < self.state.max_steps and not self._stops:
                 self.train_step()
                 self.saver.poll()
                 if self.state.step < self.state.max_steps:
@@ -211,7 +246,7 @@ class Trainer:
             self.save_last()
             self.store.wait_idle()
             moved = self.store.stats() - before
-            if self.signals.stop_requested:
+            if self._stops:
                 self._finish_copies()
                 return self._summary(moved, interrupted=True)
             try:
@@ -224,6 +259,11 @@ class Trainer:
                 return self._summary(moved, interrupted=True)  # the next start exports
             return self._summary(moved, export_dir=folder)
 
+    @property
+    def _stops(self) -> bool:
+        """Whether the run ends after its step. With several ranks, as they agreed at the end of the last one."""
+        return self.signals.stop_requested if self.group.world.is_single else self._agreed.stops
+
     def is_paused(self) -> bool:
         """Whether the run waits for a person to free space on a drive. Thread-safe."""
         return self._saver is not None and (self._saver.is_waiting or self.store.is_paused)
@@ -232,21 +272,60 @@ class Trainer:
 
     def _check(self) -> None:
         refuse(self.plan.objections)
-        check_loggers(self._logging)
-        check_writable(self.config)
-        check_target(self.run.output_dir / FINAL_NAME)
+        if self.group.world.is_first:
+            check_loggers(self._logging)
+            check_writable(self.config)
+            check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge:
             check_merge(self.plan.graph)
+
+    def _check_ranks(self) -> None:
+        """Make sure that all ranks have the same config, model and program, and ask for nothing that is not there yet.
+
+        Raises:
+            WorldError: names what differs.
+            ConfigError: names the keys that several processes do not have yet.
+        """
+        if self.group.world.is_single:
+            return
+        advice = "Give all ranks the same files and options"
+        self.group.check_same("config", dict(config_lines(self.config)), advice)
+        model = {name: str(value) for name, value in describe_model(self.plan).items()}
+        self.group.check_same("model", model, "Give all ranks the same model folder, and the same kind of machine")
+        # Collectives are matched by their order, which is that of the ticks. Micro-batches and homes may differ.
+        program = self.plan.program
+        order = [(tick.phase, tick.visit) for tick in program.ticks]
+        told = {
+            "the order of its collectives": checksum(repr((order, program.gathers_ahead, program.lanes.count)).encode())
+        }
+        self.group.check_same("step", told, f"Write sizes in [tiers]. {advice}")
+        spec, problems = self.run.checkpoint, []
+        if spec.strategy != "no":
+            problems.append(Problem("checkpoint.save_strategy", _NO_CHECKPOINTS, 'Write "no"'))
+        if spec.on_signal:
+            problems.append(Problem("checkpoint.save_on_signal", _NO_CHECKPOINTS, "Write false"))
+        if problems:
+            raise ConfigError("the config", problems)
 
     def _load_data(self) -> None:
         """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
         run, plan = self.run, self.plan
         self.activity.begin("reading the data")
-        self.loader = self.make_loader()
+        # The first rank of a host tokenizes into the cache; the others find it there.
+        self.loader = self.group.one_after_the_other(self.make_loader)
+        fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
+        self.group.check_same("data", fingerprint, "Give all ranks the same files in [[data.train]]")
         self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
         self._learning_rate = run.schedule.build(self._num_steps)
-        self._evaluation_sets: Sequence[EvaluationSet] = load_evaluation_sets(
-            self._evaluation, plan, tokenizer_of(run.model), self.observer.on_message, self.loader.dataset, self._warn
+        self._evaluation_sets: Sequence[EvaluationSet] = self.group.one_after_the_other(
+            lambda: load_evaluation_sets(
+                self._evaluation,
+                plan,
+                tokenizer_of(run.model),
+                self.observer.on_message,
+                self.loader.dataset,
+                self._warn,
+            )
         )
         warnings = [plan.packing_warning] if plan.packing_warning else []
         for text in (
@@ -270,12 +349,22 @@ class Trainer:
             self._warn(text)
         return make_loader(self.plan, dataset, tokenizer)
 
+    def tell(self, text: str) -> None:
+        """Tell the user of something that concerns this process alone: the drives of a rank are its own."""
+        if self.group.world.is_first:
+            self.observer.on_message(text)
+        else:
+            self.group.notify(text)
+
     def _warn(self, text: str) -> None:
         self.observer.on_message(f"warning: {text}")
 
     @contextmanager
     def _in_folder(self) -> Iterator[None]:
-        """Own ``output_dir``, with its ``status.json`` among the observers."""
+        """Own ``output_dir``, with its ``status.json`` among the observers: rank 0 does."""
+        if not self.group.world.is_first:
+            yield
+            return
         given = self.observer
         with (
             RunFolder(self.run.output_dir) as folder,
@@ -288,6 +377,9 @@ class Trainer:
             ) as status,
         ):
             self.observer = Observers([given, status])
+            self.group.listen(
+                on_notice=self.observer.on_message, on_failure=lambda why: status.fail(str(why), why.exit_code)
+            )
             try:
                 yield
             finally:
@@ -360,7 +452,7 @@ class Trainer:
             apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
         check_drives(plan)
         self.timeline = Timeline()
-        notice, model_type = self.observer.on_message, type(plan.graph.model).__name__
+        notice, model_type = self.tell, type(plan.graph.model).__name__
         # The store closes first, while errors of the device are still explained.
         with (
             device_errors_explained(),
@@ -445,11 +537,12 @@ class Trainer:
             if checkpoint is not None and in_store:
                 self.copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
             step = None if checkpoint is None else checkpoint.state.step
-            write_resolved(self.config)
-            write_plan(plan, self.config, step)
+            if self.group.world.is_first:
+                write_resolved(self.config)
+                write_plan(plan, self.config, step)
             # Before the loggers: one of them drops what the file has of later steps.
             evaluations = {} if step is None else last_evaluations(run.output_dir / METRICS_NAME, step)
-            self._loggers = make_loggers(self._logging, step, tell)
+            self._loggers = make_loggers(self._logging, step, tell) if self.group.world.is_first else []
             for logger in self._loggers:
                 stack.enter_context(logger)
             self._observers = Observers([self.observer, *self._loggers])
@@ -471,7 +564,7 @@ class Trainer:
                 activity=self.activity,
                 steps_per_epoch=self.loader.steps_per_epoch,
                 max_steps=self.state.max_steps,
-                should_stop=lambda: self.signals.stop_requested,
+                should_stop=lambda: self._stops,
                 before=evaluations,
             )
             self._saver = self.saver = Saver(
@@ -596,7 +689,7 @@ class Trainer:
         """Compile the kernels, and report the start."""
         run, plan, state = self.run, self.plan, self.state
         self.activity.begin("compiling kernels of the optimizer")
-        plan.warm_up()
+        self.group.one_after_the_other(plan.warm_up)  # compiled kernels are kept in a cache
         self._observers.on_start(
             RunInfo(run.name, self.config.task, str(plan.device), run.output_dir, state.max_steps, run.batch.num_tokens)
         )
@@ -639,6 +732,7 @@ class Trainer:
         lr = self._learning_rate(number)
         result = self._engine.step(batch.micro_batches, number=number, lr=lr)
         step_s, moved = time.perf_counter() - start_s, self.store.stats() - before
+        records = self._agree(step_s, moved)
         self.state = replace(
             self.state.with_loss(result.loss),
             step=number + 1,
@@ -655,10 +749,46 @@ class Trainer:
                 f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, these were not "
                 f"updated: {', '.join(result.left_out)}"
             )
-        self._observers.on_step(self._metrics(batch, result, lr, step_s, moved))
+        self._observers.on_step(self._metrics(batch, result, lr, step_s, moved, records))
+
+    def _agree(self, step_s: float, moved: StoreStats) -> Sequence[StepRecord]:
+        """Exchange records at the end of a step: all ranks stop or save after the same one. Return those of all."""
+        if self.group.world.is_single:
+            return ()
+        is_due = self.group.world.is_first and self.saver.is_due(self.state.step + 1)
+        record = StepRecord(
+            stops=self.signals.stop_requested,
+            saves=self.signals.save_requested or is_due,
+            is_hung_up=self.signals.is_hung_up,
+            is_paused=self.is_paused(),
+            step_s=step_s,
+            tier_used_bytes={name: tier.used_bytes for name, tier in moved.tiers.items()},
+            stall_s=dict(moved.stall_s),
+            link_bytes=self._link_bytes(moved),
+            written_bytes=dict(moved.written_bytes),
+            rss_bytes=psutil.Process().memory_info().rss,
+        )
+        records = self.group.gather(record)
+        self._agreed = Agreed.of(records)
+        return records
+
+    def _link_bytes(self, moved: StoreStats) -> dict[str, int]:
+        """Return what each link moved in the last step, between the ranks as well."""
+        bytes_of = {name: link.num_bytes for name, link in moved.links.items()}
+        if isinstance(self._engine, RankedStepEngine):
+            now = self._engine.moved_bytes
+            bytes_of.update({name: nbytes - self._moved_before.get(name, 0) for name, nbytes in now.items()})
+            self._moved_before = now
+        return bytes_of
 
     def _metrics(
-        self, batch: StepBatch, result: StepResult, lr: float, step_s: float, moved: StoreStats
+        self,
+        batch: StepBatch,
+        result: StepResult,
+        lr: float,
+        step_s: float,
+        moved: StoreStats,
+        records: Sequence[StepRecord],
     ) -> StepMetrics:
         state, position = self.state, batch.position
         flops = step_flops(
@@ -688,7 +818,10 @@ class Trainer:
             tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
             stall_s=dict(moved.stall_s),
             written_bytes=dict(moved.written_bytes),
-            link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            link_bytes=records[0].link_bytes
+            if records
+            else {name: link.num_bytes for name, link in moved.links.items()},
+            ranks=[record.figures() for record in records],
             link_busy_s={name: link.busy_s for name, link in moved.links.items()},
             rss_bytes=psutil.Process().memory_info().rss,
             model_flops=flops.model,
@@ -697,11 +830,11 @@ class Trainer:
 
     def _end_steps(self) -> None:
         """Make the last update, and write the timeline."""
-        if self.signals.is_hung_up:
+        if self.signals.is_hung_up or self._agreed.is_hung_up:
             self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
         self.activity.begin("making the last update")
         self.finish_updates()
-        if self.timeline.spans:
+        if self.timeline.spans and self.group.world.is_first:
             path = self.timeline.write(self.run.output_dir / TIMELINE_NAME)
             self._observers.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
 
@@ -709,18 +842,21 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate if it is due; the steps that follow start as after a checkpoint."""
-        if self.evaluator.is_due(self.state.step) and not self.signals.stop_requested:
+        if self.evaluator.is_due(self.state.step) and not self._stops:
             self.finish_updates()
             self.evaluator.run(self.state.step)
             self._schedule_to_next_evaluation()
 
     def save_if_due(self) -> None:
         """Save if the config, or a signal, asks for it after this step; training goes on while it is written."""
-        if self.signals.stop_requested:
+        if self._stops:
             return  # ``save_last`` does
         step = self.state.step
-        is_due = self.saver.is_due(step) and step < self.state.max_steps
-        if is_due or self.signals.save_requested:
+        if self.group.world.is_single:
+            saves = (self.saver.is_due(step) and step < self.state.max_steps) or self.signals.save_requested
+        else:
+            saves = self._agreed.saves and step < self.state.max_steps
+        if saves:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self._state_now())
@@ -728,7 +864,7 @@ class Trainer:
     def save_last(self) -> None:
         """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
         spec = self.run.checkpoint
-        if spec.strategy != "no" or (self.signals.stop_requested and spec.on_signal):
+        if spec.strategy != "no" or (self._stops and spec.on_signal):
             self.activity.begin("saving")
             self.saver.save(self._state_now(), wait=True)
         self.saver.finish()
@@ -763,11 +899,21 @@ class Trainer:
         """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
         self.activity.begin("exporting the model")
         self.end_steps()  # its room serves the fp32 copy of the unit that is written
+        if self.group.world.is_single:
+            return self._export(self.weights.exported)
+        gathered = GatheredWeights(self.weights, self.plan, self.group)
+        if self.group.world.is_first:
+            with gathered.served():
+                return self._export(gathered.exported)
+        gathered.serve()
+        return self.run.output_dir / FINAL_NAME
+
+    def _export(self, exported: ExportSource) -> Path:
         run = self.run
         if self.plan.graph.adapters is not None and not run.export.merge:
             return export_adapter(
                 self.plan.graph,
-                self.weights.exported,
+                exported,
                 run.output_dir / FINAL_NAME,
                 base_model=run.model.name,
                 dtype=run.export.dtype or run.dtype,
@@ -776,7 +922,7 @@ class Trainer:
             )
         return export_model(
             self.plan.graph,
-            self.weights.exported,
+            exported,
             run.output_dir / FINAL_NAME,
             dtype=run.export.dtype or run.dtype,
             max_shard_nbytes=run.export.max_shard_bytes,

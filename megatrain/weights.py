@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from megatrain.models.in_place import FrozenBlock
     from megatrain.models.load import Origin, WeightLoader
     from megatrain.plan.plan import Plan
+    from megatrain.ranks.group import RankGroup
     from tiered import Lease, TieredStore
 
 #: Elements that are read at a time where a checkpoint has a weight in other blocks.
 _READ_ELEMENTS = 1 << 20
 
-__all__ = ["AdaptedWeights", "RandomWeights", "WeightSource", "Weights"]
+#: What a rank wants to read no more of: layout, first element, and the one after the last.
+_NOTHING = ("", 0, 0)
+
+__all__ = ["AdaptedWeights", "GatheredWeights", "RandomWeights", "WeightSource", "Weights"]
 
 
 class WeightSource(Protocol):
@@ -474,6 +478,69 @@ class Weights:
         self._activity.come_to(names.index(layout.name), unit=layout.name, num_parts=len(names))
         with self._room_for_master(layout.num_elements), self.master(layout) as read:
             yield read
+
+
+class GatheredWeights:
+    """The weights of a run of several ranks, each of which has a share of them: rank 0 reads, the others serve.
+
+    Args:
+        weights: of this rank.
+        plan: of this rank.
+        group: of the ranks.
+    """
+
+    def __init__(self, weights: Weights, plan: Plan, group: RankGroup) -> None:
+        self._weights, self._plan, self._group = weights, plan, group
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """On rank 0: the others serve inside the context. An error inside ends the run, and them with it."""
+        yield
+        self._group.broadcast(_NOTHING)
+
+    def serve(self) -> None:
+        """On the other ranks: send rank 0 what it reads of this rank's shares, until it has read all."""
+        with ExitStack() as stack:
+            current, read = "", None
+            while True:
+                name, start, stop = self._group.broadcast(_NOTHING)
+                if not name:
+                    return
+                if name != current:
+                    stack.close()
+                    current = name
+                    read = stack.enter_context(self._weights.exported(self._plan.graph.layouts[name]))
+                assert read is not None
+                for first, last in self._pieces(self._group.world.rank, name, start, stop):
+                    self._group.send(read(first, last).contiguous(), 0)
+
+    @contextmanager
+    def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+        """Yield as ``Weights.exported``, on rank 0."""
+        with self._weights.exported(layout) as read_own:
+
+            def read(start: int, stop: int) -> Tensor:
+                self._group.broadcast((layout.name, start, stop))
+                master = torch.empty(stop - start)
+                for rank in range(self._group.world.size):
+                    for first, last in self._pieces(rank, layout.name, start, stop):
+                        place = master[first - start : last - start]
+                        if rank == 0:
+                            place.copy_(read_own(first, last))
+                        else:
+                            self._group.receive(place, rank)
+                return master
+
+            yield read
+
+    def _pieces(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of elements within one that a rank owns."""
+        program, layout = self._plan.program, self._plan.graph.layouts[name]
+        for part in program.weight_parts_of(layout):
+            owned = program.shares.owned(part, rank)
+            first, last = max(start, owned.start), min(stop, owned.stop)
+            if first < last:
+                yield first, last
 
 
 class _OneLease:

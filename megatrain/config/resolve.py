@@ -31,6 +31,7 @@ from megatrain.plan import machine
 from megatrain.plan.machine import DriveSpec, TierSpecs
 from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
+from megatrain.ranks.group import DistributedSpec
 from megatrain.run.loggers import LoggingSpec
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "resolve_batch",
     "resolve_checkpoint",
     "resolve_data",
+    "resolve_distributed",
     "resolve_evaluation",
     "resolve_export",
     "resolve_logging",
@@ -386,6 +388,17 @@ def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
         is_async=table.async_save,
         min_free_bytes=table.min_free_disk,
         on_full=config.tiers.on_disk_full,
+    )
+
+
+def resolve_distributed(config: RunConfig) -> DistributedSpec:
+    """Return how the processes of a run share a machine."""
+    table = config.distributed
+    return DistributedSpec(
+        num_processes=table.processes,
+        num_threads=None if table.threads == "auto" else table.threads,
+        pins=table.numa == "auto",
+        timeout_s=table.timeout,
     )
 
 

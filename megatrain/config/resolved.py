@@ -61,6 +61,13 @@ def resolved_values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
+def config_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value as TOML has it) of every key of a config."""
+    for key, text in _lines(resolved_values(config)):
+        if key:
+            yield key, text.partition(" = ")[2]
+
+
 def config_from_toml(text: str, source: str = "the config in the checkpoint") -> RunConfig:
     """Return the config that :func:`to_toml` wrote. No file is looked at; keys that it lacks have their default.
 

@@ -209,6 +209,10 @@ GraphCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=0)],
     _is_not("is no number of layers", 'Write a whole number at least 0, or "auto"'),
 ]
+ThreadCount = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=1)],
+    _is_not("is no number of threads", 'Write a whole number at least 1, or "auto"'),
+]
 LaneCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1, le=1024)],
     _is_not("is no number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
@@ -857,6 +861,29 @@ class ProfileConfig(Table, json_schema_extra=_all_alter("no")):
     )
 
 
+class DistributedConfig(Table, json_schema_extra=_all_alter("no")):
+    """Several processes on one run, each with its share of every block."""
+
+    processes: int = key(
+        "Processes (ranks) of the run on this machine, one for each GPU. torchrun and srun start them themselves.",
+        1,
+        ge=1,
+    )
+    threads: ThreadCount = key(
+        "Threads of each process for what torch computes on the CPU; auto: its part of the cores. On a CPU another "
+        "number gives other last bits.",
+        "auto",
+        alters="yes",
+    )
+    numa: Literal["auto", "off"] = key(
+        "auto: each process computes on cores of its own, near its GPU. off: where the system puts it.", "auto"
+    )
+    timeout: Duration = key(
+        "A process that has not been heard of for so long is taken for dead, and ends the run.",
+        10.0,
+    )
+
+
 class AdvancedConfig(Table, json_schema_extra=_all_alter("no")):
     """``[advanced]``: for measurements. The results do not depend on any of these."""
 
@@ -941,6 +968,7 @@ class RunConfig(Table):
     logging: LoggingConfig = key("What is shown and kept.", default_factory=LoggingConfig)
     tiers: TiersConfig = key("What this run may use.", default_factory=TiersConfig)
     placement: PlacementConfig = key("Where kinds of bytes live.", default_factory=PlacementConfig)
+    distributed: DistributedConfig = key("Several processes on one run.", default_factory=DistributedConfig)
     profile: ProfileConfig = key("Timelines.", default_factory=ProfileConfig)
     advanced: AdvancedConfig = key("For measurements.", default_factory=AdvancedConfig)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["CONNECT_TIMEOUT_S", "World", "WorldError", "connect", "destroy", "init", "meeting_point"]
 
@@ -171,7 +171,7 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
         serves: this rank serves it, for as long as the connection exists.
         timeout_s: how long a call waits for a key.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
         host, port, world.size, is_master=serves, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
@@ -195,7 +195,7 @@ def init(world: World, device: torch.device, store: Store) -> None:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
+        store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=_GROUP_TIMEOUT,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 
@@ -61,6 +61,9 @@ class StepMetrics:
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
         link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer under way.
+        ranks: of a run of several processes, what each saw of this step, by rank: ``step_s``, ``tier_used_bytes``,
+            ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. What stands beside it here
+            is rank 0's.
         rss_bytes: resident memory of the process.
         model_flops: floating-point operations without recomputation and padding; 0: unknown.
         hardware_flops: all floating-point operations, see ``megatrain.engine.trace.step_flops``; 0: unknown.
@@ -87,6 +90,7 @@ class StepMetrics:
     mean_step_s: float = 0.0
     warmup_steps: int = 0
     link_busy_s: Mapping[str, float] = field(default_factory=dict)
+    ranks: Sequence[Mapping[str, Any]] = ()
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -111,6 +115,8 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; floats that are not finite become text, as strict JSON has no NaN."""
         values = asdict(self)
+        if not self.ranks:
+            del values["ranks"]
         for rate in ("real_tokens_per_s", "trained_tokens_per_s", "model_flops_per_s", "hardware_flops_per_s"):
             values[rate] = round(getattr(self, rate), 3)
         return _finite_or_text(values)

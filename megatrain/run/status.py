@@ -167,6 +167,12 @@ class StatusWriter(RunObserver):
         """Write a new state at once, e.g. ``paused`` or ``exporting``."""
         self._write(True, state=state, **({} if message is None else {"message": message}))
 
+    def fail(self, message: str, exit_code: int) -> None:
+        """Write how the run ends, from another thread: this process is about to, without leaving the context."""
+        if self._written_s is not None:
+            self._over.set()
+            self._write(True, state="failed", message=message, exit_code=exit_code, activity={})
+
     def on_start(self, info: RunInfo) -> None:
         self._write(True, state="training", run_name=info.run_name, max_steps=info.max_steps)
         if self._is_entered and self._thread is None:

@@ -90,6 +90,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             activity: Any = None,
             allow_config_change: bool = False,
             exit_code_of: Any = None,
+            group: Any = None,
         ) -> None:
             asked["config"], asked["allow_config_change"] = config, allow_config_change
             self.observer = observer

@@ -1,0 +1,305 @@
+"""The ranks of a run as one of them sees them: meet, agree, tell each other, and end together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from megatrain.ranks.affinity import cores_near, cores_of_rank
+from megatrain.ranks.watch import Failure, LauncherLine, Watcher
+from megatrain.ranks.world import CONNECT_TIMEOUT_S, World, WorldError, connect, init, meeting_point
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+__all__ = ["DistributedSpec", "RankGroup"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedSpec:
+    """How the processes of a run share a machine.
+
+    Attributes:
+        num_processes: of this machine; 1: whoever starts them says how many.
+        num_threads: of each one, for what torch computes on the CPU; None: as the environment says.
+        pins: each computes on cores of its own.
+        timeout_s: a process that has not been heard of for so long ends the run.
+    """
+
+    num_processes: int = 1
+    num_threads: int | None = None
+    pins: bool = True
+    timeout_s: float = 10.0
+
+
+class RankGroup:
+    """The ranks of a run. One process alone is a group of one, with which nothing is exchanged.
+
+    Args:
+        world: of this rank.
+        line: to the launcher that started it; None: torchrun or srun did.
+    """
+
+    def __init__(self, world: World, line: LauncherLine | None = None) -> None:
+        self.world, self._line = world, line
+        self._watcher: Watcher | None = None
+        self._store: Store
+        self._on_failure: Callable[[Failure], None] = lambda failure: None
+
+    @classmethod
+    def single(cls) -> RankGroup:
+        """Return the group of a process that is alone."""
+        return cls(World.single())
+
+    @classmethod
+    def of_environment(cls) -> RankGroup:
+        """Return the group that this process was started for; nobody is met yet.
+
+        Raises:
+            WorldError: the environment describes none.
+        """
+        line, world = LauncherLine.of_environment(), World.of_environment()
+        if not world.is_single:
+            # Else torch warns of every connection that breaks as the ranks end one after the other.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        return cls(world, line)
+
+    def meet(self) -> None:
+        """Meet the other ranks, and watch them from now on: whatever fails afterwards ends all, with one message.
+
+        Raises:
+            WorldError: nobody says where to meet, or not all ranks came.
+        """
+        if self.world.is_single:
+            return
+        from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+
+        # torchrun's agent serves the store itself, and lives longer than rank 0.
+        serves = self.world.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # A restarted set of ranks must not read what the one before has written.
+        attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        try:
+            if self._line is None:
+                host, port = meeting_point()
+                served = connect(self.world, host, port, serves=serves)
+            elif serves:
+                served = connect(self.world, host := "127.0.0.1", 0, serves=True)
+                self._line.send(port=(port := served.port))  # type: ignore[attr-defined]
+            else:
+                host, port = "127.0.0.1", _port(self._line)
+                served = connect(self.world, host, port)
+            self._store = PrefixStore(attempt, served)  # rank 0's serves all others for as long as it exists
+            own = PrefixStore(attempt, connect(self.world, host, port))
+            own.set(f"host/{self.world.rank}", self.world.host)
+            self._watcher = Watcher(
+                self.world,
+                own,
+                timeout_s=DistributedSpec().timeout_s,
+                line=self._line,
+                on_failure=lambda why: self._on_failure(why),
+            )
+            self._watcher.start()
+            for rank in range(self.world.size):
+                self._store.get(f"host/{rank}")  # waits for it
+        except DistError as error:
+            raise WorldError(
+                f"not all {self.world.size} ranks met within {CONNECT_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}"
+            ) from error
+
+    def join(self, device: str, spec: DistributedSpec) -> None:
+        """Take this rank's GPU and cores, and form the group in which tensors travel, with the ranks that have met.
+
+        Args:
+            device: as the config names it.
+            spec: of the run.
+
+        Raises:
+            WorldError: there are other numbers of processes, or fewer GPUs than processes.
+            ConfigError: the config asks for a GPU and there is none.
+        """
+        import torch
+
+        from megatrain.plan import machine
+
+        if self.world.is_single:
+            return
+        assert self._watcher is not None, "the ranks have not met"
+        self._watcher.set_timeout(spec.timeout_s)
+        if spec.num_processes not in (1, self.world.local_size):
+            raise WorldError(
+                f"distributed.processes = {spec.num_processes}, but {self.world.local_size} processes were started on "
+                "this machine. Leave the key out beside torchrun and srun, which start the processes themselves"
+            )
+        if spec.num_threads is not None:
+            torch.set_num_threads(spec.num_threads)
+        kind = machine.resolve_device(device)
+        if kind.type == "cuda":
+            num_gpus = machine.take_gpu(self.world.local_rank, self.world.local_size)
+            if num_gpus < self.world.local_size:
+                raise WorldError(
+                    f"{self.world.local_size} processes on {self.world.host}, which has {num_gpus} GPUs. Start one for "
+                    'each GPU at most, or write device = "cpu"'
+                )
+            kind = torch.device("cuda", 0)
+        pins = spec.pins and self._line is not None  # torchrun has an option of its own for it
+        if pins and kind.type == "cpu":
+            os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
+        init(self.world, kind, self._store)
+        if pins and kind.type == "cuda":
+            self._settle_near(machine.bus_of_gpu())
+
+    def _settle_near(self, bus_id: str) -> None:
+        """Compute on cores near the GPU, divided among the ranks whose GPUs are on the same node."""
+        near = sorted(set(cores_near(bus_id)) & os.sched_getaffinity(0))
+        all_near = self.gather((self.world.host_number, near))
+        neighbours = [rank for rank, each in enumerate(all_near) if each == (self.world.host_number, near)]
+        if near:
+            os.sched_setaffinity(0, cores_of_rank(neighbours.index(self.world.rank), len(neighbours), near))
+
+    # -- between the ranks ---------------------------------------------------------------------------------------
+
+    def gather(self, item: T) -> list[T]:
+        """Return what every rank gave, by rank. A collective: all ranks call it, in the same order."""
+        if self.world.is_single:
+            return [item]
+        import torch.distributed as dist
+
+        found: list[T | None] = [None] * self.world.size
+        dist.all_gather_object(found, item)
+        return found  # type: ignore[return-value]
+
+    def broadcast(self, item: T) -> T:
+        """Return what rank 0 gave; what others give does not count. A collective."""
+        if self.world.is_single:
+            return item
+        import torch.distributed as dist
+
+        items = [item]
+        dist.broadcast_object_list(items, src=0)
+        return items[0]
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor of host memory to a rank, which receives it."""
+        import torch.distributed as dist
+
+        dist.send(tensor, rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a tensor of host memory with what a rank sends."""
+        import torch.distributed as dist
+
+        dist.recv(tensor, rank)
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are here."""
+        self.gather(None)
+
+    def check_same(self, what: str, values: Mapping[str, str], advice: str) -> None:
+        """Make sure that all ranks have the same. A collective.
+
+        Args:
+            what: it is, in words: ``"config"``.
+            values: name -> text.
+            advice: what to do where they differ.
+
+        Raises:
+            WorldError: on all ranks alike, naming the first value that differs.
+        """
+        found = self.gather(dict(values))
+        for name in dict.fromkeys(name for each in found for name in each):
+            texts = [each.get(name, "nothing") for each in found]
+            other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+            if other is not None:
+                raise WorldError(
+                    f"the ranks do not have the same {what}: {name} is {texts[0]} on rank 0, and {texts[other]} on "
+                    f"rank {other}. {advice}"
+                )
+
+    def one_after_the_other(self, work: Callable[[], T]) -> T:
+        """Do some work on the first rank of each host, and after it on the others: they find what it left."""
+        if self.world.is_single:
+            return work()
+        done: T
+        for is_turn in (self.world.local_rank == 0, self.world.local_rank > 0):
+            if is_turn:
+                done = work()
+            self.wait_for_all()
+        return done
+
+    def notify(self, text: str) -> None:
+        """Have rank 0 tell the user something, with the name of this rank. From any thread."""
+        if self._watcher is not None:
+            self._watcher.notify(text)
+
+    def listen(
+        self, *, on_notice: Callable[[str], None] | None = None, on_failure: Callable[[Failure], None] | None = None
+    ) -> None:
+        """Set what is called, in a thread, with notices of other ranks, and before a failure ends this process."""
+        if on_failure is not None:
+            self._on_failure = on_failure
+        if self._watcher is not None and on_notice is not None:
+            self._watcher.on_notice = on_notice
+
+    def tell_launcher(self, **message: object) -> None:
+        """Tell the launcher something, where there is one."""
+        if self._line is not None:
+            self._line.send(**message)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def fail(self, message: str, exit_code: int, *, is_own: bool) -> NoReturn:
+        """End all ranks because this one failed; returns in none.
+
+        Args:
+            message: for the user.
+            exit_code: of all processes.
+            is_own: see ``Watcher.fail``.
+        """
+        _flush()
+        if self._watcher is not None:
+            self._watcher.fail(message, exit_code, is_own=is_own)
+        failure = Failure(self.world.rank, self.world.host, exit_code, message)
+        if self._line is not None:
+            self._line.send(failed=failure.to_json())
+        else:
+            os.write(2, f"error: {failure}\n".encode(errors="replace"))
+        os._exit(exit_code)
+
+    def end(self, exit_code: int) -> NoReturn:
+        """End this process, one of several, after the run; returns in none.
+
+        Not the end of the interpreter: destroying a gloo group joins, with the GIL held, a thread that may wait for
+        the GIL to free its last work.
+        """
+        if self._watcher is not None:
+            self._watcher.finish()
+        _flush()
+        self.tell_launcher(done=exit_code)
+        os._exit(exit_code)
+
+
+def _port(line: LauncherLine) -> int:
+    """Return the port at which rank 0 is met, once it has told the launcher."""
+    waited: Sequence[dict[str, object]] | None = []
+    while waited is not None:
+        for message in waited:
+            if "port" in message:
+                return int(str(message["port"]))
+            if "failed" in message:
+                os._exit(Failure.from_json(str(message["failed"])).exit_code)
+        waited = line.receive(CONNECT_TIMEOUT_S)
+    os._exit(1)  # the launcher has ended
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed: there is nobody to tell
+            continue

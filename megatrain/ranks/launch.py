@@ -1,0 +1,244 @@
+"""Start the ranks of this host, pass signals on to them, and end with the exit code of the run.
+
+Not torchrun's agent: it gives a run 30 s to save after SIGTERM, prints a table of its own, and turns exit code 75 into
+1. Imports no torch: the launcher stays a small process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from megatrain.ranks.affinity import cores_of_rank
+from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherLine, describe_end
+
+__all__ = ["launch"]
+
+_LOOK_S = 0.05
+#: Ranks that are told of a failure leave by themselves within this time: rank 0 writes the status of the run.
+_LEAVE_S = 2.0
+#: Ranks that fail for the same reason do so within this time; of these the lowest one's message is told.
+_TOGETHER_S = 0.5
+#: A second stop ends ranks that cannot end themselves, as they wait inside a collective, after this time.
+_SECOND_STOP_S = 3.0
+#: One stop may arrive twice, at this process and from a parent that passes it on.
+_SAME_STOP_S = 0.5
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+_PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass
+class _Rank:
+    """A process that was started.
+
+    Attributes:
+        number: its rank.
+        process: the process.
+        line: to it.
+        said: the failure it told of.
+        is_done: it said that it ends as it should.
+        is_open: whether it may still say something.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    line: LauncherLine
+    said: Failure | None = None
+    is_done: bool = False
+    is_open: bool = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.process.poll() is not None
+
+
+def launch(
+    command: Sequence[str],
+    size: int,
+    *,
+    threads: int | None = None,
+    pass_fds: Sequence[int] = (),
+    on_failure: Callable[[Failure], None],
+    on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
+) -> int:
+    """Run a command in several processes on this host, the ranks of a world, and wait until all have ended.
+
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 go on to rank 0, from which all others learn of them after the step. Each rank
+    is in a session of its own, so that Ctrl-C reaches it once. A rank that fails ends all; those that do not leave by
+    themselves are killed.
+
+    Args:
+        command: of each rank.
+        size: number of ranks.
+        threads: of each rank's libraries; None: its part of the cores.
+        pass_fds: descriptors that rank 0 inherits.
+        on_failure: called once, with what a user is told of a run that failed.
+        on_message: called with what ranks say that is no failure.
+
+    Returns:
+        The exit code of rank 0, or that of the failure.
+    """
+    launcher = _Launcher(size, on_failure, on_message)
+    with launcher.signals():
+        try:
+            launcher.start(command, threads, pass_fds)
+            return launcher.wait()
+        finally:
+            launcher.kill()
+
+
+class _Launcher:
+    def __init__(
+        self, size: int, on_failure: Callable[[Failure], None], on_message: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._size, self._on_failure, self._on_message = size, on_failure, on_message
+        self._ranks: list[_Rank] = []
+        self._stopped_s: float | None = None
+        self._force_s: float | None = None
+        self._was_interrupted = False
+
+    @contextlib.contextmanager
+    def signals(self) -> Any:
+        """Pass signals on while the context is open; SIGHUP stays ignored where it is (``nohup``)."""
+        before = {
+            number: signal.signal(number, self._pass_on)
+            for number in _PASSED_ON
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self, command: Sequence[str], threads: int | None, pass_fds: Sequence[int]) -> None:
+        """Start the ranks; rank 0 says at which port they meet."""
+        for number in range(self._size):
+            cores = cores_of_rank(number, self._size)
+            environment = {
+                **os.environ,
+                "RANK": str(number),
+                "WORLD_SIZE": str(self._size),
+                "LOCAL_RANK": str(number),
+                "LOCAL_WORLD_SIZE": str(self._size),
+                "OMP_NUM_THREADS": str(threads or len(cores)),
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+                LAUNCHED_VARIABLE: "1",
+            }
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=None if number == 0 else subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=environment,
+                    pass_fds=pass_fds if number == 0 else (),
+                )
+            self._ranks.append(_Rank(number, process, LauncherLine(ours)))
+
+    def wait(self) -> int:
+        """Wait until all ranks have ended; return the exit code of the run."""
+        while True:
+            # In this order: what a rank said before it ended is here once it has ended.
+            ended = [rank for rank in self._ranks if rank.has_ended]
+            self._listen(0.0 if len(ended) == self._size else _LOOK_S)
+            died = any(rank.said is None and not rank.is_done for rank in ended)
+            if died or self._is_forced() or any(rank.said is not None for rank in self._ranks):
+                return self._end()
+            if len(ended) == self._size:
+                return self._ranks[0].process.returncode
+
+    def kill(self) -> None:
+        """Kill the ranks that live, and close the lines to all."""
+        for rank in self._ranks:
+            if not rank.has_ended:
+                rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.line.close()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take what ranks say, for a moment."""
+        ready, _, _ = select.select([rank.line for rank in self._ranks if rank.is_open], [], [], timeout_s)
+        for rank in self._ranks:
+            while rank.is_open and rank.line in ready:
+                messages = rank.line.receive(0.0)
+                rank.is_open = messages is not None
+                for message in messages or ():
+                    self._take(rank, message)
+                if not messages:
+                    break
+        if not ready and timeout_s and not any(rank.is_open for rank in self._ranks):
+            time.sleep(timeout_s)
+
+    def _take(self, rank: _Rank, message: Mapping[str, Any]) -> None:
+        if "failed" in message:
+            rank.said = rank.said or Failure.from_json(message["failed"])
+        elif "done" in message:
+            rank.is_done = True
+        elif "port" in message:
+            for each in self._ranks:
+                each.line.send(port=message["port"])
+        else:
+            self._on_message(message)
+
+    def _is_forced(self) -> bool:
+        return self._force_s is not None and time.monotonic() > self._force_s
+
+    def _end(self) -> int:
+        """End all ranks after a failure; tell of it, and return its exit code."""
+        end_s = time.monotonic() + _TOGETHER_S
+        while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
+            self._listen(_LOOK_S)
+        failure = self._failure()
+        for rank in self._ranks:
+            rank.line.send(failed=failure.to_json())
+        end_s = time.monotonic() + _LEAVE_S
+        while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
+            self._listen(_LOOK_S)
+        self.kill()
+        self._on_failure(failure)
+        return failure.exit_code
+
+    def _failure(self) -> Failure:
+        """Return why the run ends: what a rank said of itself, else how one died, else what ranks say of others."""
+        host = socket.gethostname()
+        own = {rank.number: rank.said for rank in self._ranks if rank.said and rank.said.rank == rank.number}
+        if own:
+            return Failure.told_of(own, self._size)
+        if self._is_forced():
+            return Failure(-1, host, 1, "interrupted")
+        for rank in self._ranks:
+            code = rank.process.poll()
+            if code is None or rank.said is not None or rank.is_done:
+                continue
+            if self._was_interrupted and code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
+                return Failure(-1, host, 1, "interrupted")
+            return Failure(rank.number, host, code if code > 0 else 1, describe_end(code))
+        return next(rank.said for rank in self._ranks if rank.said)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if number in _STOPS:
+            self._was_interrupted = True
+            if self._stopped_s is None:
+                self._stopped_s = now_s
+            elif now_s - self._stopped_s < _SAME_STOP_S:
+                return
+            elif self._force_s is None:
+                self._force_s = now_s + _SECOND_STOP_S
+        if number == signal.SIGHUP:
+            self._was_interrupted = True
+        if self._ranks and not self._ranks[0].has_ended:
+            self._ranks[0].process.send_signal(number)

@@ -1,0 +1,17 @@
+"""The launcher of a program of tests: ``python launch_program.py NUM_RANKS COMMAND ...``."""
+
+from __future__ import annotations
+
+import sys
+
+from megatrain.ranks.launch import launch
+from megatrain.ranks.watch import Failure
+
+
+def tell(failure: Failure) -> None:
+    """Print what a user sees."""
+    print(f"error: {failure}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(launch([sys.executable, *sys.argv[2:]], int(sys.argv[1]), threads=1, on_failure=tell))

@@ -1,0 +1,79 @@
+"""One rank of a program that takes steps with others: ``python rank_program.py FOLDER [HOW ...]``, under a launcher.
+
+Each ``HOW`` is ``RANK:WHAT``, and happens on that rank: ``raise``, ``kill``, ``stop`` (SIGSTOP) or ``exit`` at the
+second step, ``early`` before the ranks meet, ``slow`` never ends by itself, ``notice`` tells rank 0 something,
+``patient`` waits a minute for others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatrain.ranks.group import DistributedSpec, RankGroup
+from megatrain.ranks.record import Agreed, StepRecord
+from megatrain.run.signals import RunSignals
+
+NUM_STEPS = 4
+
+
+def main() -> None:
+    """Take steps until the end or a stop; end with 75 after a stop."""
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    ways = {way.partition(":")[2] for way in sys.argv[2:] if way.partition(":")[0] in (rank, "*")}
+    if "early" in ways:
+        sys.exit(7)
+    group = RankGroup.of_environment()
+    try:
+        group.meet()
+        group.join("cpu", DistributedSpec(timeout_s=60.0 if "patient" in ways else 2.0))
+        if "differs" in "".join(sys.argv[2:]):
+            group.check_same("config", {"lr": "2" if "differs" in ways else "1"}, "Give all the same files")
+        (folder / f"pid{rank}").write_text(str(os.getpid()))
+        code = steps(group, folder, ways)
+    except BaseException as error:
+        group.fail(str(error) or type(error).__name__, 4, is_own=not isinstance(error, RuntimeError))
+    group.end(code)
+
+
+def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
+    """Take steps; return the exit code."""
+    if "notice" in ways:
+        group.notify("the drive is full")
+    group.listen(on_notice=lambda text: print(text, flush=True))
+    with RunSignals(stops_after_step=True) as signals:
+        step = 0
+        while step < NUM_STEPS or "slow" in ways:
+            if step == 1:
+                misbehave(ways)
+            if step == 2:
+                (folder / f"at_step_2_{group.world.rank}").touch()
+            agreed = Agreed.of(group.gather(StepRecord(signals.stop_requested, saves=False)))
+            step += 1
+            if agreed.stops:
+                print(f"stopped after step {step}", flush=True)
+                return 75
+            time.sleep(0.02 if "slow" in ways else 0.0)
+    if "hang" in ways:
+        time.sleep(60)
+    if "notice" in "".join(sys.argv[2:]):
+        time.sleep(1.0)  # until rank 0 has told
+    return 0
+
+
+def misbehave(ways: set[str]) -> None:
+    """Do what was asked for."""
+    if "raise" in ways:
+        raise ValueError("the rows are wrong")
+    if "exit" in ways:
+        os._exit(9)
+    for way, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+        if way in ways:
+            os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    main()
