@@ -294,13 +294,13 @@ def test_a_killed_process_is_continued(teacher: Path, tmp_path: Path, cli_words:
     _, whole = score(config_of(teacher, tmp_path / "whole", *changes))
     config_of(teacher, tmp_path / "cut")
     words = [*cli_words, "score", str(tmp_path / "cut/score.toml"), *(f"--set={change}" for change in changes)]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("pass 2"):
-            process.kill()
-            break
-    process.wait(60)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("pass 2"):
+                process.kill()
+                break
+        process.wait(60)
     done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert 1 <= json.loads(done.stdout.splitlines()[-1])["num_passes"] <= len(TEXTS) - 2

@@ -208,7 +208,7 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
         "checkpoint.save_interval", "training.train_batch_tokens", "advanced.file_size",
         "tiers.nvme.path", "tiers.nvme.size", "tiers.nvme.rate", "tiers.nvme.max_written",
         "tiers.nvme.mount_point", "model.revision", "lora.rank_pattern", "lora.alpha_pattern",
-        "lora.adapter_name_or_path",
+        "lora.adapter_name_or_path", "distill.scores", "distill.top_k",
         "evaluation.eval_max_samples", "evaluation.per_device_eval_batch_size",
     }  # fmt: skip
     optional |= {key for key in KEYS if key.startswith("data.eval.")}

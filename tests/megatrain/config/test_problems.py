@@ -108,7 +108,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" at the top'),
+        ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" or task = "distill" at the top'),
         ('task = "sft"', 'task = "dpo"', 'line 1: task = "dpo" is not a choice. Write one of "sft", "pretrain"'),
         ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),
         ('model_name_or_path = "model"\n', "", "`model.model_name_or_path` is missing"),
