@@ -131,7 +131,7 @@ class SuspendedForward:
             return
         # A forward that looks at a weight waits inside of a function that the mirror handles. Torch has taken the
         # mirror off for that time, and puts it on again itself when the function returns, in the forward.
-        self._enters_mirror = _get_current_function_mode() is self._mirror
+        self._enters_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
         if self._enters_mirror:
             self._mirror.__exit__(None, None, None)
 
