@@ -11,12 +11,13 @@ Greenlets switch stacks, not threads: grad mode, autocast and random state are s
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import greenlet
 import torch
+from torch.overrides import _get_current_function_mode
 
 from megatrain.engine.state import RandomStates, ThreadModes
 
@@ -68,7 +69,7 @@ class SuspendedForward:
         mirror: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.micro_batch = micro_batch
-        self._mirror = mirror or nullcontext()
+        self._mirror, self._enters_mirror = mirror, True
         self.call: UnitCall | None = None
         self.result: Any = None
         self._random = random
@@ -108,10 +109,12 @@ class SuspendedForward:
         self._random.set(self.random_state)
         for target, key, value, _ in self._bindings:
             target[key] = value
+        if self._mirror is not None and self._enters_mirror:
+            self._mirror.__enter__()
         try:
-            with self._mirror:
-                given = switch()
+            given = switch()
         finally:
+            self._leave_mirror()
             for target, key, _, original in self._bindings:
                 target[key] = original
             self.modes = ThreadModes.current(self._device_type)
@@ -122,6 +125,15 @@ class SuspendedForward:
         else:
             assert isinstance(given, UnitCall), type(given)
             self.call = given
+
+    def _leave_mirror(self) -> None:
+        if self._mirror is None:
+            return
+        # A forward that looks at a weight waits inside of a function that the mirror handles. Torch has taken the
+        # mirror off for that time, and puts it on again itself when the function returns, in the forward.
+        self._enters_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
+        if self._enters_mirror:
+            self._mirror.__exit__(None, None, None)
 
 
 def suspend(call: UnitCall) -> Any:

@@ -269,6 +269,14 @@ class _Proof:
                 f"grad_dtype = {self._grad_dtype}"
             )
 
+        if setting.given.model.images != "off":
+            self.notes.append(
+                f'model.images = "{setting.given.model.images}": the proof is of the language model, on text. '
+                "What reads images is no part of the copy"
+            )
+        if setting.given.lora.is_on:
+            self.notes.append("[lora]: the proof is of training all weights. The copy has no adapters")
+
     def run(self) -> Iterator[Check]:
         """Yield the checks one after the other."""
         setting, table = self._setting, self._table

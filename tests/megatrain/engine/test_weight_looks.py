@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from fakes.gpu_run import virtual_gpu
 from megatrain.engine import visit
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph
 from oracles.families import padded_batches, tiny_config
-from oracles.huggingface import build_model, train_step
+from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
 
 #: What the model adds to its hidden states, by name.
@@ -58,6 +60,30 @@ def test_loss_and_gradients_equal_hugging_face(monkeypatch: pytest.MonkeyPatch, 
     assert found.keys() == expected.gradients.keys()
     for key, gradient in expected.gradients.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize("name", ["a row", "rows of tokens", "two of them"])
+def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The forward waits for its rows inside of a function that the mirror of its inputs handles."""
+    looking(monkeypatch, LOOKS[name])
+    config = tiny_config("llama")
+    model = build_model(config)
+    expected = train_step(model, padded_batches(), 0)
+
+    def compare() -> None:
+        weights = {key: parameter.detach().to("cuda") for key, parameter in model.named_parameters()}
+        graph = build_graph(config)
+        access = MemoryAccess(graph, weights, torch.float32, device="cuda")
+        runner = LayerRunner(graph, access, device="cuda", compute_dtype=torch.float32)
+        for _ in range(2):  # the second one finds all modes as the first did
+            loss = runner.forward_backward(padded_batches())
+            found = {key: gradient.cpu() for key, gradient in access.finish().items()}
+            assert_same_gradients(expected, loss.loss, found)
+        assert runner._micro_batches.mirror is not None and runner._micro_batches.mirror.num_answers > 0
+
+    with virtual_gpu():
+        compare()
+        gc.collect()  # what is pinned for the device goes before it does
 
 
 def test_what_would_take_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,16 @@ def test_the_default_proof(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        ("qwen2", ["optim=adafactor", "compute_dtype=bfloat16", "grad_dtype=bfloat16", "model.freeze=['*embed*']"]),
+        (
+            "qwen2",
+            [
+                "optim=adafactor",
+                "compute_dtype=bfloat16",
+                "grad_dtype=bfloat16",
+                "model.freeze=['*embed*']",
+                "model.images=frozen",
+            ],
+        ),
         pytest.param("gpt2", ["optim=lion", "data.packing=false", "max_grad_norm=0"], marks=pytest.mark.slow),
         pytest.param(
             "qwen3_moe",
@@ -96,6 +105,7 @@ def test_the_users_model_and_optimizer(family: str, overrides: list[str], tmp_pa
     assert family in verdict.headline and "a scaled-down copy of model" in verdict.headline
     assert sorted(tmp_path.rglob("*")) == before
     assert bool(verdict.notes) == ("compute_dtype=bfloat16" in overrides)
+    assert any(note.startswith("model.images") for note in verdict.notes) == ("model.images=frozen" in overrides)
 
 
 def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
